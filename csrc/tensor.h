@@ -1,0 +1,46 @@
+// Tensors on their way between torch and the core.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "rust/cxx.h"
+
+#include "errors.h"
+
+namespace tensorizer {
+
+struct TensorInfo;
+struct Loaded;
+
+// Keeps tensors alive while the core reads their bytes or writes into them.
+class TensorList {
+ public:
+  explicit TensorList(std::vector<at::Tensor> tensors);
+
+  std::size_t size() const noexcept;
+
+  // Type, shape and whether the bytes can be used as they are. Throws for tensors that have no
+  // bytes of a fixed layout: sparse, quantized, nested, or of a subclass without storage.
+  TensorInfo info(std::size_t at) const;
+
+  // The bytes of a tensor whose info says that it is ready, in row-major order.
+  rust::Slice<const std::uint8_t> bytes(std::size_t at) const;
+
+  // The same for writing.
+  std::uint8_t* data(std::size_t at) const;
+
+  // The tensor in row-major order in host memory, conjugation and negation carried out.
+  std::unique_ptr<TensorList> host_copy(std::size_t at) const;
+
+ private:
+  std::vector<at::Tensor> tensors_;
+};
+
+// The loaded tensors, which own their memory.
+std::vector<at::Tensor> take_tensors(Loaded& loaded);
+
+}  // namespace tensorizer

@@ -1,0 +1,91 @@
+"""The short way: one call to load a file, one to save."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ._deserializer import TensorDeserializer
+from ._serializer import TensorSerializer
+from ._types import Name
+
+
+def load(
+    uri: str | os.PathLike[Any] | Any,
+    device: torch.device | str | None = None,
+    *,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    verify_hash: bool = False,
+    num_readers: int | None = None,
+    mmap: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Load the tensors of a file.
+
+    Args:
+        uri: What :class:`TensorDeserializer` opens.
+        device: Where the tensors go; None for torch's default device.
+        names: Load only these, and return them in this order.
+        dtype: Cast floating-point tensors.
+        verify_hash: Compare every tensor with the hashes in the file.
+        num_readers: Threads that read at once.
+        mmap: Map a local file instead of reading it; see :class:`TensorDeserializer`.
+
+    Returns:
+        Plain tensors (not parameters) by name, in the order of the file. Names of nested
+        structures are in their stored form: U+001E and a JSON array of the path.
+
+    Raises:
+        KeyError: The file has no tensor of one of the names.
+        OSError, ValueError, HashMismatchError, CryptographyError: See
+            :class:`TensorDeserializer`.
+    """
+    wanted = None if names is None else list(names)
+    chosen = None if wanted is None else set(wanted)
+    with TensorDeserializer(
+        uri,
+        torch.get_default_device() if device is None else device,
+        None if chosen is None else lambda name: _stored(name) in chosen,  # type: ignore[arg-type]
+        dtype,
+        lazy_load=True,
+        num_readers=num_readers,
+        verify_hash=verify_hash,
+        mmap=mmap,
+    ) as file:
+        loaded = {_stored(name): tensor for name, tensor in file._plain_tensors()}
+    if wanted is None:
+        return loaded
+    missing = [name for name in wanted if name not in loaded]
+    if missing:
+        raise KeyError(f"Tensor {missing[0]!r} not found in {file._reader.uri}")
+    return {name: loaded[name] for name in wanted}
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    uri: str | os.PathLike[Any] | Any,
+    *,
+    alignment: int = 64,
+) -> None:
+    """Save tensors to a file, atomically if it is a path.
+
+    Args:
+        tensors: Tensors by name. A nested structure of dicts and lists is saved as such.
+        uri: What :class:`TensorSerializer` opens.
+        alignment: Each tensor's data begin at a multiple of this many bytes in the file.
+
+    Raises:
+        OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
+    """
+    with TensorSerializer(uri, alignment=alignment) as file:
+        file.write_state_dict(tensors)
+
+
+def _stored(name: Name) -> str:
+    if isinstance(name, str):
+        return name
+    return "\x1e" + json.dumps(list(name), separators=(",", ":"))

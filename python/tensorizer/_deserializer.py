@@ -1,0 +1,494 @@
+"""Reading: :class:`TensorDeserializer`."""
+
+from __future__ import annotations
+
+import collections.abc
+import logging
+import os
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from . import _files, _modules
+from ._errors import CryptographyError
+from ._exchange import cast_dtype, lend, take
+from ._native import Reader
+from ._types import FilterFuncType, Name, TensorType
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+logger = logging.getLogger("tensorizer.serialization")
+
+#: Bytes loaded at a time where each tensor is then copied to another device or dtype.
+_BATCH_BYTES = 256 << 20
+
+
+class TensorDeserializer(collections.abc.Mapping[Any, Any]):
+    """The tensors of a ``.tensors`` file, as a read-only mapping and as a loader of modules.
+
+    Args:
+        file_obj: A path, ``os.PathLike``, file descriptor (which stays the caller's), or binary
+            file object (which is closed with this object). A pipe is read in one pass.
+        device: Where the tensors go. None: the current CUDA device if there is one, else the CPU.
+        filter_func: Called once with each tensor's name; those for which it returns something
+            false are left out. Structured names come as tuples.
+        dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex).
+            Integers and booleans keep theirs.
+        lazy_load: Read tensors when they are asked for, in any order. Otherwise all of them are
+            read at once and the file is closed. A pipe is read as a whole at the first access.
+        plaid_mode: Ignored.
+        plaid_mode_buffers: Ignored.
+        num_readers: Threads that read at once. None lets the source choose.
+        verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
+            fails.
+        encryption: Not supported by this release.
+        mmap: Map a local file instead of reading it. Opening then costs nothing, bytes are read
+            when they are touched, and processes share them; changes to a tensor stay private.
+            Reading is the default because it is faster when all of the bytes are used, and safe:
+            the file of a mapped tensor must not be truncated or overwritten in place (the
+            process would end with SIGBUS), and a network file system makes every first touch
+            wait. Tensors whose data are not aligned (files of older writers) are read anyway.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+        FormatError: It is not a well-formed ``.tensors`` file (a ``ValueError``).
+        TruncatedError: It ends too early (a ``FormatError`` and an ``OSError``).
+        InvalidVersionError: Its version is not supported (a ``ValueError``).
+        CryptographyError: It is encrypted.
+        HashMismatchError: ``verify_hash`` found other bytes than were written.
+        MemoryError: The tensors do not fit into memory.
+        ValueError: More than one reader for a source that can only have one.
+
+    Attributes:
+        total_tensor_bytes: Bytes of data of the tensors chosen, in the file.
+    """
+
+    def __init__(
+        self,
+        file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
+        device: torch.device | str | None = None,
+        filter_func: FilterFuncType | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        lazy_load: bool = False,
+        plaid_mode: bool | None = None,
+        plaid_mode_buffers: int | None = None,
+        num_readers: int | None = None,
+        verify_hash: bool | None = False,
+        encryption: Any = None,
+        mmap: bool = False,
+    ) -> None:
+        self._file_obj: Any = None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
+        self._cache: dict[int, torch.nn.Parameter] = {}
+        self._module_indices: dict[int, int] = {}
+        self._cursor = 0
+        self._verify_hash = bool(verify_hash)
+        self._num_readers = num_readers
+        self._mmap = bool(mmap)
+        self._bytes_read = 0
+        try:
+            self._device = _resolve_device(device)
+            self._dtype = _checked_dtype(dtype)
+            _check_num_readers(num_readers)
+            if encryption is not None:
+                raise NotImplementedError("decryption is not supported by this release")
+            self._reader = _open(file_obj)
+            self._check_source()
+            self._names: list[Name] = self._reader.names()
+            self._selection = self._choose(filter_func)
+            self._top = _top_level(self._names, self._selection)
+            lens = self._reader.data_lens()
+            self.total_tensor_bytes: int = sum(lens[number] for number in self._selection)
+            if not lazy_load:
+                self._load(self._selection, self._verify_hash)
+                self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_source(self) -> None:
+        if self._reader.encrypted:
+            raise CryptographyError(
+                f"Tensor is encrypted, but decryption was not requested: {self._reader.uri}"
+            )
+        if self._num_readers not in (None, 1) and not self._reader.parallel:
+            raise ValueError(
+                f"num_readers={self._num_readers}, but {self._reader.uri} can only be read by one"
+            )
+
+    def _choose(self, filter_func: FilterFuncType | None) -> list[int]:
+        if filter_func is None:
+            return list(range(len(self._names)))
+        return [number for number, name in enumerate(self._names) if filter_func(name)]
+
+    # The file
+
+    def close(self) -> None:
+        """Close the file. Tensors that were loaded stay; closing again does nothing."""
+        reader = getattr(self, "_reader", None)
+        if reader is not None:
+            reader.close()
+        file_obj, self._file_obj = self._file_obj, None
+        if file_obj is not None and hasattr(file_obj, "close"):
+            file_obj.close()
+
+    def __enter__(self) -> TensorDeserializer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def total_file_bytes(self) -> int:
+        """The number of bytes of tensor data that the file states."""
+        return self._reader.tensor_bytes_field
+
+    @property
+    def total_bytes_read(self) -> int:
+        """Bytes of tensor data read so far."""
+        return self._bytes_read
+
+    @property
+    def cache_status(self) -> str | None:
+        """The ``x-cache-status`` that a server answered with; None for local files."""
+        return None
+
+    #: Kept for callers of the old package; always 0 there too.
+    read_bytes = 0
+    total_compressed_tensor_bytes = 0
+
+    # Loading
+
+    def _load(self, numbers: Sequence[int], verify: bool) -> None:
+        """Load those of the tensors that are not here yet."""
+        missing = [number for number in numbers if number not in self._cache]
+        if missing and not self._reader.seekable:
+            # One pass is all there is: take everything that may be asked for later.
+            missing = [number for number in self._selection if number not in self._cache]
+        for batch in self._batches(missing):
+            tensors, modules = self._read(batch, verify)
+            for number, tensor, module in zip(batch, tensors, modules, strict=True):
+                self._cache[number] = _parameter(self._placed(tensor))
+                self._module_indices[number] = module
+
+    def _plain_tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
+        """Load everything; yield names and tensors that are not parameters."""
+        for batch in self._batches(self._selection):
+            for number, tensor in zip(batch, self._read(batch, self._verify_hash)[0], strict=True):
+                yield self._names[number], self._placed(tensor)
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device and in the dtype that were asked for."""
+        wanted = cast_dtype(tensor.dtype, self._dtype)
+        if wanted is tensor.dtype and tensor.device == self._device:
+            return tensor
+        return tensor.to(self._device, wanted)
+
+    def _read(self, numbers: Sequence[int], verify: bool) -> tuple[list[torch.Tensor], list[int]]:
+        ticket, modules = self._reader.load(
+            numbers, verify=verify, readers=self._num_readers, map=self._mmap
+        )
+        tensors = take(ticket)
+        self._bytes_read += sum(tensor.nbytes for tensor in tensors)
+        return tensors, modules
+
+    def _batches(self, numbers: list[int]) -> Iterator[list[int]]:
+        """Split a load whose tensors are copied once more, to bound what is held twice."""
+        if self._dtype is None and self._device.type == "cpu":
+            if numbers:
+                yield numbers
+            return
+        lens = self._reader.memory_lens()
+        batch: list[int] = []
+        size = 0
+        for number in numbers:
+            if batch and size + lens[number] > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += lens[number]
+        if batch:
+            yield batch
+
+    # Mapping
+
+    def __getitem__(self, name: str | int) -> Any:
+        """Return a tensor as a ``Parameter``, or a subtree as a read-only mapping."""
+        try:
+            node = self._top[name]
+        except (KeyError, TypeError):
+            raise KeyError(f"Tensor {name!r} not found in {self._reader.uri}") from None
+        self._load(_leaves(node), self._verify_hash)
+        return self._value(node)
+
+    def _value(self, node: Any) -> Any:
+        if isinstance(node, int):
+            return self._cache[node]
+        return MappingProxyType({key: self._value(child) for key, child in node.items()})
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._top)
+
+    def __len__(self) -> int:
+        return len(self._top)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._top
+
+    def keys(self) -> KeysView[Any]:
+        """Return the top-level keys, in the order of the file. Nothing is loaded."""
+        return self._top.keys()
+
+    def tree(
+        self,
+        prefix: Iterable[str | int] | None = None,
+        *,
+        default: Any = None,
+        filter_func: FilterFuncType | None = None,
+    ) -> Any:
+        """Return the tensors below a prefix as nested dicts and lists, or one tensor.
+
+        Args:
+            prefix: The path of the subtree; None for everything.
+            default: What to return where nothing matches.
+            filter_func: Leaves out tensors by name. Gaps that it leaves in lists are closed.
+
+        Raises:
+            TypeError: ``prefix`` is a string or not iterable.
+        """
+        if isinstance(prefix, (str, bytes)) or (
+            prefix is not None and not isinstance(prefix, collections.abc.Iterable)
+        ):
+            raise TypeError(f"prefix must be an iterable of keys and indices, not {prefix!r}")
+        node: Any = self._top
+        for component in prefix or ():
+            if isinstance(node, int) or component not in node:
+                return default
+            node = node[component]
+        wanted = [n for n in _leaves(node) if filter_func is None or filter_func(self._names[n])]
+        if not wanted:
+            return default
+        self._load(wanted, self._verify_hash)
+        return self._plain(node, set(wanted))
+
+    def _plain(self, node: Any, wanted: set[int]) -> Any:
+        if isinstance(node, int):
+            return self._cache[node]
+        children = {
+            key: self._plain(child, wanted)
+            for key, child in node.items()
+            if not wanted.isdisjoint(_leaves(child))
+        }
+        if children and all(isinstance(key, int) for key in children):
+            return [children[index] for index in sorted(children)]
+        return children
+
+    # Reading one after another
+
+    def _next(self, filter_func: FilterFuncType | None, num_tensors: int) -> Iterator[int]:
+        if num_tensors < -1:
+            raise ValueError(f"num_tensors must be -1 or more, not {num_tensors}")
+        given = 0
+        while self._cursor < len(self._selection) and given != num_tensors:
+            number = self._selection[self._cursor]
+            self._cursor += 1
+            if filter_func is None or filter_func(self._names[number]):
+                given += 1
+                yield number
+
+    def read_tensors(
+        self,
+        filter_func: FilterFuncType | None = None,
+        num_tensors: int = -1,
+        verify_hash: bool | None = None,
+    ) -> Iterator[tuple[int, TensorType, Name, torch.nn.Parameter]]:
+        """Yield ``(module index, type, name, tensor)`` in the order of the file.
+
+        A second call continues behind the last tensor that a call of this method or of
+        :meth:`read_numpy_arrays` has yielded.
+
+        Args:
+            filter_func: Passes over tensors by name.
+            num_tensors: The most to yield; -1 for all.
+            verify_hash: Overrides the constructor's.
+        """
+        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        kinds = self._reader.kinds()
+        for number in self._next(filter_func, num_tensors):
+            self._load([number], verify)
+            kind = TensorType(kinds[number])
+            yield self._module_indices[number], kind, self._names[number], self._cache[number]
+
+    def read_numpy_arrays(
+        self,
+        filter_func: FilterFuncType | None = None,
+        num_tensors: int = -1,
+        allow_raw_data: bool = False,
+        verify_hash: bool | None = None,
+    ) -> Iterator[tuple[int, TensorType, Name, npt.NDArray[Any], bool, str | None]]:
+        """Yield ``(module index, type, name, array, opaque, torch dtype)``, like :meth:`read_tensors`.
+
+        The dtypes that numpy lacks are opaque: the array then holds integers of the same width,
+        and the last item names the dtype, such as ``"torch.bfloat16"``. ``dtype=`` is ignored.
+
+        Raises:
+            RuntimeError: The device is not the CPU.
+            ValueError: An opaque tensor comes and ``allow_raw_data`` is false.
+        """
+        if self._device.type != "cpu":
+            raise RuntimeError(f"numpy arrays are on the CPU, and this device is {self._device}")
+        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        kinds = self._reader.kinds()
+        for number in self._next(filter_func, num_tensors):
+            name = self._names[number]
+            dtype, _, opaque = self._reader.describe(number)
+            if opaque and not allow_raw_data:
+                raise ValueError(
+                    f"{name!r} has the dtype torch.{dtype}, which numpy lacks: "
+                    "allow_raw_data=True yields its bytes"
+                )
+            if self._dtype is None and self._reader.seekable is False:
+                self._load([number], verify)
+            if self._dtype is None and number in self._cache:
+                tensor = self._cache[number].detach()
+            else:
+                (tensor,), (self._module_indices[number],) = self._read([number], verify)
+            kind = TensorType(kinds[number])
+            array = _numpy(tensor, opaque)
+            torch_dtype = f"torch.{dtype}" if opaque else None
+            yield self._module_indices[number], kind, name, array, opaque, torch_dtype
+
+    # Modules
+
+    def load_into_module(
+        self,
+        m: torch.nn.Module,
+        filter_func: FilterFuncType | None = None,
+        verify_hash: bool | None = None,
+    ) -> int:
+        """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
+
+        Parameters and buffers of the module are replaced; those that are tied stay tied where
+        the file holds equal bytes, and buffers stay what they were (persistent or not). Tensors
+        of the module that the file lacks are left alone. The file is closed.
+
+        Args:
+            m: A module of the structure that was saved, possibly without data
+                (:func:`tensorizer.utils.no_init_or_tensor`).
+            filter_func: Leaves out tensors by name.
+            verify_hash: Overrides the constructor's.
+
+        Returns:
+            The number of tensors loaded.
+
+        Raises:
+            KeyError: The module lacks a submodule of the file.
+            ValueError: A name has no dot, so that no module owns it.
+            NotImplementedError: The file holds a state dict.
+        """
+        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        chosen = [n for n in self._selection if filter_func is None or filter_func(self._names[n])]
+        kinds = self._reader.kinds()
+        places = [_modules.Place.find(m, self._names[n], TensorType(kinds[n])) for n in chosen]
+        self._load(chosen, verify)
+        _modules.assign(places, [self._cache[number] for number in chosen])
+        self.close()
+        return len(chosen)
+
+    def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
+        """Compare the tensors of a module with the hashes in the file.
+
+        Returns:
+            Whether all match, and ``(name, matches)`` for every tensor of the file and every
+            tensor that only the module has.
+
+        Raises:
+            RuntimeError: The file was closed before the tensors' headers were read.
+            HashMismatchError: The file holds no hash of a tensor.
+        """
+        own = _modules.tensors_of(m)
+        chosen = [(n, str(self._names[n])) for n in self._selection]
+        common = [(n, name) for n, name in chosen if name in own]
+        ticket = lend([own[name] for _, name in common])
+        matches = self._reader.matches(ticket, [n for n, _ in common])
+        verdict = {name: ok for (_, name), ok in zip(common, matches, strict=True)}
+        results = [(name, verdict.get(name, False)) for _, name in chosen]
+        results += [(name, False) for name in own if name not in verdict]
+        return all(ok for _, ok in results), results
+
+
+def _open(file_obj: Any) -> Reader:
+    target = _files.classify(file_obj)
+    if isinstance(target, _files.LocalPath):
+        return Reader.from_path(target.path)
+    if isinstance(target, _files.Descriptor):
+        return Reader.from_fd(target.number, target.uri, target.base)
+    readable = getattr(target.file, "readable", None)
+    if not hasattr(target.file, "read") or (readable is not None and not readable()):
+        raise ValueError(f"expected a readable file: {target.uri}")
+    return Reader.from_object(target.file, target.uri, target.base, target.size)
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+    return dtype
+
+
+def _check_num_readers(num_readers: int | None) -> None:
+    if num_readers is None:
+        return
+    if not isinstance(num_readers, int) or isinstance(num_readers, bool):
+        raise TypeError(f"num_readers must be an int or None, not {num_readers!r}")
+    if num_readers < 1:
+        raise ValueError(f"num_readers must be at least 1, not {num_readers}")
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return torch.nn.Parameter(tensor, requires_grad=differentiable)
+
+
+def _top_level(names: list[Name], selection: list[int]) -> dict[Any, Any]:
+    """Return nested dicts of keys, whose leaves are the numbers of tensors."""
+    top: dict[Any, Any] = {}
+    for number in selection:
+        name = names[number]
+        if isinstance(name, str):
+            top[name] = number
+            continue
+        node = top
+        for component in name[:-1]:
+            node = node.setdefault(component, {})
+        node[name[-1]] = number
+    return top
+
+
+def _leaves(node: int | Mapping[Any, Any]) -> list[int]:
+    if isinstance(node, int):
+        return [node]
+    return [leaf for child in node.values() for leaf in _leaves(child)]
+
+
+def _numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
+    if not opaque:
+        array: npt.NDArray[Any] = tensor.numpy()
+        return array
+    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw: npt.NDArray[np.int64] = tensor.view(same_width[tensor.element_size()]).numpy()
+    return raw

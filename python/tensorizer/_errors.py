@@ -1,0 +1,33 @@
+"""The exception classes of this package. The native module raises them by name."""
+
+
+class FormatError(ValueError):
+    """The bytes are not a well-formed ``.tensors`` file."""
+
+
+class TruncatedError(FormatError, OSError):
+    """The file ends before bytes that its own headers promise."""
+
+
+class InvalidVersionError(ValueError):
+    """The file's data version is not one that this release reads.
+
+    Attributes:
+        version: The version found in the file.
+    """
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message)
+        self.version = version
+
+
+class ClosedError(ValueError, RuntimeError):
+    """The file was closed, and what is asked for was not loaded before."""
+
+
+class HashMismatchError(Exception):
+    """A tensor's bytes are not those that were hashed when it was written."""
+
+
+class CryptographyError(Exception):
+    """A file is encrypted and no key was given, or the key does not fit."""

@@ -1,0 +1,101 @@
+"""What callers give as a file, turned into what the native module opens."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+#: Addresses that this release refuses instead of taking them for local paths.
+NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
+
+
+@dataclass
+class LocalPath:
+    """A path of the local file system."""
+
+    path: str | bytes
+
+
+@dataclass
+class Descriptor:
+    """An open file of the operating system, from position ``base`` on."""
+
+    number: int
+    uri: str
+    base: int
+
+
+@dataclass
+class PythonFile:
+    """A Python object. Its size is None where it cannot seek."""
+
+    file: Any
+    uri: str
+    base: int
+    size: int | None
+
+
+def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
+    """Say how to open a path, ``os.PathLike``, descriptor or binary file object.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It is a text file.
+        NotImplementedError: It is an address that this release does not reach.
+    """
+    if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
+        scheme = file_obj.split("://")[0]
+        raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
+    if isinstance(file_obj, (str, bytes)):
+        return LocalPath(file_obj)
+    if isinstance(file_obj, os.PathLike):
+        return LocalPath(os.fspath(file_obj))
+    if isinstance(file_obj, int) and not isinstance(file_obj, bool):
+        return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
+    if isinstance(file_obj, io.TextIOBase) or "b" not in str(getattr(file_obj, "mode", "b")):
+        # Raw descriptors' file objects may have a number for a mode, which is not text.
+        if not isinstance(getattr(file_obj, "mode", None), int):
+            raise ValueError(f"expected a binary file, found a text file: {file_obj!r}")
+    if not hasattr(file_obj, "read") and not hasattr(file_obj, "write"):
+        raise TypeError(
+            "expected a path, a file descriptor or a binary file object, "
+            f"found {type(file_obj).__name__}"
+        )
+    uri = str(getattr(file_obj, "name", None) or f"<{type(file_obj).__name__}>")
+    if not is_seekable(file_obj):
+        return PythonFile(file_obj, uri, 0, None)
+    base = file_obj.tell()
+    number = _descriptor(file_obj)
+    if number is not None:
+        return Descriptor(number, uri, base)
+    size = file_obj.seek(0, os.SEEK_END)
+    size = file_obj.tell() if size is None else size
+    file_obj.seek(base)
+    return PythonFile(file_obj, uri, base, size)
+
+
+def is_seekable(file_obj: Any) -> bool:
+    """Tell whether a file object can be read or written at positions."""
+    if not hasattr(file_obj, "seek"):
+        return False
+    try:
+        return bool(file_obj.seekable()) if hasattr(file_obj, "seekable") else True
+    except OSError:
+        return False
+
+
+def _descriptor(file_obj: Any) -> int | None:
+    """Return the descriptor behind a plain file, and None for anything that may transform bytes.
+
+    ``gzip.GzipFile``, for one, has a ``fileno()`` whose bytes are not those that it reads.
+    """
+    if isinstance(file_obj, tempfile._TemporaryFileWrapper):
+        file_obj = file_obj.file
+    if type(file_obj) in (io.BufferedReader, io.BufferedRandom, io.BufferedWriter):
+        if file_obj.writable():
+            file_obj.flush()
+        file_obj = file_obj.raw
+    return int(file_obj.fileno()) if type(file_obj) is io.FileIO else None

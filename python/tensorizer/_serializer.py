@@ -1,0 +1,280 @@
+"""Writing: :class:`TensorSerializer`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from . import _files, _modules
+from ._exchange import lend
+from ._native import Writer, cpu_count
+from ._types import Name, TensorType
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+logger = logging.getLogger("tensorizer.serialization")
+
+#: Module indices take 16 bits in the file; modules beyond share the last one.
+_LAST_MODULE_INDEX = 0xFFFF
+
+
+class TensorSerializer:
+    """Writes tensors into a ``.tensors`` file.
+
+    A path is written atomically: until :meth:`close` the old file stays, and a temporary file
+    beside it takes the bytes. As a context manager it closes at the end of the block; if the
+    block raises, nothing appears under the path.
+
+    Args:
+        file_obj: A path, ``os.PathLike``, file descriptor (which stays the caller's), or binary
+            file object that can be read, written and sought in; the file begins at its position,
+            and it is closed with this object.
+        compress_tensors: Has no effect.
+        encryption: Not supported by this release.
+        limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
+        alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
+            of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
+            version 2.12.1 of the package.
+
+    Raises:
+        OSError: The file cannot be created or written.
+        TypeError, ValueError: An argument is not one of the above.
+    """
+
+    def __init__(
+        self,
+        file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
+        compress_tensors: bool = False,
+        *,
+        encryption: Any = None,
+        limit_cpu_concurrency: int | None = None,
+        alignment: int = 64,
+    ) -> None:
+        self._file_obj: Any = None
+        self._writer: Writer | None = None
+        self._written = False
+        self._total_tensor_bytes = 0
+        if encryption is not None:
+            raise NotImplementedError("encryption is not supported by this release")
+        if compress_tensors:
+            warnings.warn("compress_tensors has no effect", stacklevel=2)
+        self.compress_tensors = bool(compress_tensors)
+        self.total_compressed_tensor_bytes = 0
+        self.lz4_frame = None
+        if limit_cpu_concurrency is not None:
+            if not isinstance(limit_cpu_concurrency, int):
+                raise TypeError(
+                    f"limit_cpu_concurrency must be an int or None, not {limit_cpu_concurrency!r}"
+                )
+            if limit_cpu_concurrency < 1:
+                raise ValueError(
+                    f"limit_cpu_concurrency must be at least 1, not {limit_cpu_concurrency}"
+                )
+        self.cpu_limit: int = limit_cpu_concurrency or cpu_count
+        self._writer = _open(file_obj, alignment, limit_cpu_concurrency)
+        if not isinstance(file_obj, (str, bytes, os.PathLike, int)):
+            self._file_obj = file_obj
+
+    @property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of tensor data written so far."""
+        return self._total_tensor_bytes
+
+    # Writing
+
+    def _write(
+        self,
+        names: Sequence[Name],
+        kinds: Sequence[TensorType],
+        modules: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        if self._writer is None:
+            raise ValueError("I/O operation on closed file")
+        self._writer.write(lend(tensors), names, [int(kind) for kind in kinds], modules)
+        self._written = True
+        self._total_tensor_bytes = self._writer.total_tensor_bytes
+
+    def write_tensor(
+        self,
+        idx: int,
+        name: str,
+        tensor_type: TensorType,
+        tensor: torch.Tensor | npt.NDArray[Any],
+    ) -> None:
+        """Write one tensor.
+
+        Args:
+            idx: Index of the owning module, 0 to 65535. The reader hands it back.
+            name: Its name, which no other tensor of the file has.
+            tensor_type: What it is.
+            tensor: A torch tensor, or a numpy array of a dtype that torch has.
+
+        Raises:
+            TypeError: The name is not a string, or the tensor neither of the above.
+            ValueError: The index is out of range, or the name is taken or too long.
+            NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass
+                without storage of its own.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        if not 0 <= idx <= _LAST_MODULE_INDEX:
+            raise ValueError(f"idx must be 0 to {_LAST_MODULE_INDEX}, not {idx}")
+        if not isinstance(tensor, torch.Tensor):
+            tensor = torch.from_numpy(tensor)
+        self._write([name], [TensorType(tensor_type)], [idx], [tensor])
+
+    def write_module(
+        self,
+        m: torch.nn.Module,
+        remove_tensors: bool = False,
+        *,
+        include_non_persistent_buffers: bool = True,
+    ) -> None:
+        """Write all parameters and buffers of a module, in the order of ``named_modules()``.
+
+        Tensors are called ``"<module path>.<attribute>"``; those of the root module begin with
+        a dot. A tensor with two names is written under both.
+
+        Args:
+            m: The module.
+            remove_tensors: Set the module's tensors to None once they are written.
+            include_non_persistent_buffers: Write buffers too that ``state_dict()`` leaves out.
+
+        Raises:
+            NotImplementedError: See :meth:`write_tensor`.
+        """
+        found = [
+            item
+            for item in _modules.walk(m)
+            if include_non_persistent_buffers
+            or item[3].attribute not in item[3].module._non_persistent_buffers_set
+        ]
+        self._write(
+            [name for _, name, _, _, _ in found],
+            [kind for _, _, kind, _, _ in found],
+            [min(index, _LAST_MODULE_INDEX) for index, _, _, _, _ in found],
+            [tensor for _, _, _, _, tensor in found],
+        )
+        if remove_tensors:
+            for _, _, _, place, _ in found:
+                setattr(place.module, place.attribute, None)
+
+    def write_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Write nested mappings and sequences of tensors.
+
+        Tuples come back as lists, and empty containers not at all.
+
+        Raises:
+            TypeError: A key is not a string, or a leaf not a tensor.
+            ValueError: A container contains itself.
+        """
+        if not _is_container(state_dict):
+            raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
+        leaves = list(_flatten(state_dict, (), set()))
+        names: list[Name] = []
+        for path, _ in leaves:
+            first = path[0]
+            names.append(first if len(path) == 1 and isinstance(first, str) else path)
+        self._write(
+            names,
+            [TensorType.STATE_DICT] * len(leaves),
+            [0] * len(leaves),
+            [tensor for _, tensor in leaves],
+        )
+
+    # Ending
+
+    def close(self) -> None:
+        """Finish the file and close it. Closing again does nothing."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.finish()
+            if self._file_obj is not None:
+                self._file_obj.seek(writer.end)
+        finally:
+            self._close_file_obj()
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abandon()
+        self._close_file_obj()
+
+    def _close_file_obj(self) -> None:
+        file_obj, self._file_obj = self._file_obj, None
+        if file_obj is not None:
+            file_obj.close()
+
+    def __enter__(self) -> TensorSerializer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def __del__(self) -> None:
+        # Callers of the old package may forget to close: what was written in full is kept.
+        if getattr(self, "_writer", None) is None:
+            return
+        try:
+            if self._written:
+                self.close()
+            else:
+                self._abandon()
+        except Exception:
+            logger.exception("a file that was not closed could not be finished")
+
+
+def _open(file_obj: Any, alignment: int, threads: int | None) -> Writer:
+    target = _files.classify(file_obj)
+    if isinstance(target, _files.LocalPath):
+        return Writer.to_path(target.path, alignment, threads)
+    if not isinstance(file_obj, int):
+        for ability in ("readable", "writable", "seekable"):
+            check = getattr(file_obj, ability, None)
+            if check is not None and not check():
+                raise ValueError(f"expected a {ability} file: {target.uri}")
+        if not hasattr(file_obj, "seek"):
+            raise ValueError(f"expected a seekable file: {target.uri}")
+    if isinstance(target, _files.Descriptor):
+        return Writer.to_fd(target.number, target.uri, target.base, alignment, threads)
+    return Writer.to_object(target.file, target.uri, target.base, alignment, threads)
+
+
+def _is_container(value: Any) -> bool:
+    text = (str, bytes, bytearray, memoryview)
+    return isinstance(value, Mapping) or (
+        isinstance(value, Sequence) and not isinstance(value, text)
+    )
+
+
+def _flatten(
+    value: Any, path: tuple[str | int, ...], above: set[int]
+) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if not _is_container(value):
+        raise TypeError(f"expected a tensor at {list(path)}, found {type(value).__name__}")
+    if id(value) in above:
+        raise ValueError(f"the container at {list(path)} contains itself")
+    above = above | {id(value)}
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be str, found {key!r} at {list(path)}")
+            yield from _flatten(child, (*path, key), above)
+    else:
+        for index, child in enumerate(value):
+            yield from _flatten(child, (*path, index), above)

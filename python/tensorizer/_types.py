@@ -1,0 +1,29 @@
+"""Small types that the public modules share."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+#: A tensor's name: ``str`` for a path of one string, else a tuple of keys and list indices.
+Name: TypeAlias = "str | tuple[str | int, ...]"
+
+#: Decides for each tensor whether it is wanted. Called with a ``str`` for a path of one string,
+#: else with a ``tuple`` of components.
+FilterFuncType: TypeAlias = Callable[["str | Sequence[str | int]"], "bool | Any"]
+
+
+class TensorType(enum.IntEnum):
+    """What a tensor was in the object that was saved."""
+
+    PARAM = 0
+    BUFFER = 1
+    STATE_DICT = 2
+
+
+class HashType(enum.IntEnum):
+    """The hash algorithms of the format."""
+
+    CRC32 = 0
+    SHA256 = 1

@@ -1,0 +1,193 @@
+//! One block of memory for many tensors. One of the few doors to `unsafe`.
+//!
+//! Fresh memory is the hidden cost of a load: a copy into untouched 4 KiB pages ran at a third of
+//! the speed of one into huge pages, because each page costs a fault. So a load takes few, large
+//! blocks, advised to be backed by huge pages, and its readers fault them in as they read.
+//!
+//! A block lives as long as the last tensor in it. A large tensor that goes earlier returns its
+//! own pages to the system at once.
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use memmap2::{Advice, MmapMut, MmapOptions};
+
+use crate::error::{Error, Result};
+
+/// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
+const HUGE_PAGE: usize = 2 << 20;
+/// Tensors are aligned like those of torch's own allocator.
+pub const ALIGNMENT: usize = 64;
+/// Smaller pieces are not worth a system call when they are freed.
+const RELEASE_FROM: usize = 1 << 20;
+
+/// A block of memory under construction: exclusively ours until it is frozen.
+pub struct Arena {
+    memory: Memory,
+    start: usize,
+    len: usize,
+}
+
+/// What holds the bytes.
+enum Memory {
+    Anonymous(MmapMut),
+    /// A private mapping of a file: writes to it are seen by nobody else.
+    File(MmapMut),
+}
+
+impl Memory {
+    fn map(&mut self) -> &mut MmapMut {
+        match self {
+            Memory::Anonymous(map) | Memory::File(map) => map,
+        }
+    }
+}
+
+impl Arena {
+    /// `len` zeroed bytes, at least one huge page's alignment where they fill one.
+    pub fn new(len: usize) -> Result<Self> {
+        let out_of_memory = |error| Error::OutOfMemory {
+            bytes: len as u64,
+            what: "tensors".to_owned(),
+            error,
+        };
+        let huge = len >= HUGE_PAGE;
+        let mapped = if huge { len.saturating_add(HUGE_PAGE) } else { len.max(1) };
+        let map = MmapOptions::new().len(mapped).map_anon().map_err(out_of_memory)?;
+        let address = map.as_ptr().addr();
+        let start = if huge { address.next_multiple_of(HUGE_PAGE) - address } else { 0 };
+        // Only whole huge pages: a partly used one would cost memory that nobody asked for.
+        // Kernels without them refuse, which costs speed only.
+        if huge {
+            let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
+        }
+        Ok(Arena { memory: Memory::Anonymous(map), start, len })
+    }
+
+    /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
+    /// bytes that the file no longer has ends the process.
+    pub fn map_file(file: &std::fs::File, len: u64, uri: &str) -> Result<Self> {
+        let len = usize::try_from(len).map_err(|_| {
+            Error::InvalidArgument(format!("`{uri}` of {len} bytes does not fit into the address space"))
+        })?;
+        // SAFETY: the mapping is private, so that nobody sees our writes. Others may change the
+        // file's bytes under it; that is the documented condition of asking for a mapping, and
+        // the bytes are only ever treated as plain numbers.
+        let map = unsafe { MmapOptions::new().len(len).map_copy(file) }
+            .map_err(|e| Error::io("mapping", uri, e))?;
+        Ok(Arena { memory: Memory::File(map), start: 0, len })
+    }
+
+    /// All of the bytes.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let range = self.start..self.start + self.len;
+        self.memory.map().get_mut(range).unwrap_or_default()
+    }
+
+    /// Splits the block into buffers that keep it alive together. Ranges are `(offset, len)`
+    /// within the block; overlapping ranges or ranges beyond it are an error.
+    pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
+        let len = self.len;
+        let mut order = ranges.to_vec();
+        order.sort_unstable();
+        let mut end = 0;
+        for (offset, size) in order {
+            if offset < end || offset.checked_add(size).is_none_or(|e| e > len) {
+                return Err(Error::Bug(format!("buffer at {offset} of {size} bytes in a block of {len}")));
+            }
+            end = offset + size;
+        }
+        let base = NonNull::from(self.bytes_mut()).cast::<u8>();
+        let release = matches!(self.memory, Memory::Anonymous(_));
+        let owner = Arc::new(Owner(self.memory));
+        Ok(ranges
+            .iter()
+            .map(|&(offset, len)| HostBuffer {
+                // SAFETY: `offset` lies within the block that `base` begins, as checked above.
+                start: unsafe { base.add(offset) },
+                len,
+                release,
+                _owner: Some(Arc::clone(&owner)),
+            })
+            .collect())
+    }
+}
+
+/// Keeps the mapping; nobody reaches its bytes through this.
+struct Owner(#[allow(dead_code)] Memory);
+
+/// Bytes that one tensor owns. Dropping it takes no lock and may happen on any thread.
+pub struct HostBuffer {
+    start: NonNull<u8>,
+    len: usize,
+    release: bool,
+    _owner: Option<Arc<Owner>>,
+}
+
+// SAFETY: the range is exclusive to this value (checked when it was made), and the mapping that
+// holds it is freed with the last of the values that share it, on whatever thread.
+unsafe impl Send for HostBuffer {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for HostBuffer {}
+
+impl HostBuffer {
+    /// No bytes.
+    pub fn empty() -> Self {
+        HostBuffer { start: NonNull::dangling(), len: 0, release: false, _owner: None }
+    }
+
+    /// Where the bytes are; valid as long as this value lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: exclusive range of live, initialised memory, see the `Send` proof.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        if !self.release || self.len < RELEASE_FROM {
+            return;
+        }
+        let page = crate::sys::page_size();
+        let address = self.start.as_ptr().addr();
+        let skip = address.next_multiple_of(page) - address;
+        let whole = self.len.saturating_sub(skip) / page * page;
+        if whole > 0 {
+            // SAFETY: whole pages inside our exclusive range of an anonymous private mapping,
+            // and this value, the only way to them, is going away.
+            unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), whole) };
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_disjoint_and_outlive_each_other() {
+        let mut arena = Arena::new(5 << 20).unwrap();
+        arena.bytes_mut()[..3].copy_from_slice(b"abc");
+        arena.bytes_mut()[4 << 20] = 7;
+        let mut buffers = arena.freeze(&[(0, 2 << 20), (2 << 20, 64), (4 << 20, 1 << 20)]).unwrap();
+        assert_eq!(&buffers[0].bytes()[..3], b"abc");
+        drop(buffers.remove(0));
+        assert_eq!(buffers[1].bytes()[0], 7);
+        assert_eq!(buffers[1].bytes().len(), 1 << 20);
+    }
+
+    #[test]
+    fn bad_ranges_are_refused() {
+        for ranges in [&[(0, 5)][..], &[(3, 2)], &[(0, 2), (1, 1)], &[(usize::MAX, 2)]] {
+            assert!(Arena::new(4).unwrap().freeze(ranges).is_err());
+        }
+        assert!(Arena::new(usize::MAX / 2).is_err());
+    }
+}

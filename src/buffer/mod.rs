@@ -1,0 +1,5 @@
+//! Host memory that bytes are read into and that tensors then own.
+
+mod arena;
+
+pub use arena::{ALIGNMENT, Arena, HostBuffer};

@@ -1,0 +1,148 @@
+//! Every way in which the core fails, once.
+//!
+//! The variants are sorted by what the caller can do about them; `py/errors.rs` maps each to a
+//! Python class. Messages say what failed, where, what was expected and what was found.
+
+use std::io;
+
+/// The result of every fallible function of the crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error raised by code that the caller supplied, such as a Python file object.
+pub type CallerError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Why a file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused: missing file, permission, full disk, lost device.
+    #[error("{action} `{uri}`: {error}")]
+    Io {
+        /// What was being done, as a gerund.
+        action: &'static str,
+        /// The file or address.
+        uri: String,
+        /// What the operating system said.
+        error: io::Error,
+    },
+    /// The source ended before bytes that its own headers promise.
+    #[error("`{uri}` is truncated: {what} needs bytes {start} to {end}, found only {size} bytes")]
+    Truncated {
+        /// The file or address.
+        uri: String,
+        /// What the bytes were for.
+        what: String,
+        /// Position of the first byte wanted.
+        start: u64,
+        /// Position after the last byte wanted.
+        end: u64,
+        /// How many bytes there are.
+        size: u64,
+    },
+    /// The bytes are not a well-formed `.tensors` file.
+    #[error("{what} (`{uri}`, at byte {offset})")]
+    Format {
+        /// The file or address.
+        uri: String,
+        /// Position of the offending bytes.
+        offset: u64,
+        /// What is wrong, with expected and found.
+        what: String,
+    },
+    /// The file is of a data version that this release cannot read.
+    #[error("Unsupported version: `{uri}` has data version {found}, supported are 1 to 5")]
+    Version {
+        /// The file or address.
+        uri: String,
+        /// The version in the file.
+        found: u32,
+    },
+    /// The file holds no tensor of this name.
+    #[error("Tensor not found: `{name}` in `{uri}`")]
+    TensorNotFound {
+        /// The file or address.
+        uri: String,
+        /// The name asked for.
+        name: String,
+    },
+    /// A tensor's bytes are not those that were hashed when it was written.
+    #[error("Tensor '{name}' failed {algorithm} verification. Expected {expected}, got {found}.")]
+    HashMismatch {
+        /// The tensor.
+        name: String,
+        /// `CRC32` or `SHA256`.
+        algorithm: &'static str,
+        /// The hash in the file.
+        expected: String,
+        /// The hash of the bytes read.
+        found: String,
+    },
+    /// Verification was asked for and the file holds nothing to verify against.
+    #[error("Tensor '{name}' cannot be verified: `{uri}` holds no hash of it")]
+    NoHash {
+        /// The tensor.
+        name: String,
+        /// The file or address.
+        uri: String,
+    },
+    /// The file is encrypted in a way that this call cannot undo.
+    #[error("{0}")]
+    Crypt(String),
+    /// Memory could not be had.
+    #[error("cannot allocate {bytes} bytes for {what}: {error}")]
+    OutOfMemory {
+        /// How much was asked for.
+        bytes: u64,
+        /// What for.
+        what: String,
+        /// What the operating system said.
+        error: io::Error,
+    },
+    /// Well-formed, but not something this release does.
+    #[error("{0}")]
+    Unsupported(String),
+    /// The call's own arguments are wrong.
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// The call's own arguments are of the wrong type.
+    #[error("{0}")]
+    InvalidType(String),
+    /// The object was closed before.
+    #[error("{0}")]
+    Closed(String),
+    /// The caller interrupted the call.
+    #[error("interrupted")]
+    Cancelled,
+    /// Code that the caller supplied raised this.
+    #[error("{0}")]
+    Caller(#[source] CallerError),
+    /// A defect of this crate.
+    #[error("{0}; this is a defect of tensorizer, please report it")]
+    Bug(String),
+}
+
+impl Error {
+    pub(crate) fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
+        Error::Io { action, uri: uri.to_owned(), error }
+    }
+}
+
+/// What is wrong with some bytes, before it is known which file they came from.
+#[derive(Debug)]
+pub struct Malformed {
+    /// Position in the file.
+    pub offset: u64,
+    /// What is wrong, with expected and found.
+    pub what: String,
+}
+
+impl Malformed {
+    pub(crate) fn new(offset: u64, what: impl Into<String>) -> Self {
+        Malformed { offset, what: what.into() }
+    }
+
+    /// Names the file.
+    pub fn of(self, uri: &str) -> Error {
+        Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what }
+    }
+}

@@ -1,0 +1,6 @@
+//! The bridge to torch. One of the few doors to `unsafe`.
+
+#[cfg(feature = "python")]
+pub mod exchange;
+pub mod guard;
+pub mod torch;

@@ -1,0 +1,206 @@
+//! The only bridge between Rust and C++: what the operators call, and the tensors they hand over.
+#![allow(unsafe_code)]
+// The bridge's own expansion is not documented.
+#![allow(missing_docs, clippy::missing_safety_doc)]
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use super::guard::guard;
+use crate::error::{Error, Result};
+use crate::load::{LoadOptions, load, load_into};
+use crate::save::{SaveOptions, save};
+use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};
+use crate::tensor_file::TensorFile;
+
+#[cxx::bridge(namespace = "tensorizer")]
+pub mod bridge {
+    /// What the core needs to know of a tensor.
+    struct TensorInfo {
+        /// `c10::ScalarType`.
+        dtype: i8,
+        shape: Vec<u64>,
+        /// On the `meta` device.
+        meta: bool,
+        /// In host memory, in row-major order.
+        ready: bool,
+    }
+
+    unsafe extern "C++" {
+        include!("tensor.h");
+        include!("ops.h");
+
+        type TensorList;
+        fn size(self: &TensorList) -> usize;
+        fn info(self: &TensorList, at: usize) -> Result<TensorInfo>;
+        fn bytes(self: &TensorList, at: usize) -> Result<&[u8]>;
+        fn data(self: &TensorList, at: usize) -> Result<*mut u8>;
+        fn host_copy(self: &TensorList, at: usize) -> Result<UniquePtr<TensorList>>;
+
+        fn register_operators() -> Result<()>;
+    }
+
+    extern "Rust" {
+        type HostBuffer;
+        fn data(self: &HostBuffer) -> *mut u8;
+
+        type Loaded;
+        fn size(self: &Loaded) -> usize;
+        fn name(self: &Loaded, at: usize) -> &str;
+        fn dtype(self: &Loaded, at: usize) -> i8;
+        fn shape(self: &Loaded, at: usize) -> &[i64];
+        fn take(self: &mut Loaded, at: usize) -> Box<HostBuffer>;
+
+        fn op_load_all(uri: &str) -> Result<Box<Loaded>>;
+        fn op_load(uri: &str, names: Vec<String>) -> Result<Box<Loaded>>;
+        fn op_load_into(uri: &str, names: Vec<String>, out: &TensorList) -> Result<()>;
+        fn op_names(uri: &str) -> Result<Vec<String>>;
+        fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList) -> Result<()>;
+    }
+
+    #[cfg(feature = "python")]
+    extern "Rust" {
+        fn exchange_lend(tensors: UniquePtr<TensorList>) -> Result<i64>;
+        fn exchange_take(ticket: i64) -> Result<Box<Loaded>>;
+    }
+}
+
+#[cfg(feature = "python")]
+use super::exchange::{exchange_lend, exchange_take};
+
+// SAFETY: a list of `at::Tensor`s that is never changed after it was made. Their reference counts
+// are atomic, and the methods of the bridge only read the tensors or make new ones.
+unsafe impl Send for bridge::TensorList {}
+// SAFETY: as above.
+unsafe impl Sync for bridge::TensorList {}
+
+impl From<cxx::Exception> for Error {
+    /// Everything that the C++ side throws is about tensors that cannot be handled.
+    fn from(exception: cxx::Exception) -> Self {
+        Error::Unsupported(exception.what().to_owned())
+    }
+}
+
+/// Looked at now and then during every operator; set by the Python module to see Ctrl-C.
+static INTERRUPT: OnceLock<fn() -> Result<()>> = OnceLock::new();
+
+/// Sets what the operators look at to see whether they should stop.
+#[cfg(feature = "python")]
+pub fn set_interrupt(hook: fn() -> Result<()>) {
+    INTERRUPT.get_or_init(|| hook);
+}
+
+fn interrupt() -> Result<()> {
+    INTERRUPT.get().map_or(Ok(()), |hook| hook())
+}
+
+/// Opens what an operator names: so far a local path.
+fn open(uri: &str) -> Result<TensorFile> {
+    TensorFile::open(local(uri)?)
+}
+
+fn local(uri: &str) -> Result<&Path> {
+    match uri.split_once("://") {
+        Some((scheme @ ("http" | "https" | "s3" | "redis" | "rediss"), _)) => Err(
+            Error::Unsupported(format!("`{scheme}://` addresses are not supported by this release")),
+        ),
+        _ => Ok(Path::new(uri)),
+    }
+}
+
+fn op_load_all(uri: &str) -> Result<Box<Loaded>> {
+    guard(|| {
+        let file = open(uri)?;
+        let all: Vec<usize> = (0..file.entries().len()).collect();
+        Loaded::new(&file, load(&file, &all, &LoadOptions::default(), &interrupt)?).map(Box::new)
+    })
+}
+
+fn op_load(uri: &str, names: Vec<String>) -> Result<Box<Loaded>> {
+    guard(|| {
+        let file = open(uri)?;
+        let selection = file.select(&names)?;
+        let loaded = load(&file, &selection, &LoadOptions::default(), &interrupt)?;
+        Loaded::new(&file, loaded).map(Box::new)
+    })
+}
+
+fn op_load_into(uri: &str, names: Vec<String>, out: &bridge::TensorList) -> Result<()> {
+    guard(|| {
+        let file = open(uri)?;
+        let selection = file.select(&names)?;
+        let destinations = destinations(&file, &selection, out)?;
+        load_into(&file, &selection, destinations, &LoadOptions::default(), &interrupt).map(drop)
+    })
+}
+
+/// The memory of tensors that are to be filled, after checking that they fit.
+fn destinations<'t>(
+    file: &TensorFile,
+    selection: &[usize],
+    out: &'t bridge::TensorList,
+) -> Result<Vec<&'t mut [u8]>> {
+    let mut memory: Vec<(*mut u8, usize)> = Vec::with_capacity(selection.len());
+    for (at, &number) in selection.iter().enumerate() {
+        let entry = file.entry(number)?;
+        expect_like(entry, &out.info(at)?)?;
+        let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
+        let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
+        memory.push((out.data(at)?, len));
+    }
+    let mut ranges: Vec<(usize, usize)> =
+        memory.iter().filter(|(_, len)| *len > 0).map(|(start, len)| (start.addr(), *len)).collect();
+    ranges.sort_unstable();
+    if ranges.windows(2).any(|pair| matches!(pair, [(a, len), (b, _)] if a + len > *b)) {
+        return Err(Error::InvalidArgument("tensors to load into overlap in memory".to_owned()));
+    }
+    Ok(memory
+        .into_iter()
+        .map(|(start, len)| {
+            if len == 0 {
+                return &mut [][..];
+            }
+            // SAFETY: `expect_like` made sure that the tensor has `len` bytes in one piece from
+            // `start` on; the list keeps it alive for 't; no two ranges overlap, as checked above,
+            // and the operator's contract is that nobody else uses `out` during the call.
+            unsafe { std::slice::from_raw_parts_mut(start, len) }
+        })
+        .collect())
+}
+
+fn op_names(uri: &str) -> Result<Vec<String>> {
+    guard(|| Ok(open(uri)?.entries().iter().map(|entry| entry.name.stored().to_owned()).collect()))
+}
+
+fn op_save(uri: &str, names: Vec<String>, tensors: &bridge::TensorList) -> Result<()> {
+    guard(|| {
+        let mut seen = HashSet::new();
+        if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
+            return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));
+        }
+        let path = local(uri)?;
+        save(path, to_save(&names, tensors)?, SaveOptions::default(), &interrupt)
+    })
+}
+
+/// Defines the operators; an error if this process has them already.
+pub fn register() -> Result<()> {
+    Ok(bridge::register_operators()?)
+}
+
+/// Registration when the library is loaded, for processes without Python.
+#[cfg(not(feature = "python"))]
+mod on_load {
+    // SAFETY: runs once, when the dynamic linker has initialised torch, on which this library
+    // depends; catches every error, because nobody could.
+    #[used]
+    #[unsafe(link_section = ".init_array")]
+    static REGISTER: extern "C" fn() = register;
+
+    extern "C" fn register() {
+        if let Err(error) = super::guard(super::register) {
+            eprintln!("tensorizer: {error}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The block in each header of an encrypted file that says how its data were encrypted.
+//!
+//! Parsed and reported here; nothing in this release decrypts.
+
+use super::bytes::Cursor;
+use crate::error::Malformed;
+
+const CHUNK_KEY_DERIVATION: u16 = 1;
+const CHUNK_PARALLEL: u16 = 2;
+const CHUNK_SEQUENTIAL: u16 = 3;
+const METHOD_ARGON2: u16 = 1;
+const ALGORITHM_ARGON2ID13: i32 = 2;
+const SALT_LEN: u16 = 16;
+const MAC_LEN: usize = 16;
+
+/// How to derive the key from a passphrase: Argon2id version 1.3.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyDerivation {
+    /// Passes over the memory.
+    pub opslimit: u64,
+    /// Memory in bytes.
+    pub memlimit: u64,
+    /// The salt.
+    pub salt: [u8; 16],
+}
+
+/// How the data were encrypted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cipher {
+    /// XSalsa20-Poly1305, each piece by itself.
+    Parallel {
+        /// Bytes a piece; the last may be shorter.
+        piece_len: u64,
+        /// Nonce of the first piece; a 192-bit little-endian counter.
+        nonce: [u8; 24],
+        /// One tag a piece.
+        macs: Vec<[u8; MAC_LEN]>,
+    },
+    /// XSalsa20-Poly1305 over all of the data at once.
+    Sequential {
+        /// The nonce.
+        nonce: [u8; 24],
+        /// The tag.
+        mac: [u8; MAC_LEN],
+    },
+}
+
+/// All that a header says about encryption. Both are absent where the tensor has no data.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CryptInfo {
+    /// How the key was derived, unless it was given directly.
+    pub key_derivation: Option<KeyDerivation>,
+    /// How the data were encrypted.
+    pub cipher: Option<Cipher>,
+}
+
+impl CryptInfo {
+    /// Reads the block's contents, which lie at `offset` of the file.
+    pub fn parse(bytes: &[u8], offset: u64) -> Result<Self, Malformed> {
+        let mut cursor = Cursor::new(bytes, offset, "encryption block");
+        let mut info = CryptInfo::default();
+        for _ in 0..cursor.u16("chunk count")? {
+            let len = cursor.u64("chunk length")?;
+            let at = cursor.offset();
+            let len = usize::try_from(len).unwrap_or(usize::MAX);
+            info.parse_chunk(Cursor::new(cursor.take(len, "chunk")?, at, "encryption chunk"))?;
+        }
+        Ok(info)
+    }
+
+    fn parse_chunk(&mut self, mut chunk: Cursor<'_>) -> Result<(), Malformed> {
+        match chunk.u16("chunk type")? {
+            CHUNK_KEY_DERIVATION => {
+                let method = chunk.u16("derivation method")?;
+                if method != METHOD_ARGON2 {
+                    return Err(chunk.error(format!(
+                        "unknown key derivation method: expected {METHOD_ARGON2}, found {method}"
+                    )));
+                }
+                let (opslimit, memlimit) = (chunk.u64("opslimit")?, chunk.u64("memlimit")?);
+                let algorithm = chunk.i32("algorithm")?;
+                if algorithm != ALGORITHM_ARGON2ID13 {
+                    return Err(chunk.error(format!(
+                        "unknown key derivation algorithm: expected {ALGORITHM_ARGON2ID13}, \
+                         found {algorithm}"
+                    )));
+                }
+                let salt_len = chunk.u16("salt length")?;
+                if salt_len != SALT_LEN {
+                    return Err(chunk.error(format!(
+                        "invalid salt length: expected {SALT_LEN} bytes, found {salt_len}"
+                    )));
+                }
+                let salt = chunk.fixed("salt")?;
+                let found = KeyDerivation { opslimit, memlimit, salt };
+                set_once(&mut self.key_derivation, found, "key derivation", &chunk)
+            }
+            CHUNK_PARALLEL => {
+                let piece_len = chunk.u64("piece length")?;
+                let nonce = chunk.fixed("nonce")?;
+                let count = chunk.u64("MAC count")?;
+                let len = usize::try_from(count).ok().and_then(|count| count.checked_mul(MAC_LEN));
+                let tags = chunk.take(len.unwrap_or(usize::MAX), "MACs")?;
+                let macs = tags.as_chunks::<MAC_LEN>().0.to_vec();
+                let found = Cipher::Parallel { piece_len, nonce, macs };
+                set_once(&mut self.cipher, found, "cipher", &chunk)
+            }
+            CHUNK_SEQUENTIAL => {
+                let (nonce, mac) = (chunk.fixed("nonce")?, chunk.fixed("MAC")?);
+                set_once(&mut self.cipher, Cipher::Sequential { nonce, mac }, "cipher", &chunk)
+            }
+            other => Err(chunk.error(format!("unknown encryption chunk type {other}"))),
+        }
+    }
+}
+
+fn set_once<T>(slot: &mut Option<T>, value: T, what: &str, at: &Cursor<'_>) -> Result<(), Malformed> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(at.error(format!("expected at most one {what} chunk, found two"))),
+    }
+}
+
+impl std::fmt::Display for CryptInfo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.cipher {
+            None => f.write_str("no data, not encrypted")?,
+            Some(Cipher::Parallel { piece_len, macs, .. }) => {
+                write!(f, "XSalsa20-Poly1305 in {} pieces of {piece_len} bytes", macs.len())?;
+            }
+            Some(Cipher::Sequential { .. }) => f.write_str("XSalsa20-Poly1305 in one piece")?,
+        }
+        if let Some(kdf) = &self.key_derivation {
+            write!(f, ", key by Argon2id with {} passes over {} bytes", kdf.opslimit, kdf.memlimit)?;
+        }
+        Ok(())
+    }
+}

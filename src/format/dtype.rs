@@ -1,0 +1,173 @@
+//! The one table of element types: torch's name, torch's code, bytes an element, stored string.
+
+/// An element type that a file can hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DType(&'static Row);
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Row {
+    name: &'static str,
+    code: i8,
+    size: u8,
+    /// The numpy string of plain types; opaque ones are stored as `V<size>` and their name.
+    plain: Option<&'static str>,
+}
+
+const fn plain(name: &'static str, code: i8, size: u8, numpy: &'static str) -> Row {
+    Row { name, code, size, plain: Some(numpy) }
+}
+
+const fn opaque(name: &'static str, code: i8, size: u8) -> Row {
+    Row { name, code, size, plain: None }
+}
+
+/// `code` is the value of `c10::ScalarType`, which torch keeps stable because it serialises it.
+static TABLE: [Row; 41] = [
+    plain("uint8", 0, 1, "|u1"),
+    plain("int8", 1, 1, "|i1"),
+    plain("int16", 2, 2, "<i2"),
+    plain("int32", 3, 4, "<i4"),
+    plain("int64", 4, 8, "<i8"),
+    plain("float16", 5, 2, "<f2"),
+    plain("float32", 6, 4, "<f4"),
+    plain("float64", 7, 8, "<f8"),
+    opaque("complex32", 8, 4),
+    plain("complex64", 9, 8, "<c8"),
+    plain("complex128", 10, 16, "<c16"),
+    plain("bool", 11, 1, "|b1"),
+    opaque("bfloat16", 15, 2),
+    opaque("bits1x8", 18, 1),
+    opaque("bits2x4", 19, 1),
+    opaque("bits4x2", 20, 1),
+    opaque("bits8", 21, 1),
+    opaque("bits16", 22, 2),
+    opaque("float8_e5m2", 23, 1),
+    opaque("float8_e4m3fn", 24, 1),
+    opaque("float8_e5m2fnuz", 25, 1),
+    opaque("float8_e4m3fnuz", 26, 1),
+    plain("uint16", 27, 2, "<u2"),
+    plain("uint32", 28, 4, "<u4"),
+    plain("uint64", 29, 8, "<u8"),
+    opaque("uint1", 30, 1),
+    opaque("uint2", 31, 1),
+    opaque("uint3", 32, 1),
+    opaque("uint4", 33, 1),
+    opaque("uint5", 34, 1),
+    opaque("uint6", 35, 1),
+    opaque("uint7", 36, 1),
+    opaque("int1", 37, 1),
+    opaque("int2", 38, 1),
+    opaque("int3", 39, 1),
+    opaque("int4", 40, 1),
+    opaque("int5", 41, 1),
+    opaque("int6", 42, 1),
+    opaque("int7", 43, 1),
+    opaque("float8_e8m0fnu", 44, 1),
+    opaque("float4_e2m1fn_x2", 45, 1),
+];
+
+impl DType {
+    /// Every type, in the order of torch's codes.
+    pub fn all() -> impl Iterator<Item = DType> {
+        TABLE.iter().map(DType)
+    }
+
+    /// The type of torch's code (`c10::ScalarType`).
+    pub fn from_code(code: i8) -> Option<Self> {
+        TABLE.iter().find(|row| row.code == code).map(DType)
+    }
+
+    /// The type of a name without `torch.`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        TABLE.iter().find(|row| row.name == name).map(DType)
+    }
+
+    /// torch's code.
+    pub fn code(self) -> i8 {
+        self.0.code
+    }
+
+    /// torch's name, without `torch.`.
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    /// Bytes an element.
+    pub fn size(self) -> u64 {
+        u64::from(self.0.size)
+    }
+
+    /// Stored as untyped bytes and a torch name, because numpy has no such type.
+    pub fn is_opaque(self) -> bool {
+        self.0.plain.is_none()
+    }
+
+    /// The string in the file.
+    pub fn stored(self) -> String {
+        match self.0.plain {
+            Some(numpy) => numpy.to_owned(),
+            None => {
+                let order = if self.0.size == 1 { '|' } else { '<' };
+                format!("{order}V{}\0torch.{}", self.0.size, self.0.name)
+            }
+        }
+    }
+
+    /// The type that a file's string stands for, or what is wrong with it.
+    ///
+    /// Plain strings may also be spelled with `=` or without a byte order.
+    pub fn parse(stored: &[u8]) -> Result<Self, String> {
+        let text = std::str::from_utf8(stored)
+            .map_err(|_| format!("dtype is not UTF-8: {}", stored.escape_ascii()))?;
+        let unknown = || format!("unknown dtype {text:?}");
+        let Some((void, torch)) = text.split_once('\0') else {
+            let kind = text.trim_start_matches(['<', '|', '=']);
+            let native = text.len() - kind.len() <= 1;
+            return TABLE
+                .iter()
+                .find(|row| row.plain.is_some_and(|p| p == text || (native && p.get(1..) == Some(kind))))
+                .map(DType)
+                .ok_or_else(unknown);
+        };
+        let name = torch.strip_prefix("torch.").ok_or_else(unknown)?;
+        let dtype = Self::from_name(name).ok_or_else(unknown)?;
+        let size = void.trim_start_matches(['<', '|', '=']).strip_prefix('V').ok_or_else(unknown)?;
+        if size != dtype.0.size.to_string() {
+            return Err(format!(
+                "dtype {text:?} stores {size} bytes an element, torch.{name} has {}",
+                dtype.0.size
+            ));
+        }
+        Ok(dtype)
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "torch.{}", self.0.name)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stored_strings_come_back() {
+        for dtype in DType::all() {
+            assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));
+        }
+    }
+
+    #[test]
+    fn spellings() {
+        for text in ["<f4", "=f4", "f4"] {
+            assert_eq!(DType::parse(text.as_bytes()).unwrap().name(), "float32");
+        }
+        assert_eq!(DType::parse(b"<V2\0torch.bfloat16").unwrap().name(), "bfloat16");
+        for text in [">f4", "<f4\0torch.bfloat16", "<V4", "O", "<V2\0torch.float8_e5m2", "<<f4", ""] {
+            assert!(DType::parse(text.as_bytes()).is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The record in front of each tensor's data, and the bytes of it that hashes cover.
+
+use std::ops::Range;
+
+use super::TensorKind;
+use super::bytes::Cursor;
+use super::crypt_info::CryptInfo;
+use super::dtype::DType;
+use super::index::{Entry, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind};
+use super::name::Name;
+use crate::error::{Error, Malformed, Result};
+
+/// A hash algorithm that headers name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Algorithm {
+    /// CRC-32 of zlib, stored little-endian.
+    Crc32 = 0,
+    /// SHA-256.
+    Sha256 = 1,
+}
+
+impl Algorithm {
+    /// The name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Crc32 => "CRC32",
+            Algorithm::Sha256 => "SHA256",
+        }
+    }
+
+    /// Bytes of a value.
+    pub fn len(self) -> usize {
+        match self {
+            Algorithm::Crc32 => 4,
+            Algorithm::Sha256 => 32,
+        }
+    }
+}
+
+/// One hash of a header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredHash {
+    /// How it was computed.
+    pub algorithm: Algorithm,
+    /// Where in the header its value lies.
+    pub at: Range<usize>,
+}
+
+/// A tensor's header, as read.
+#[derive(Debug, Clone)]
+pub struct Header {
+    /// The bytes, all of them.
+    pub raw: Box<[u8]>,
+    /// Number of the owning module in `named_modules()` order.
+    pub module_index: u16,
+    /// What the tensor was in the saved object.
+    pub kind: TensorKind,
+    /// The hashes of header and data.
+    pub hashes: Vec<StoredHash>,
+    /// How the data were encrypted, in encrypted files.
+    pub crypt_info: Option<CryptInfo>,
+    /// Where in the header the encryption block lies, its length field included.
+    crypt_at: Option<Range<usize>>,
+}
+
+impl Header {
+    /// Reads the header that the index promises; everything both say must agree.
+    pub fn parse(raw: Box<[u8]>, entry: &Entry, encrypted: bool) -> Result<Self, Malformed> {
+        let base = entry.header_offset;
+        let mut cursor = Cursor::new(&raw, base, "tensor header");
+        let name_of = || format!("tensor `{}`: header and index disagree", entry.name);
+        let len = cursor.u64("header length")?;
+        if usize::try_from(len) != Ok(raw.len()) {
+            return Err(Malformed::new(
+                base,
+                format!("{}: the index leaves {} bytes for it, its length field says {len}", name_of(), raw.len()),
+            ));
+        }
+        let module_index = cursor.u16("module index")?;
+        let kind = parse_kind(&mut cursor)?;
+        let name_len = cursor.u16("name length")?;
+        let at = cursor.offset();
+        let name = Name::parse(cursor.take(usize::from(name_len), "name")?)
+            .map_err(|what| Malformed::new(at, what))?;
+        let (dtype, shape) = parse_dtype_and_shape(&mut cursor, entry.long)?;
+        let disagreement = if !name.same_path(&entry.name) {
+            Some(format!("Unexpected tensor name `{name}`"))
+        } else if kind != entry.kind {
+            Some(format!("type {:?} in the index, {kind:?} in the header", entry.kind))
+        } else if dtype != entry.dtype || shape != entry.shape {
+            Some(format!(
+                "{} {:?} in the index, {dtype} {shape:?} in the header",
+                entry.dtype, entry.shape
+            ))
+        } else {
+            None
+        };
+        if let Some(what) = disagreement {
+            return Err(Malformed::new(base, format!("{}: {what}", name_of())));
+        }
+        let hashes = parse_hashes(&mut cursor)?;
+        let (crypt_info, crypt_at) = if encrypted {
+            let from = cursor.position();
+            let len = cursor.u64("encryption block length")?;
+            let at = cursor.offset();
+            let len = usize::try_from(len).unwrap_or(usize::MAX);
+            let info = CryptInfo::parse(cursor.take(len, "encryption block")?, at)?;
+            (Some(info), Some(from..cursor.position()))
+        } else {
+            (None, None)
+        };
+        let rest = cursor.rest();
+        let data_len: [u8; 8] = *rest
+            .last_chunk()
+            .ok_or_else(|| cursor.error("the tensor header has no room for its data length"))?;
+        let data_len = i64::from_le_bytes(data_len);
+        if u64::try_from(data_len) != Ok(entry.data_len) {
+            return Err(Malformed::new(
+                base,
+                format!(
+                    "{}: data length {} in the index, {data_len} in the header",
+                    name_of(),
+                    entry.data_len
+                ),
+            ));
+        }
+        Ok(Header { module_index, kind, hashes, crypt_info, crypt_at, raw })
+    }
+
+    /// The value of a hash.
+    pub fn hash_value(&self, hash: &StoredHash) -> &[u8] {
+        self.raw.get(hash.at.clone()).unwrap_or_default()
+    }
+
+    /// The header's part of what hashes cover: hash values zeroed, encryption block cut out.
+    pub fn hashed_bytes(&self) -> Vec<u8> {
+        let mut bytes = self.raw.to_vec();
+        for hash in &self.hashes {
+            if let Some(value) = bytes.get_mut(hash.at.clone()) {
+                value.fill(0);
+            }
+        }
+        if let Some(cut) = &self.crypt_at {
+            bytes.drain(cut.clone());
+        }
+        bytes
+    }
+}
+
+fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
+    let len = usize::from(cursor.u16("hash section length")?);
+    let (from, at) = (cursor.position(), cursor.offset());
+    let mut section = Cursor::new(cursor.take(len, "hash section")?, at, "hash section");
+    let count = section.u8("hash count")?;
+    let mut hashes = Vec::with_capacity(usize::from(count));
+    for _ in 0..count {
+        let code = section.u8("hash type")?;
+        let algorithm = match code {
+            0 => Algorithm::Crc32,
+            1 => Algorithm::Sha256,
+            _ => return Err(section.error(format!("unknown hash type {code}"))),
+        };
+        let size = usize::from(section.u8("hash size")?);
+        if size != algorithm.len() {
+            return Err(section.error(format!(
+                "invalid {} size: expected {}, found {size}",
+                algorithm.name(),
+                algorithm.len()
+            )));
+        }
+        let start = from + section.position();
+        section.take(size, "hash value")?;
+        hashes.push(StoredHash { algorithm, at: start..start + size });
+    }
+    if !section.rest().is_empty() {
+        return Err(section.error(format!(
+            "the hash section has {} bytes after its last hash",
+            section.rest().len()
+        )));
+    }
+    Ok(hashes)
+}
+
+/// The hashes that the writer stores, in its order.
+const WRITTEN: [Algorithm; 2] = [Algorithm::Crc32, Algorithm::Sha256];
+
+/// A header about to be written, with zeros where its hashes will be.
+#[derive(Debug)]
+pub struct Draft {
+    /// The bytes that hashes cover.
+    pub bytes: Vec<u8>,
+    crc_at: usize,
+    sha_at: usize,
+}
+
+/// Length of the header of a tensor, without padding.
+pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool) -> usize {
+    let hashes: usize = WRITTEN.iter().map(|a| 2 + a.len()).sum();
+    8 + 2 + 1 + 2 + name.stored().len() + dtype_and_shape_len(dtype, shape, long) + 2 + 1 + hashes + 8
+}
+
+impl Draft {
+    /// The header of `entry`, padded with zeros to the length that the entry leaves for it.
+    pub fn new(entry: &Entry, module_index: u16) -> Result<Self> {
+        let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
+        let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
+            .map_err(|_| bug("too long"))?;
+        let mut out = Vec::with_capacity(len);
+        out.extend_from_slice(&(len as u64).to_le_bytes());
+        out.extend_from_slice(&module_index.to_le_bytes());
+        out.push(entry.kind as u8);
+        let name = entry.name.stored().as_bytes();
+        let name_len = u16::try_from(name.len()).map_err(|_| bug("name too long"))?;
+        out.extend_from_slice(&name_len.to_le_bytes());
+        out.extend_from_slice(name);
+        encode_dtype_and_shape(entry.dtype, &entry.shape, entry.long, &mut out)?;
+        let section: usize = 1 + WRITTEN.iter().map(|a| 2 + a.len()).sum::<usize>();
+        out.extend_from_slice(&u16::try_from(section).map_err(|_| bug("hash section"))?.to_le_bytes());
+        out.push(u8::try_from(WRITTEN.len()).map_err(|_| bug("hash count"))?);
+        let mut value_at = [0; WRITTEN.len()];
+        for (algorithm, at) in WRITTEN.iter().zip(&mut value_at) {
+            out.push(*algorithm as u8);
+            out.push(u8::try_from(algorithm.len()).map_err(|_| bug("hash size"))?);
+            *at = out.len();
+            out.resize(out.len() + algorithm.len(), 0);
+        }
+        let padded = len.checked_sub(8).filter(|&end| end >= out.len()).ok_or_else(|| bug("no room"))?;
+        out.resize(padded, 0);
+        let data_len = i64::try_from(entry.data_len).map_err(|_| bug("data too long"))?;
+        out.extend_from_slice(&data_len.to_le_bytes());
+        let [crc_at, sha_at] = value_at;
+        Ok(Draft { bytes: out, crc_at, sha_at })
+    }
+
+    /// Puts the hashes in.
+    pub fn finish(mut self, crc: u32, sha: &[u8; 32]) -> Vec<u8> {
+        for (at, value) in [(self.crc_at, &crc.to_le_bytes()[..]), (self.sha_at, &sha[..])] {
+            if let Some(slot) = self.bytes.get_mut(at..at + value.len()) {
+                slot.copy_from_slice(value);
+            }
+        }
+        self.bytes
+    }
+}

@@ -1,0 +1,288 @@
+//! The index: one entry a tensor, with everything that is needed to plan a load.
+
+use super::bytes::Cursor;
+use super::dtype::DType;
+use super::name::{Component, Name, NameTree};
+use super::prologue::{PROLOGUE_LEN, Prologue};
+use super::{TensorKind, element_count};
+use crate::error::{Error, Malformed, Result};
+
+const TAG_SHORT: u32 = 1;
+const TAG_LONG: u32 = 5;
+/// The most dimensions that torch and numpy allow.
+const MAX_DIMS: usize = 64;
+/// Bytes of the shortest possible entry: name, dtype and shape of nothing.
+const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
+
+/// What the index says about one tensor.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// Its name.
+    pub name: Name,
+    /// What it was in the saved object.
+    pub kind: TensorKind,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+    /// Dimensions are stored in eight bytes, here and in the tensor's header.
+    pub long: bool,
+    /// File position of its header.
+    pub header_offset: u64,
+    /// File position of its data.
+    pub data_offset: u64,
+    /// Bytes of data in the file; zero for a tensor of the `meta` device.
+    pub data_len: u64,
+}
+
+impl Entry {
+    /// Bytes that the tensor takes in memory, or `None` beyond 2⁶⁴ − 1.
+    pub fn memory_len(&self) -> Option<u64> {
+        element_count(&self.shape)?.checked_mul(self.dtype.size())
+    }
+
+    /// The tensor was on the `meta` device: it has a size but no data.
+    pub fn is_meta(&self) -> bool {
+        self.data_len == 0 && self.memory_len() != Some(0)
+    }
+
+    /// File position after the tensor's data.
+    pub fn end(&self) -> u64 {
+        self.data_offset.saturating_add(self.data_len)
+    }
+
+    /// Appends the entry; `tagged` writes the version tag.
+    pub fn encode(&self, tagged: bool, out: &mut Vec<u8>) -> Result<()> {
+        if tagged {
+            let tag = if self.long { TAG_LONG } else { TAG_SHORT };
+            out.extend_from_slice(&tag.to_le_bytes());
+        }
+        let name = self.name.stored().as_bytes();
+        out.extend_from_slice(&narrow::<u16>(name.len(), "name length")?.to_le_bytes());
+        out.extend_from_slice(name);
+        out.push(self.kind as u8);
+        encode_dtype_and_shape(self.dtype, &self.shape, self.long, out)?;
+        for value in [self.header_offset, self.data_offset, self.data_len] {
+            out.extend_from_slice(&value.to_le_bytes());
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Entry::encode`] appends.
+    pub fn encoded_len(&self, tagged: bool) -> usize {
+        let tag = if tagged { 4 } else { 0 };
+        tag + 2 + self.name.stored().len() + 1 + dtype_and_shape_len(self.dtype, &self.shape, self.long) + 24
+    }
+}
+
+/// Whether a shape needs eight bytes a dimension.
+pub fn is_long(shape: &[u64]) -> bool {
+    shape.iter().any(|&dim| dim > u64::from(u32::MAX))
+}
+
+fn narrow<T: TryFrom<usize>>(value: usize, what: &str) -> Result<T> {
+    T::try_from(value).map_err(|_| Error::InvalidArgument(format!("{what} {value} is too large for the format")))
+}
+
+/// Bytes that [`encode_dtype_and_shape`] appends.
+pub(super) fn dtype_and_shape_len(dtype: DType, shape: &[u64], long: bool) -> usize {
+    1 + dtype.stored().len() + 1 + shape.len() * if long { 8 } else { 4 }
+}
+
+/// The part that an index entry and a tensor header share.
+pub(super) fn encode_dtype_and_shape(
+    dtype: DType,
+    shape: &[u64],
+    long: bool,
+    out: &mut Vec<u8>,
+) -> Result<()> {
+    let stored = dtype.stored();
+    out.push(narrow(stored.len(), "dtype length")?);
+    out.extend_from_slice(stored.as_bytes());
+    out.push(narrow(shape.len(), "number of dimensions")?);
+    for &dim in shape {
+        if long {
+            out.extend_from_slice(&dim.to_le_bytes());
+        } else {
+            let dim = u32::try_from(dim)
+                .map_err(|_| Error::Bug(format!("dimension {dim} written in four bytes")))?;
+            out.extend_from_slice(&dim.to_le_bytes());
+        }
+    }
+    Ok(())
+}
+
+/// Reads what [`encode_dtype_and_shape`] writes.
+pub(super) fn parse_dtype_and_shape(
+    cursor: &mut Cursor<'_>,
+    long: bool,
+) -> Result<(DType, Vec<u64>), Malformed> {
+    let at = cursor.offset();
+    let len = cursor.u8("dtype length")?;
+    let dtype = DType::parse(cursor.take(usize::from(len), "dtype")?)
+        .map_err(|what| Malformed::new(at, what))?;
+    let dims = usize::from(cursor.u8("number of dimensions")?);
+    if dims > MAX_DIMS {
+        return Err(cursor.error(format!("expected at most {MAX_DIMS} dimensions, found {dims}")));
+    }
+    let shape = (0..dims)
+        .map(|_| if long { cursor.u64("dimensions") } else { cursor.u32("dimensions").map(u64::from) })
+        .collect::<Result<_, _>>()?;
+    Ok((dtype, shape))
+}
+
+/// Reads a tensor kind.
+pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malformed> {
+    let at = cursor.offset();
+    let byte = cursor.u8("tensor type")?;
+    TensorKind::from_u8(byte)
+        .ok_or_else(|| Malformed::new(at, format!("expected tensor type 0, 1 or 2, found {byte}")))
+}
+
+/// Reads the index block, which lies at file position `base`.
+///
+/// `file_len` is the size of the file where that is known. Every entry is checked against it and
+/// against the other entries: the bytes of two tensors never overlap, so that the sizes of all
+/// tensors together are bounded by the file's. Entries come back in the index's order.
+pub fn parse(
+    block: &[u8],
+    base: u64,
+    prologue: &Prologue,
+    file_len: Option<u64>,
+    uri: &str,
+) -> Result<(Vec<Entry>, NameTree)> {
+    let mut cursor = Cursor::new(block, base, "tensor index");
+    if prologue.count == 0 || block.is_empty() {
+        return Err(cursor.error("Tensor index in the file is empty").of(uri));
+    }
+    let most = block.len() / MIN_ENTRY_LEN;
+    let count = usize::try_from(prologue.count).ok().filter(|&count| count <= most).ok_or_else(|| {
+        cursor
+            .error(format!("an index of {} bytes cannot hold {} tensors", block.len(), prologue.count))
+            .of(uri)
+    })?;
+    let mut entries = Vec::with_capacity(count);
+    let mut names = NameTree::default();
+    for number in 0..count {
+        let at = cursor.offset();
+        let entry = parse_entry(&mut cursor, prologue)
+            .and_then(|entry| check_entry(entry, at, prologue.version))
+            .map_err(|e| e.of(uri))?;
+        names.insert(&entry.name, number).map_err(|what| Malformed::new(at, what).of(uri))?;
+        entries.push(entry);
+    }
+    check_extents(&entries, base.saturating_add(prologue.index_len), file_len, uri)?;
+    Ok((entries, names))
+}
+
+fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Malformed> {
+    let long = if prologue.versioned_entries {
+        match cursor.u32("entry version")? {
+            TAG_SHORT => false,
+            TAG_LONG => true,
+            other => {
+                return Err(cursor.error(format!(
+                    "Unsupported index entry version: expected {TAG_SHORT} or {TAG_LONG}, found {other}"
+                )));
+            }
+        }
+    } else {
+        false
+    };
+    let at = cursor.offset();
+    let len = cursor.u16("name length")?;
+    let name = Name::parse(cursor.take(usize::from(len), "name")?)
+        .map_err(|what| Malformed::new(at, what))?;
+    let kind = parse_kind(cursor)?;
+    let (dtype, shape) = parse_dtype_and_shape(cursor, long)?;
+    let header_offset = cursor.u64("header offset")?;
+    let data_offset = cursor.u64("data offset")?;
+    let data_len = cursor.u64("data length")?;
+    Ok(Entry { name, kind, dtype, shape, long, header_offset, data_offset, data_len })
+}
+
+fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> {
+    let fail = |what: String| Err(Malformed::new(at, format!("tensor `{}`: {what}", entry.name)));
+    let Some(memory_len) = entry.memory_len().filter(|&len| i64::try_from(len).is_ok()) else {
+        return fail(format!("shape {:?} of {} is too large", entry.shape, entry.dtype));
+    };
+    if entry.data_len == 0 && memory_len > 0 {
+        // Only version 4 introduced tensors without data; before, this is damage.
+        if version < super::prologue::VERSION_META {
+            return fail(format!(
+                "expected {memory_len} bytes of data for shape {:?} of {}, found none",
+                entry.shape, entry.dtype
+            ));
+        }
+    } else if entry.data_len != memory_len {
+        return fail(format!(
+            "expected {memory_len} bytes of data for shape {:?} of {}, found {}",
+            entry.shape, entry.dtype, entry.data_len
+        ));
+    }
+    if entry.path_needs_state_dict() && entry.kind != TensorKind::StateDict {
+        return fail(format!("structured names are for state dicts, found type {:?}", entry.kind));
+    }
+    Ok(entry)
+}
+
+impl Entry {
+    fn path_needs_state_dict(&self) -> bool {
+        self.name.path().is_some_and(|path| !matches!(path, [Component::Key(_)]))
+    }
+}
+
+fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
+    let mut order: Vec<&Entry> = entries.iter().collect();
+    order.sort_by_key(|entry| entry.header_offset);
+    let mut end = first;
+    for entry in order {
+        let malformed =
+            |what: String| Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name)).of(uri);
+        if entry.header_offset < end {
+            return Err(malformed(format!(
+                "expected its header at byte {end} or later, found {}: it overlaps what is before it",
+                entry.header_offset
+            )));
+        }
+        if entry.data_offset <= entry.header_offset {
+            return Err(malformed(format!(
+                "expected its data after its header at byte {}, found {}",
+                entry.header_offset, entry.data_offset
+            )));
+        }
+        end = entry.data_offset.checked_add(entry.data_len).filter(|&end| i64::try_from(end).is_ok()).ok_or_else(
+            || malformed(format!("{} bytes of data cannot begin at byte {}", entry.data_len, entry.data_offset)),
+        )?;
+        if let Some(size) = file_len.filter(|&size| end > size) {
+            return Err(Error::Truncated {
+                uri: uri.to_owned(),
+                what: format!("tensor `{}`", entry.name),
+                start: entry.header_offset,
+                end,
+                size,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The index block of a file whose prologue lies at `base`: entries, then zeros up to `index_len`.
+pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>> {
+    let len = usize::try_from(index_len)
+        .map_err(|_| Error::InvalidArgument(format!("an index of {index_len} bytes is too large")))?;
+    let mut out = Vec::with_capacity(len);
+    for entry in entries {
+        entry.encode(tagged, &mut out)?;
+    }
+    if out.len() > len {
+        return Err(Error::Bug(format!("{} bytes of index in a space of {len}", out.len())));
+    }
+    out.resize(len, 0);
+    Ok(out)
+}
+
+/// File position of the first byte after the index.
+pub fn end_of_index(base: u64, index_len: u64) -> u64 {
+    base.saturating_add(PROLOGUE_LEN as u64).saturating_add(index_len)
+}

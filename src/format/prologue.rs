@@ -1,0 +1,118 @@
+//! The first 73 bytes: magic, version, feature flags, totals and the length of the index.
+
+use super::bytes::Cursor;
+use crate::error::{Error, Malformed, Result};
+
+/// `|TZR|`.
+pub const MAGIC: [u8; 5] = *b"|TZR|";
+/// Length of the prologue and of the index length behind it, in bytes.
+pub const PROLOGUE_LEN: usize = 73;
+/// The newest data version.
+pub const NEWEST_VERSION: u32 = 5;
+
+/// Nothing special.
+pub const VERSION_PLAIN: u32 = 1;
+/// A tensor of an opaque dtype.
+pub const VERSION_OPAQUE: u32 = 2;
+/// Encryption, always on in this version.
+pub const VERSION_ENCRYPTED: u32 = 3;
+/// A tensor on the `meta` device.
+pub const VERSION_META: u32 = 4;
+/// A dimension of 2³² or more.
+pub const VERSION_LONG: u32 = 5;
+
+const FLAG_ENCRYPTED: u8 = 1;
+const FLAG_VERSIONED: u8 = 2;
+
+/// What the first bytes of a file say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prologue {
+    /// Data version, 1 to 5.
+    pub version: u32,
+    /// Every tensor header holds a block about its encryption.
+    pub encrypted: bool,
+    /// Every index entry begins with a version tag.
+    pub versioned_entries: bool,
+    /// Sum of the lengths of all tensors' data, as the writer counted it.
+    pub tensor_bytes: u64,
+    /// Number of index entries.
+    pub count: u64,
+    /// Length of the index block in bytes.
+    pub index_len: u64,
+}
+
+impl Prologue {
+    /// Reads the prologue from the first bytes of a file, which may be fewer than it needs.
+    pub fn parse(bytes: &[u8], base: u64, uri: &str) -> Result<Self> {
+        let malformed = |e: Malformed| e.of(uri);
+        let mut cursor = Cursor::new(bytes, base, "file prologue");
+        let magic = bytes.get(..MAGIC.len().min(bytes.len())).unwrap_or_default();
+        if magic != MAGIC {
+            return Err(cursor
+                .error(format!(
+                    "Not a tensorizer file: expected the magic bytes {:02x?}, found {magic:02x?}",
+                    MAGIC
+                ))
+                .of(uri));
+        }
+        if bytes.len() < PROLOGUE_LEN {
+            return Err(cursor
+                .error(format!(
+                    "File too small: expected at least {PROLOGUE_LEN} bytes, found {}",
+                    bytes.len()
+                ))
+                .of(uri));
+        }
+        cursor.take(MAGIC.len(), "magic").map_err(malformed)?;
+        let version = cursor.u32("version").map_err(malformed)?;
+        if !(VERSION_PLAIN..=NEWEST_VERSION).contains(&version) {
+            return Err(Error::Version { uri: uri.to_owned(), found: version });
+        }
+        let flags_at = cursor.offset();
+        let flags: [u8; 32] = cursor.fixed("feature flags").map_err(malformed)?;
+        let (low, high) = (flags[0], &flags[1..]);
+        let flag_error = |what: String| Malformed::new(flags_at, what).of(uri);
+        if low & !(FLAG_ENCRYPTED | FLAG_VERSIONED) != 0 || high.iter().any(|&b| b != 0) {
+            return Err(flag_error(format!("Unsupported feature flags: {flags:02x?}")));
+        }
+        let versioned_entries = low & FLAG_VERSIONED != 0;
+        if versioned_entries && version < VERSION_LONG {
+            return Err(flag_error(format!(
+                "Invalid feature flags: versioned index entries need data version {VERSION_LONG}, \
+                 found {version}"
+            )));
+        }
+        let encrypted = version == VERSION_ENCRYPTED
+            || (version > VERSION_ENCRYPTED && low & FLAG_ENCRYPTED != 0);
+        let tensor_bytes = cursor.u64("tensor data bytes").map_err(malformed)?;
+        cursor.u64("unused field").map_err(malformed)?;
+        let count = cursor.u64("tensor count").map_err(malformed)?;
+        let index_len = cursor.u64("index length").map_err(malformed)?;
+        Ok(Prologue { version, encrypted, versioned_entries, tensor_bytes, count, index_len })
+    }
+
+    /// The 73 bytes of the file.
+    pub fn encode(&self) -> [u8; PROLOGUE_LEN] {
+        let mut flags = [0u8; 32];
+        if self.version > VERSION_ENCRYPTED && self.encrypted {
+            flags[0] |= FLAG_ENCRYPTED;
+        }
+        if self.versioned_entries {
+            flags[0] |= FLAG_VERSIONED;
+        }
+        let mut out = [0u8; PROLOGUE_LEN];
+        let fields: [&[u8]; 7] = [
+            &MAGIC,
+            &self.version.to_le_bytes(),
+            &flags,
+            &self.tensor_bytes.to_le_bytes(),
+            &[0; 8],
+            &self.count.to_le_bytes(),
+            &self.index_len.to_le_bytes(),
+        ];
+        for (slot, byte) in out.iter_mut().zip(fields.into_iter().flatten()) {
+            *slot = *byte;
+        }
+        out
+    }
+}

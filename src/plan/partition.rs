@@ -1,0 +1,119 @@
+//! Cuts the extents of tensors in a file into parts of about equal size, each one contiguous
+//! range that one reader or writer moves with one call.
+
+/// Where one tensor lies in the file: its header, then its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// Position of the header.
+    pub header_offset: u64,
+    /// Position of the data.
+    pub data_offset: u64,
+    /// Bytes of data.
+    pub data_len: u64,
+}
+
+impl Extent {
+    fn end(&self) -> u64 {
+        self.data_offset + self.data_len
+    }
+}
+
+/// What some bytes of a part belong to. `tensor` counts within the extents given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PieceKind {
+    /// The whole header of a tensor.
+    Header {
+        /// Which.
+        tensor: usize,
+    },
+    /// Data of a tensor.
+    Data {
+        /// Which.
+        tensor: usize,
+        /// Position within the tensor's data.
+        start: u64,
+    },
+    /// Bytes that nobody wants.
+    Gap,
+}
+
+/// Adjacent bytes with one destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Whose they are.
+    pub kind: PieceKind,
+    /// How many.
+    pub len: u64,
+}
+
+/// One contiguous range of the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// File position of its first byte.
+    pub offset: u64,
+    /// Its bytes, in order, without holes.
+    pub pieces: Vec<Piece>,
+}
+
+impl Part {
+    /// Bytes in the part.
+    pub fn len(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+
+    /// Whether it has no bytes, which [`partition`] never returns.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Covers every byte of the extents exactly once.
+///
+/// Extents are in rising order and do not overlap. Parts hold about `part_len` bytes and at most
+/// `max_pieces` pieces; a header is never cut, and comes in one part with the first of its data.
+/// Gaps of at most `merge_gap` bytes are read over, wider ones start a new part.
+pub fn partition(extents: &[Extent], part_len: u64, merge_gap: u64, max_pieces: usize) -> Vec<Part> {
+    let part_len = part_len.max(1);
+    let mut parts: Vec<Part> = Vec::new();
+    let mut open: Option<Part> = None;
+    for (tensor, extent) in extents.iter().enumerate() {
+        let header = Piece {
+            kind: PieceKind::Header { tensor },
+            len: extent.data_offset - extent.header_offset,
+        };
+        let fits = |part: &Part| {
+            let end = part.offset + part.len();
+            let gap = extent.header_offset - end;
+            gap <= merge_gap
+                && part.pieces.len() + 3 <= max_pieces
+                && (extent.end() - part.offset <= part_len || part.len() * 4 < part_len)
+        };
+        if !open.as_ref().is_some_and(fits) {
+            parts.extend(open.take());
+        }
+        let part = open.get_or_insert_with(|| Part { offset: extent.header_offset, pieces: Vec::new() });
+        let gap = extent.header_offset - (part.offset + part.len());
+        if gap > 0 {
+            part.pieces.push(Piece { kind: PieceKind::Gap, len: gap });
+        }
+        part.pieces.push(header);
+        let mut start = 0;
+        while start < extent.data_len {
+            let room = part_len.saturating_sub(open.as_ref().map_or(0, Part::len)).max(part_len.div_ceil(4));
+            let rest = extent.data_len - start;
+            // The last cut must not leave crumbs.
+            let len = if rest <= room.saturating_add(part_len / 4) { rest } else { room };
+            let piece = Piece { kind: PieceKind::Data { tensor, start }, len };
+            match &mut open {
+                Some(part) => part.pieces.push(piece),
+                None => open = Some(Part { offset: extent.data_offset + start, pieces: vec![piece] }),
+            }
+            start += len;
+            if start < extent.data_len {
+                parts.extend(open.take());
+            }
+        }
+    }
+    parts.extend(open);
+    parts
+}

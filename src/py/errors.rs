@@ -1,0 +1,65 @@
+//! Which Python class each error of the core becomes. The classes are in `tensorizer._errors`.
+
+use pyo3::exceptions as builtin;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use std::io;
+
+use crate::error::Error;
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        let text = error.to_string();
+        match error {
+            Error::Io { uri, error, .. } => os_error(error, &uri, text),
+            Error::Truncated { .. } => own("TruncatedError", (text,)),
+            Error::Format { .. } => own("FormatError", (text,)),
+            Error::Version { found, .. } => own("InvalidVersionError", (text, found)),
+            Error::TensorNotFound { .. } => builtin::PyKeyError::new_err(text),
+            Error::HashMismatch { .. } | Error::NoHash { .. } => own("HashMismatchError", (text,)),
+            Error::Crypt(_) => own("CryptographyError", (text,)),
+            Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
+            Error::Unsupported(_) => builtin::PyNotImplementedError::new_err(text),
+            Error::InvalidArgument(_) => builtin::PyValueError::new_err(text),
+            Error::InvalidType(_) => builtin::PyTypeError::new_err(text),
+            Error::Closed(_) => own("ClosedError", (text,)),
+            Error::Cancelled => builtin::PyKeyboardInterrupt::new_err(()),
+            Error::Caller(cause) => match cause.downcast::<PyErr>() {
+                Ok(error) => *error,
+                Err(other) => builtin::PyRuntimeError::new_err(other.to_string()),
+            },
+            Error::Bug(_) => builtin::PyRuntimeError::new_err(text),
+        }
+    }
+}
+
+/// An exception class of this package.
+fn own<A: Send + Sync + 'static>(class: &str, arguments: A) -> PyErr
+where
+    A: pyo3::PyErrArguments,
+{
+    Python::attach(|py| {
+        let found = py.import("tensorizer._errors").and_then(|module| module.getattr(class));
+        match found.and_then(|class| Ok(class.cast_into::<PyType>()?)) {
+            Ok(class) => PyErr::from_type(class, arguments),
+            Err(error) => error,
+        }
+    })
+}
+
+/// `OSError` with errno and path, so that Python picks the subclass; or the exception that a
+/// Python file object raised.
+fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
+    if let Some(raised) = error.get_mut().and_then(|inner| inner.downcast_mut::<PyErr>()) {
+        return Python::attach(|py| raised.clone_ref(py));
+    }
+    match (error.raw_os_error(), error.kind()) {
+        (Some(code), _) => {
+            let message = io::Error::from_raw_os_error(code).to_string();
+            let message = message.split(" (os error").next().unwrap_or_default().to_owned();
+            builtin::PyOSError::new_err((code, message, uri.to_owned()))
+        }
+        (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),
+        (None, _) => builtin::PyOSError::new_err(text),
+    }
+}

@@ -1,0 +1,151 @@
+//! Python file objects as sources and sinks. Only this code takes the GIL during a transfer.
+
+use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt as _;
+use pyo3::types::PyBytes;
+
+use crate::error::{Error, Result};
+use crate::sink::WriteAt;
+use crate::source::{ReadAt, Traits};
+
+/// Bytes asked of a Python object at a time; each one is copied once.
+const REQUEST_LEN: usize = 1 << 20;
+
+/// A Python object with `read`, and perhaps `seek` and `write`. One call at a time: a position
+/// and the transfer at it belong together.
+pub struct PyFile {
+    object: Py<PyAny>,
+    turn: Mutex<()>,
+    uri: String,
+    len: Option<u64>,
+}
+
+fn raised(error: PyErr) -> io::Error {
+    io::Error::other(error)
+}
+
+impl PyFile {
+    /// `len` is the object's size, where it can seek.
+    pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
+        PyFile { object, turn: Mutex::new(()), uri, len }
+    }
+
+    /// Reads once; 0 at the end.
+    fn read_some(&self, py: Python<'_>, buffer: &mut [u8]) -> io::Result<usize> {
+        let wanted = buffer.len().min(REQUEST_LEN);
+        let read = self.object.call_method1(py, "read", (wanted,)).map_err(raised)?;
+        let read = read.bind(py);
+        // bytes as they are; bytearray, memoryview and others through one more copy.
+        let owned;
+        let bytes: &[u8] = match read.cast::<PyBytes>() {
+            Ok(bytes) => bytes.as_bytes(),
+            Err(_) if read.is_none() => {
+                return Err(io::Error::new(io::ErrorKind::WouldBlock, "the file object returned no bytes"));
+            }
+            Err(_) => {
+                owned = py.get_type::<PyBytes>().call1((read,)).map_err(raised)?;
+                owned.cast::<PyBytes>().map_err(|e| raised(e.into()))?.as_bytes()
+            }
+        };
+        match buffer.get_mut(..bytes.len()) {
+            Some(start) => start.copy_from_slice(bytes),
+            None => return Err(io::Error::other("the file object returned more bytes than asked for")),
+        }
+        Ok(bytes.len())
+    }
+
+    fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
+        Python::attach(|py| {
+            // Waits for the turn without the GIL, which whoever has the turn may need.
+            let _turn = self.turn.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+            body(py)
+        })
+    }
+
+    fn seek(&self, py: Python<'_>, offset: u64) -> io::Result<()> {
+        self.object.call_method1(py, "seek", (offset,)).map(drop).map_err(raised)
+    }
+}
+
+/// Front to back, for objects that cannot seek.
+impl Read for PyFile {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.locked(|py| self.read_some(py, buffer))
+    }
+}
+
+impl ReadAt for PyFile {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn traits(&self) -> Traits {
+        Traits {
+            len: self.len,
+            max_readers: 1,
+            default_readers: 1,
+            request_len: 8 << 20,
+            merge_gap: 64 << 10,
+        }
+    }
+
+    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        let Some(buffer) = buffers.iter_mut().find(|buffer| !buffer.is_empty()) else {
+            return Ok(0);
+        };
+        self.locked(|py| {
+            self.seek(py, offset)?;
+            self.read_some(py, buffer)
+        })
+        .map_err(|e| Error::io("reading", &self.uri, e))
+    }
+}
+
+impl WriteAt for PyFile {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn max_writers(&self) -> usize {
+        1
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
+        self.locked(|py| {
+            self.seek(py, offset)?;
+            let mut total = 0;
+            for chunk in buffers.iter().flat_map(|buffer| buffer.chunks(REQUEST_LEN)) {
+                let written = self.object.call_method1(py, "write", (PyBytes::new(py, chunk),)).map_err(raised)?;
+                let written: Option<usize> = written.extract(py).map_err(raised)?;
+                // Objects that return nothing have written everything.
+                let written = written.unwrap_or(chunk.len()).min(chunk.len());
+                total += written;
+                if written < chunk.len() {
+                    break;
+                }
+            }
+            Ok(total)
+        })
+        .map_err(|e| Error::io("writing", &self.uri, e))
+    }
+
+    fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        crate::source::read_exact_at(self, offset, &mut [IoSliceMut::new(buffer)], &|| {
+            "bytes written before".to_owned()
+        })
+    }
+
+    fn publish(&mut self, len: u64) -> Result<()> {
+        self.locked(|py| {
+            self.seek(py, len)?;
+            match self.object.bind(py).getattr_opt("flush").map_err(raised)? {
+                Some(flush) => flush.call0().map(drop).map_err(raised),
+                None => Ok(()),
+            }
+        })
+        .map_err(|e| Error::io("finishing", &self.uri, e))
+    }
+}

@@ -1,0 +1,43 @@
+//! The Python module `tensorizer._C`: the core for the Python classes, with typed errors.
+
+mod errors;
+mod file;
+mod reader;
+mod writer;
+
+use pyo3::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::ffi::torch::{register, set_interrupt};
+
+/// Looked at while a call waits for its threads: lets Ctrl-C end it.
+fn signals() -> Result<()> {
+    Python::attach(|py| py.check_signals()).map_err(|e| Error::Caller(Box::new(e)))
+}
+
+/// The same for operators, which can raise text only: the interrupt is made pending again, so
+/// that the interpreter raises it as soon as the operator has returned.
+fn signals_in_operator() -> Result<()> {
+    signals().map_err(|_| {
+        interrupt_again();
+        Error::Cancelled
+    })
+}
+
+#[allow(unsafe_code)]
+fn interrupt_again() {
+    // SAFETY: takes nothing, needs no lock, and only sets a flag.
+    unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+}
+
+#[pymodule(name = "_C")]
+fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    register().map_err(|e| pyo3::exceptions::PyImportError::new_err(e.to_string()))?;
+    set_interrupt(signals_in_operator);
+    module.add("TORCH_VERSION", env!("TENSORIZER_TORCH_VERSION"))?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("cpu_count", crate::cpu_count())?;
+    module.add_class::<reader::Reader>()?;
+    module.add_class::<writer::Writer>()?;
+    Ok(())
+}

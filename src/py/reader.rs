@@ -1,0 +1,231 @@
+//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`.
+
+use std::collections::HashMap;
+use std::ffi::{OsString, c_int};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+
+use super::file::PyFile;
+use super::signals;
+use crate::error::{Error, Result};
+use crate::ffi::exchange::{borrow, offer};
+use crate::fill::read_headers;
+use crate::format::header::Header;
+use crate::format::name::{Component, Name};
+use crate::load::{LoadOptions, load};
+use crate::source::PipeSource;
+use crate::tensor::{Loaded, one_to_save};
+use crate::tensor_file::TensorFile;
+use crate::transform::hash;
+
+/// An open file. All methods may be called from several threads.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Reader {
+    file: TensorFile,
+    headers: Mutex<HashMap<usize, Header>>,
+}
+
+impl Reader {
+    fn new(file: TensorFile) -> Self {
+        Reader { file, headers: Mutex::default() }
+    }
+
+    fn keep(&self, number: usize, header: Header) {
+        self.headers.lock().unwrap_or_else(PoisonError::into_inner).insert(number, header);
+    }
+}
+
+#[pymethods]
+impl Reader {
+    #[staticmethod]
+    fn from_path(py: Python<'_>, path: OsString) -> PyResult<Self> {
+        Ok(Self::new(py.detach(|| TensorFile::open(Path::new(&path)))?))
+    }
+
+    /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
+    #[staticmethod]
+    fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> PyResult<Self> {
+        Ok(Self::new(py.detach(|| {
+            let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
+            TensorFile::from_file_at(file, uri, base)
+        })?))
+    }
+
+    /// Reads a Python object: at positions from `base` on if its size is known, else front to back.
+    #[staticmethod]
+    #[pyo3(signature = (object, uri, base, len))]
+    fn from_object(py: Python<'_>, object: Py<PyAny>, uri: String, base: u64, len: Option<u64>) -> PyResult<Self> {
+        let file = PyFile::new(object, uri.clone(), len);
+        Ok(Self::new(py.detach(|| match len {
+            Some(_) => TensorFile::from_source(Arc::new(file), base),
+            None => TensorFile::from_source(Arc::new(PipeSource::new(file, uri)), 0),
+        })?))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        // The source may be a Python object, which must be dropped with the GIL held.
+        let _ = py;
+        self.file.close();
+    }
+
+    #[getter]
+    fn uri(&self) -> &str {
+        self.file.uri()
+    }
+
+    #[getter]
+    fn version(&self) -> u32 {
+        self.file.prologue().version
+    }
+
+    #[getter]
+    fn encrypted(&self) -> bool {
+        self.file.prologue().encrypted
+    }
+
+    #[getter]
+    fn tensor_bytes_field(&self) -> u64 {
+        self.file.prologue().tensor_bytes
+    }
+
+    /// Whether several readers may read at once.
+    #[getter]
+    fn parallel(&self) -> bool {
+        self.file.source().traits().max_readers > 1
+    }
+
+    /// Whether tensors can be read in any order.
+    #[getter]
+    fn seekable(&self) -> bool {
+        self.file.source().traits().len.is_some()
+    }
+
+    fn __len__(&self) -> usize {
+        self.file.entries().len()
+    }
+
+    /// Every tensor's name: `str` for a path of one string, else a tuple of `str` and `int`.
+    fn names<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        self.file.entries().iter().map(|entry| name_to_python(py, &entry.name)).collect()
+    }
+
+    /// Every tensor's name in its stored form.
+    fn stored_names(&self) -> Vec<&str> {
+        self.file.entries().iter().map(|entry| entry.name.stored()).collect()
+    }
+
+    /// Every tensor's number of bytes in memory.
+    fn memory_lens(&self) -> Vec<u64> {
+        self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or_default()).collect()
+    }
+
+    /// Every tensor's number of bytes in the file: 0 for tensors of the `meta` device.
+    fn data_lens(&self) -> Vec<u64> {
+        self.file.entries().iter().map(|entry| entry.data_len).collect()
+    }
+
+    /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
+    fn kinds(&self) -> Vec<u8> {
+        self.file.entries().iter().map(|entry| entry.kind as u8).collect()
+    }
+
+    /// `(dtype without "torch.", shape, opaque)` of one tensor.
+    fn describe(&self, number: usize) -> PyResult<(&'static str, Vec<u64>, bool)> {
+        let entry = self.file.entry(number)?;
+        Ok((entry.dtype.name(), entry.shape.clone(), entry.dtype.is_opaque()))
+    }
+
+    /// Loads tensors. Returns the number under which `_take` fetches them, and their module
+    /// indices.
+    #[pyo3(signature = (numbers, *, verify, readers, map))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        numbers: Vec<usize>,
+        verify: bool,
+        readers: Option<usize>,
+        map: bool,
+    ) -> PyResult<(i64, Vec<u16>)> {
+        Ok(py.detach(|| -> Result<_> {
+            let options = LoadOptions { readers, verify, map };
+            let mut loaded = load(&self.file, &numbers, &options, &signals)?;
+            let modules = loaded.iter().map(|tensor| tensor.header.module_index).collect();
+            for tensor in &mut loaded {
+                self.keep(tensor.number, tensor.header.clone());
+            }
+            Ok((offer(Loaded::new(&self.file, loaded)?), modules))
+        })?)
+    }
+
+    /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
+    fn matches(&self, py: Python<'_>, ticket: i64, numbers: Vec<usize>) -> PyResult<Vec<bool>> {
+        Ok(py.detach(|| -> Result<_> {
+            let lent = borrow(ticket)?;
+            let tensors = lent.list()?;
+            let missing: Vec<usize> = {
+                let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+                numbers.iter().copied().filter(|number| !known.contains_key(number)).collect()
+            };
+            for (number, header) in missing.iter().zip(read_headers(&self.file, &missing, &signals)?) {
+                self.keep(*number, header);
+            }
+            let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut out = Vec::with_capacity(numbers.len());
+            for (at, number) in numbers.iter().enumerate() {
+                let entry = self.file.entry(*number)?;
+                let tensor = one_to_save(entry.name.clone(), entry.kind, 0, tensors, at)?;
+                let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
+                let same = tensor.dtype == entry.dtype && tensor.shape == entry.shape;
+                out.push(same && hash::matches(&tensor.data, header, entry, self.file.uri())?);
+            }
+            Ok(out)
+        })?)
+    }
+}
+
+/// A name as Python callers know it.
+fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAny>> {
+    let Some(path) = name.path() else {
+        return Ok(PyString::new(py, name.stored()).into_any());
+    };
+    let steps = path.iter().map(|component| match component {
+        Component::Index(index) => Ok(index.into_pyobject(py)?.into_any()),
+        Component::Key(key) => match std::str::from_utf8(key) {
+            Ok(text) => Ok(PyString::new(py, text).into_any()),
+            Err(_) => PyBytes::new(py, key).call_method1("decode", ("utf-8", "surrogatepass")),
+        },
+    });
+    let steps = steps.collect::<PyResult<Vec<_>>>()?;
+    match steps.as_slice() {
+        [only] if only.is_instance_of::<PyString>() => Ok(only.clone()),
+        _ => Ok(PyTuple::new(py, steps)?.into_any()),
+    }
+}
+
+/// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
+pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
+    let invalid = |what: String| PyErr::from(Error::InvalidArgument(what));
+    if let Ok(text) = name.cast::<PyString>() {
+        return match text.to_str() {
+            Ok(text) => Name::from_key(text).map_err(invalid),
+            Err(_) => Name::from_path(vec![component(name)?]).map_err(invalid),
+        };
+    }
+    let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
+    Name::from_path(steps).map_err(invalid)
+}
+
+fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
+    if step.is_instance_of::<PyInt>() {
+        return Ok(Component::Index(step.extract()?));
+    }
+    let text = step.cast::<PyString>()?;
+    let bytes: Vec<u8> = match text.to_str() {
+        Ok(text) => text.as_bytes().to_vec(),
+        Err(_) => text.call_method1("encode", ("utf-8", "surrogatepass"))?.cast::<PyBytes>()?.as_bytes().to_vec(),
+    };
+    Ok(Component::Key(bytes.into()))
+}

@@ -1,0 +1,111 @@
+//! `tensorizer._C.Writer`: a file under construction for `TensorSerializer`.
+
+use std::ffi::{OsString, c_int};
+use std::path::Path;
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt as _;
+
+use super::file::PyFile;
+use super::reader::name_from_python;
+use super::signals;
+use crate::error::{Error, Result};
+use crate::ffi::exchange::borrow;
+use crate::format::TensorKind;
+use crate::save;
+use crate::save::SaveOptions;
+use crate::sink::{FileSink, WriteAt};
+use crate::tensor::one_to_save;
+
+/// A file under construction. One call at a time.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Writer {
+    inner: Mutex<save::Writer>,
+}
+
+impl Writer {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+        let inner = save::Writer::new(sink?, base, SaveOptions { alignment, threads })?;
+        Ok(Writer { inner: Mutex::new(inner) })
+    }
+
+    fn with<T: Send>(&self, py: Python<'_>, body: impl FnOnce(&mut save::Writer) -> Result<T> + Send) -> PyResult<T> {
+        let mut inner = self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+        let inner = &mut *inner;
+        Ok(py.detach(|| body(inner))?)
+    }
+}
+
+#[pymethods]
+impl Writer {
+    #[staticmethod]
+    #[pyo3(signature = (path, alignment, threads))]
+    fn to_path(path: OsString, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+        let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
+        Self::new(sink, 0, alignment, threads)
+    }
+
+    /// Writes through a duplicate of the descriptor, from `base` on.
+    #[staticmethod]
+    #[pyo3(signature = (descriptor, uri, base, alignment, threads))]
+    fn to_fd(descriptor: c_int, uri: String, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+        let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
+        let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
+        Self::new(sink, base, alignment, threads)
+    }
+
+    /// Writes to a Python object that can seek, from `base` on.
+    #[staticmethod]
+    #[pyo3(signature = (object, uri, base, alignment, threads))]
+    fn to_object(object: Py<PyAny>, uri: String, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+        Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, alignment, threads)
+    }
+
+    #[getter]
+    fn total_tensor_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |writer| Ok(writer.tensor_bytes()))
+    }
+
+    /// Position after the last byte that belongs to the file.
+    #[getter]
+    fn end(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |writer| Ok(writer.end()))
+    }
+
+    /// Writes lent tensors. Names are `str` or tuples of `str` and `int`.
+    fn write(
+        &self,
+        py: Python<'_>,
+        ticket: i64,
+        names: Vec<Bound<'_, PyAny>>,
+        kinds: Vec<u8>,
+        modules: Vec<u16>,
+    ) -> PyResult<()> {
+        let lent = borrow(ticket)?;
+        let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
+        self.with(py, move |writer| {
+            let tensors = lent.list()?;
+            let items = names.into_iter().zip(kinds).zip(modules).enumerate();
+            let items = items.map(|(at, ((name, kind), module_index))| {
+                let kind = TensorKind::from_u8(kind)
+                    .ok_or_else(|| Error::InvalidArgument(format!("{kind} is not a tensor type")))?;
+                one_to_save(name, kind, module_index, tensors, at)
+            });
+            writer.write(items.collect::<Result<_>>()?, &signals)
+        })
+    }
+
+    /// Ends the file and makes it visible.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, save::Writer::finish)
+    }
+
+    /// Gives the file up.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |writer| {
+            writer.abandon();
+            Ok(())
+        })
+    }
+}

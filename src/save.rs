@@ -1,0 +1,288 @@
+//! The write path: tensors → layout → hash → sink.
+
+use std::io::IoSlice;
+
+use crate::drain::{Item, drain};
+use crate::error::{Error, Result};
+use crate::format::TensorKind;
+use crate::format::dtype::DType;
+use crate::format::index::{self, Entry, end_of_index};
+use crate::format::name::{Name, NameTree};
+use crate::format::prologue::{Prologue, VERSION_LONG, VERSION_PLAIN};
+use crate::plan::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
+use crate::sink::{WriteAt, write_all_at};
+use crate::workers::Interrupt;
+
+/// Bytes of a tensor that had to be brought into one piece of host memory first.
+pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
+
+/// Where the bytes of a tensor are.
+pub enum Data<'a> {
+    /// A tensor of the `meta` device: nowhere.
+    Meta,
+    /// In memory, in row-major order.
+    Bytes(&'a [u8]),
+    /// Elsewhere, or in another order: brought into memory when their turn comes, so that only
+    /// one copy a thread is held at a time.
+    Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),
+}
+
+/// A tensor to be written.
+pub struct SaveTensor<'a> {
+    /// Its name.
+    pub name: Name,
+    /// What it is in the saved object.
+    pub kind: TensorKind,
+    /// Number of the owning module in `named_modules()` order.
+    pub module_index: u16,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+    /// Its bytes.
+    pub data: Data<'a>,
+}
+
+/// How to save.
+#[derive(Debug, Clone, Copy)]
+pub struct SaveOptions {
+    /// Every tensor's data begin at a multiple of this in the file; a power of two. 1 gives the
+    /// bytes that the old package writes.
+    pub alignment: u64,
+    /// Threads that hash and write at once.
+    pub threads: Option<usize>,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        SaveOptions { alignment: 64, threads: None }
+    }
+}
+
+/// Largest alignment: a huge page, beyond which padding would only waste space.
+const MAX_ALIGNMENT: u64 = 2 << 20;
+/// Marks the end of a file.
+const END_MARK: [u8; 8] = [0; 8];
+/// Bytes moved at a time when the index outgrows its space.
+const MOVE_STEP: u64 = 8 << 20;
+
+/// A `.tensors` file under construction.
+///
+/// After each [`Writer::write`] the sink holds a complete file of all tensors written so far.
+pub struct Writer {
+    sink: Option<Box<dyn WriteAt>>,
+    uri: String,
+    base: u64,
+    options: SaveOptions,
+    entries: Vec<Entry>,
+    names: NameTree,
+    index_len: u64,
+    end: u64,
+    version: u32,
+    tensor_bytes: u64,
+    failed: bool,
+}
+
+impl Writer {
+    /// Begins a file at position `base` of the sink.
+    pub fn new(sink: Box<dyn WriteAt>, base: u64, options: SaveOptions) -> Result<Self> {
+        if !options.alignment.is_power_of_two() || options.alignment > MAX_ALIGNMENT {
+            return Err(Error::InvalidArgument(format!(
+                "alignment must be a power of two of at most {MAX_ALIGNMENT} bytes, not {}",
+                options.alignment
+            )));
+        }
+        Ok(Writer {
+            uri: sink.uri().to_owned(),
+            sink: Some(sink),
+            base,
+            options,
+            entries: Vec::new(),
+            names: NameTree::default(),
+            index_len: 0,
+            end: 0,
+            version: VERSION_PLAIN,
+            tensor_bytes: 0,
+            failed: false,
+        })
+    }
+
+    /// The path or address.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// Bytes of tensor data written so far.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
+    }
+
+    /// Position after the last byte of the file, its end mark included.
+    pub fn end(&self) -> u64 {
+        self.end + END_MARK.len() as u64
+    }
+
+    /// Writes tensors after those written before.
+    ///
+    /// Names are checked before anything is written. If writing fails half-way, the writer can
+    /// only be dropped.
+    pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, interrupt: Interrupt<'_>) -> Result<()> {
+        self.usable()?;
+        self.check_names(&tensors)?;
+        self.failed = true;
+        let (placed, sources): (Vec<Placed>, Vec<(u16, Data<'_>)>) = tensors
+            .into_iter()
+            .map(|tensor| {
+                let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
+                let meta = matches!(data, Data::Meta);
+                (Placed { name, kind, dtype, shape, meta }, (module_index, data))
+            })
+            .unzip();
+        let layout = self.lay_out(placed)?;
+        let sink = self.sink()?;
+        sink.reserve(layout.end + END_MARK.len() as u64)?;
+        let items: Vec<Item<'_>> = layout
+            .entries
+            .iter()
+            .zip(sources)
+            .map(|(entry, (module_index, data))| Item { entry, module_index, data })
+            .collect();
+        drain(sink, items, self.options.threads, interrupt)?;
+        self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
+        self.version = self.version.max(layout.version);
+        self.end = layout.end;
+        self.entries.extend(layout.entries);
+        self.write_index()?;
+        self.failed = false;
+        Ok(())
+    }
+
+    /// Ends the file and makes it visible. A second call does nothing.
+    pub fn finish(&mut self) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        self.usable()?;
+        if self.index_len == 0 {
+            self.failed = true;
+            self.reserve_index(MIN_INDEX_LEN)?;
+            self.write_index()?;
+        }
+        let end = self.end();
+        if let Some(mut sink) = self.sink.take() {
+            sink.publish(end)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the file up: nothing becomes visible.
+    pub fn abandon(&mut self) {
+        self.sink = None;
+    }
+
+    fn usable(&self) -> Result<()> {
+        if self.failed {
+            return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
+        }
+        self.sink().map(drop)
+    }
+
+    fn sink(&self) -> Result<&dyn WriteAt> {
+        self.sink
+            .as_deref()
+            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+    }
+
+    fn check_names(&mut self, tensors: &[SaveTensor<'_>]) -> Result<()> {
+        let first = self.entries.len();
+        for (at, tensor) in tensors.iter().enumerate() {
+            let inserted = self.names.insert(&tensor.name, first + at);
+            if let Err(what) = inserted {
+                // Names of this call that were taken in before must not block a corrected call.
+                self.names = NameTree::default();
+                for (number, entry) in self.entries.iter().enumerate() {
+                    self.names.insert(&entry.name, number).map_err(Error::Bug)?;
+                }
+                return Err(Error::InvalidArgument(format!("{what} (`{}`)", self.uri)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Places tensors behind the earlier ones, making room in the index first.
+    fn lay_out(&mut self, placed: Vec<Placed>) -> Result<Layout> {
+        let alignment = self.options.alignment;
+        // Lengths of entries do not depend on positions, so a trial gives the index's length.
+        let trial = place(placed.clone(), self.end.max(end_of_index(self.base, MIN_INDEX_LEN)), alignment)?;
+        let tagged = self.version.max(trial.version) >= VERSION_LONG;
+        let all = self.entries.iter().chain(&trial.entries);
+        let used: u64 = all.map(|entry| entry.encoded_len(tagged) as u64).sum();
+        if self.index_len == 0 {
+            self.reserve_index(index_len_for(used))?;
+        } else if used > self.index_len {
+            // Twice what is needed, so that many small calls do not move the data many times.
+            self.move_data(index_len_for(used.saturating_mul(2)))?;
+        }
+        place(placed, self.end, alignment)
+    }
+
+    fn reserve_index(&mut self, index_len: u64) -> Result<()> {
+        self.index_len = index_len;
+        self.end = end_of_index(self.base, index_len);
+        Ok(())
+    }
+
+    /// Moves all data towards the end of the file, to make room for a longer index. The distance
+    /// is a multiple of every alignment up to the largest, so that all paddings stay right.
+    fn move_data(&mut self, index_len: u64) -> Result<()> {
+        let distance = (index_len - self.index_len).next_multiple_of(MAX_ALIGNMENT);
+        let sink = self.sink()?;
+        let start = end_of_index(self.base, self.index_len);
+        let mut end = self.end;
+        let mut buffer = Vec::new();
+        while end > start {
+            let from = end.saturating_sub(MOVE_STEP).max(start);
+            buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
+            sink.read_back(from, &mut buffer)?;
+            write_all_at(sink, from + distance, &mut [IoSlice::new(&buffer)])?;
+            end = from;
+        }
+        for entry in &mut self.entries {
+            entry.header_offset += distance;
+            entry.data_offset += distance;
+        }
+        self.index_len += distance;
+        self.end += distance;
+        Ok(())
+    }
+
+    /// Writes end mark, index and prologue, in this order: the prologue makes the rest count.
+    fn write_index(&self) -> Result<()> {
+        let sink = self.sink()?;
+        let tagged = self.version >= VERSION_LONG;
+        let prologue = Prologue {
+            version: self.version,
+            encrypted: false,
+            versioned_entries: tagged,
+            tensor_bytes: self.tensor_bytes,
+            count: self.entries.len() as u64,
+            index_len: self.index_len,
+        };
+        let block = index::encode(&self.entries, tagged, self.index_len)?;
+        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)])?;
+        let start = prologue.encode();
+        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)])
+    }
+}
+
+/// Saves tensors to a local path: all of them or, on any error, none.
+pub fn save(
+    path: &std::path::Path,
+    tensors: Vec<SaveTensor<'_>>,
+    options: SaveOptions,
+    interrupt: Interrupt<'_>,
+) -> Result<()> {
+    let mut writer = Writer::new(Box::new(crate::sink::FileSink::create(path)?), 0, options)?;
+    writer.write(tensors, interrupt)?;
+    writer.finish()
+}

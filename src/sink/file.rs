@@ -1,0 +1,144 @@
+//! Local files. A file written under a path appears there whole or not at all.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, IoSlice};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use super::WriteAt;
+use crate::error::{Error, Result};
+
+/// A local file.
+pub struct FileSink {
+    file: File,
+    uri: String,
+    /// The temporary name and the final one, until the file is published.
+    pending: Option<(PathBuf, PathBuf)>,
+}
+
+impl FileSink {
+    /// Begins a file that will be `path` once it is published; until then, and if it never is,
+    /// whatever is at `path` stays. Missing parent directories are created.
+    ///
+    /// The bytes go to a temporary file in the same directory, which is removed when the sink is
+    /// dropped unpublished. An existing file's permissions are kept; a symbolic link is followed.
+    pub fn create(path: &Path) -> Result<Self> {
+        let uri = path.display().to_string();
+        let fail = |e| Error::io("creating", &uri, e);
+        let target = match fs::canonicalize(path) {
+            Ok(target) => target,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => path.to_owned(),
+            Err(e) => return Err(fail(e)),
+        };
+        let existing = fs::metadata(&target).ok();
+        if let Some(metadata) = &existing {
+            if metadata.is_dir() {
+                return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
+            }
+            if !metadata.is_file() {
+                // A device: there is nothing to rename over.
+                let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
+                return Ok(FileSink { file, uri, pending: None });
+            }
+            // Replacing it must need the same permission as overwriting it.
+            OpenOptions::new().write(true).open(&target).map_err(fail)?;
+        }
+        let name = target.file_name().ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
+        let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::create_dir_all(parent).map_err(fail)?;
+        let (file, temporary) = create_beside(parent, name).map_err(fail)?;
+        if let Some(metadata) = existing {
+            let mode = metadata.permissions().mode() & 0o7777;
+            file.set_permissions(fs::Permissions::from_mode(mode)).map_err(fail)?;
+        }
+        Ok(FileSink { file, uri, pending: Some((temporary, target)) })
+    }
+
+    /// Writes into a file that the caller has open for reading and writing.
+    pub fn from_file(file: File, uri: String) -> Self {
+        FileSink { file, uri, pending: None }
+    }
+}
+
+/// A new file with a name that nobody else uses, hidden and close to the final one.
+fn create_beside(parent: &Path, name: &std::ffi::OsStr) -> io::Result<(File, PathBuf)> {
+    const TRIES: u32 = 100;
+    let mut shown = name.to_string_lossy().into_owned();
+    // Leave room for the rest of the name within the usual limit of 255 bytes.
+    while shown.len() > 200 {
+        shown.pop();
+    }
+    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let start = clock.map(|t| t.subsec_nanos()).unwrap_or_default();
+    for attempt in 0..TRIES {
+        let unique = format!("{}-{:08x}", std::process::id(), start.wrapping_add(attempt));
+        let path = parent.join(format!(".{shown}.{unique}.tmp"));
+        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            other => return other.map(|file| (file, path)),
+        }
+    }
+    Err(io::Error::from(io::ErrorKind::AlreadyExists))
+}
+
+impl WriteAt for FileSink {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn max_writers(&self) -> usize {
+        usize::MAX
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
+        loop {
+            match crate::sys::write_vectored_at(&self.file, offset, buffers) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Error::io("writing", &self.uri, e)),
+                Ok(written) => {
+                    if self.pending.is_some() {
+                        crate::sys::start_writeback(&self.file, offset, written as u64);
+                    }
+                    return Ok(written);
+                }
+            }
+        }
+    }
+
+    fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(buffer, offset).map_err(|e| Error::io("reading back", &self.uri, e))
+    }
+
+    fn reserve(&self, len: u64) -> Result<()> {
+        if self.pending.is_some() {
+            crate::sys::reserve(&self.file, len).map_err(|e| Error::io("reserving space for", &self.uri, e))?;
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self, len: u64) -> Result<()> {
+        let Some((temporary, target)) = &self.pending else {
+            return Ok(());
+        };
+        let finish = || -> io::Result<()> {
+            self.file.set_len(len)?;
+            self.file.sync_all()?;
+            fs::rename(temporary, target)?;
+            // The rename itself is durable once the directory is.
+            let parent = target.parent().filter(|p| !p.as_os_str().is_empty());
+            File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+        };
+        finish().map_err(|e| Error::io("finishing", &self.uri, e))?;
+        self.pending = None;
+        Ok(())
+    }
+}
+
+impl Drop for FileSink {
+    fn drop(&mut self) {
+        if let Some((temporary, _)) = &self.pending {
+            // Nothing more can be done about a file that cannot be removed.
+            let _ = fs::remove_file(temporary);
+        }
+    }
+}

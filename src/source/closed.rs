@@ -1,0 +1,26 @@
+//! What is left of a source after its file was closed.
+
+use std::io::IoSliceMut;
+
+use super::{ReadAt, Traits};
+use crate::error::{Error, Result};
+
+/// Refuses every read.
+pub struct ClosedSource {
+    /// The path or address that it was.
+    pub uri: String,
+}
+
+impl ReadAt for ClosedSource {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn traits(&self) -> Traits {
+        Traits { len: None, max_readers: 1, default_readers: 1, request_len: 1 << 20, merge_gap: 0 }
+    }
+
+    fn read_at(&self, _offset: u64, _buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        Err(Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+    }
+}

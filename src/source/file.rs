@@ -1,0 +1,71 @@
+//! Local regular files, read with positional reads.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::path::Path;
+
+use super::{ReadAt, Traits};
+use crate::error::{Error, Result};
+
+/// Bytes a read: large enough for a disk to stream, small enough that the hash of a chunk finds
+/// it in the cache and that an interrupt is seen at once.
+const REQUEST_LEN: u64 = 8 << 20;
+/// Reading this much costs less than another system call.
+const MERGE_GAP: u64 = 16 << 10;
+/// More threads than cores keep a cold disk's queue filled; see `benchmarks/README.md`.
+const MIN_READERS: usize = 4;
+const MAX_DEFAULT_READERS: usize = 16;
+
+/// A local regular file.
+pub struct FileSource {
+    file: File,
+    uri: String,
+    len: u64,
+}
+
+impl FileSource {
+    /// Opens a path, which must name a regular file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let uri = path.display().to_string();
+        let file = File::open(path).map_err(|e| Error::io("opening", &uri, e))?;
+        Self::new(file, uri)
+    }
+
+    /// Takes an open file; its own position does not matter.
+    pub fn new(file: File, uri: String) -> Result<Self> {
+        let metadata = file.metadata().map_err(|e| Error::io("examining", &uri, e))?;
+        if metadata.is_dir() {
+            return Err(Error::io("opening", &uri, io::Error::from(io::ErrorKind::IsADirectory)));
+        }
+        Ok(FileSource { len: metadata.len(), file, uri })
+    }
+}
+
+impl ReadAt for FileSource {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn traits(&self) -> Traits {
+        Traits {
+            len: Some(self.len),
+            max_readers: usize::MAX,
+            default_readers: crate::cpu_count().clamp(MIN_READERS, MAX_DEFAULT_READERS),
+            request_len: REQUEST_LEN,
+            merge_gap: MERGE_GAP,
+        }
+    }
+
+    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        loop {
+            match crate::sys::read_vectored_at(&self.file, offset, buffers) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other.map_err(|e| Error::io("reading", &self.uri, e)),
+            }
+        }
+    }
+
+    fn file(&self) -> Option<&File> {
+        Some(&self.file)
+    }
+}

@@ -1,0 +1,78 @@
+//! Where bytes come from. Every source can be read at a position; some only in rising order.
+
+mod closed;
+mod file;
+mod memory;
+mod pipe;
+
+use std::io::IoSliceMut;
+
+pub use closed::ClosedSource;
+pub use file::FileSource;
+pub use memory::MemorySource;
+pub use pipe::PipeSource;
+
+use crate::error::{Error, Result};
+
+/// What a source says about itself, so that a plan suits it.
+#[derive(Debug, Clone, Copy)]
+pub struct Traits {
+    /// Size in bytes, where it is known.
+    pub len: Option<u64>,
+    /// The most readers that may read at once.
+    pub max_readers: usize,
+    /// Readers that a load uses unless the caller names a number.
+    pub default_readers: usize,
+    /// Bytes a request.
+    pub request_len: u64,
+    /// Unwanted bytes between two wanted ranges that are cheaper to read than to skip.
+    pub merge_gap: u64,
+}
+
+/// Random access to bytes.
+pub trait ReadAt: Send + Sync {
+    /// The path or address, for messages.
+    fn uri(&self) -> &str;
+
+    /// How to read it.
+    fn traits(&self) -> Traits;
+
+    /// Reads some bytes at `offset` into the buffers in order; 0 only at the end of the source.
+    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize>;
+
+    /// The file behind it, where it is a local regular file that can be mapped.
+    fn file(&self) -> Option<&std::fs::File> {
+        None
+    }
+}
+
+/// Fills all buffers from `offset` on; a source that ends before is an error.
+pub fn read_exact_at(
+    source: &dyn ReadAt,
+    offset: u64,
+    mut buffers: &mut [IoSliceMut<'_>],
+    what: &dyn Fn() -> String,
+) -> Result<()> {
+    let total: usize = buffers.iter().map(|b| b.len()).sum();
+    let mut done = 0usize;
+    IoSliceMut::advance_slices(&mut buffers, 0);
+    while done < total {
+        let at = offset.saturating_add(done as u64);
+        let window = buffers.len().min(crate::sys::MAX_VECTORS);
+        let read = match source.read_at(at, buffers.get_mut(..window).unwrap_or_default())? {
+            0 => {
+                return Err(Error::Truncated {
+                    uri: source.uri().to_owned(),
+                    what: what(),
+                    start: offset,
+                    end: offset.saturating_add(total as u64),
+                    size: at,
+                });
+            }
+            read => read.min(total - done),
+        };
+        done += read;
+        IoSliceMut::advance_slices(&mut buffers, read);
+    }
+    Ok(())
+}

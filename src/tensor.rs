@@ -1,0 +1,158 @@
+//! The hand-off between the core and torch: dtype, shape and bytes to a tensor and back.
+//!
+//! A loaded tensor owns its memory: the storage that C++ makes of a [`HostBuffer`] drops it. A
+//! tensor being saved is lent: the list that holds it outlives every use of its bytes.
+
+pub use crate::buffer::HostBuffer;
+use crate::error::{Error, Result};
+use crate::ffi::torch::bridge::{TensorInfo, TensorList};
+use crate::format::TensorKind;
+use crate::format::dtype::DType;
+use crate::format::index::Entry;
+use crate::format::name::Name;
+use crate::load::LoadedTensor;
+use crate::save::{Data, HostCopy, SaveTensor};
+use crate::tensor_file::TensorFile;
+
+/// Tensors that were loaded and wait to become torch's.
+pub struct Loaded {
+    tensors: Vec<Waiting>,
+}
+
+struct Waiting {
+    name: String,
+    dtype: i8,
+    shape: Vec<i64>,
+    memory: Option<HostBuffer>,
+}
+
+impl Loaded {
+    /// Adds what torch must know about each tensor.
+    pub fn new(file: &TensorFile, loaded: Vec<LoadedTensor>) -> Result<Self> {
+        let tensors = loaded.into_iter().map(|tensor| {
+            let entry = file.entry(tensor.number)?;
+            let shape = entry.shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
+            Ok(Waiting {
+                name: entry.name.stored().to_owned(),
+                dtype: entry.dtype.code(),
+                shape: shape.map_err(|_| {
+                    Error::Unsupported(format!("tensor `{}` of shape {:?}", entry.name, entry.shape))
+                })?,
+                memory: Some(tensor.memory),
+            })
+        });
+        Ok(Loaded { tensors: tensors.collect::<Result<_>>()? })
+    }
+
+    // C++ stays below `size()`; beyond it there is nothing to return.
+
+    /// How many.
+    pub fn size(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The stored form of a name.
+    pub fn name(&self, at: usize) -> &str {
+        self.tensors.get(at).map_or("", |tensor| &tensor.name)
+    }
+
+    /// `c10::ScalarType`.
+    pub fn dtype(&self, at: usize) -> i8 {
+        self.tensors.get(at).map_or(0, |tensor| tensor.dtype)
+    }
+
+    /// The dimensions.
+    pub fn shape(&self, at: usize) -> &[i64] {
+        self.tensors.get(at).map_or(&[0], |tensor| &tensor.shape)
+    }
+
+    /// The memory; empty when it was taken before.
+    pub fn take(&mut self, at: usize) -> Box<HostBuffer> {
+        let memory = self.tensors.get_mut(at).and_then(|tensor| tensor.memory.take());
+        Box::new(memory.unwrap_or_else(HostBuffer::empty))
+    }
+}
+
+impl HostBuffer {
+    /// For C++.
+    pub fn data(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+}
+
+/// The tensors of a list, to be saved as a state dict under these names.
+pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<SaveTensor<'t>>> {
+    if names.len() != tensors.size() {
+        return Err(Error::InvalidArgument(format!(
+            "{} names for {} tensors",
+            names.len(),
+            tensors.size()
+        )));
+    }
+    names
+        .iter()
+        .enumerate()
+        .map(|(at, name)| {
+            let name = Name::from_stored_or_key(name).map_err(Error::InvalidArgument)?;
+            one_to_save(name, TensorKind::StateDict, 0, tensors, at)
+        })
+        .collect()
+}
+
+/// One tensor of a list, to be saved.
+pub fn one_to_save(
+    name: Name,
+    kind: TensorKind,
+    module_index: u16,
+    tensors: &TensorList,
+    at: usize,
+) -> Result<SaveTensor<'_>> {
+    let TensorInfo { dtype, shape, meta, ready } = tensors
+        .info(at)
+        .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
+    let dtype = DType::from_code(dtype).ok_or_else(|| {
+        Error::Unsupported(format!("tensor `{name}`: torch's type number {dtype} has no place in the format"))
+    })?;
+    let data = if meta {
+        Data::Meta
+    } else if ready {
+        Data::Bytes(tensors.bytes(at)?)
+    } else {
+        Data::Deferred(Box::new(move || {
+            let copy = HostTensor(tensors.host_copy(at)?);
+            copy.bytes()?;
+            Ok(Box::new(copy) as HostCopy)
+        }))
+    };
+    Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
+}
+
+/// A tensor that was brought into host memory.
+struct HostTensor(cxx::UniquePtr<TensorList>);
+
+impl HostTensor {
+    fn bytes(&self) -> Result<&[u8]> {
+        let list = self.0.as_ref().ok_or_else(|| Error::Bug("a copy without a tensor".to_owned()))?;
+        Ok(list.bytes(0)?)
+    }
+}
+
+impl AsRef<[u8]> for HostTensor {
+    fn as_ref(&self) -> &[u8] {
+        // Checked when the copy was made.
+        self.bytes().unwrap_or_default()
+    }
+}
+
+/// Checks that a tensor can take what an entry holds.
+pub fn expect_like(entry: &Entry, found: &TensorInfo) -> Result<()> {
+    let dtype = DType::from_code(found.dtype);
+    if dtype != Some(entry.dtype) || found.shape != entry.shape || !found.ready {
+        let found_dtype = dtype.map_or("another type", DType::name);
+        return Err(Error::InvalidArgument(format!(
+            "tensor `{}`: the file holds {} {:?}, the tensor to load into is torch.{found_dtype} {:?}",
+            entry.name, entry.dtype, entry.shape, found.shape
+        )));
+    }
+    Ok(())
+}

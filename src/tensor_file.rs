@@ -1,0 +1,161 @@
+//! An open `.tensors` file: its source, its prologue and its index.
+
+use std::io::IoSliceMut;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::format::index::{self, Entry};
+use crate::format::name::NameTree;
+use crate::format::prologue::{PROLOGUE_LEN, Prologue};
+use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, read_exact_at};
+
+/// A file's index, and where its bytes come from.
+pub struct TensorFile {
+    uri: String,
+    source: Mutex<Arc<dyn ReadAt>>,
+    prologue: Prologue,
+    entries: Vec<Entry>,
+    names: NameTree,
+}
+
+impl TensorFile {
+    /// Opens a local path.
+    pub fn open(path: &Path) -> Result<Self> {
+        let uri = path.display().to_string();
+        let file = std::fs::File::open(path).map_err(|e| Error::io("opening", &uri, e))?;
+        Self::from_file(file, uri)
+    }
+
+    /// Reads the index of an open file: from its start if it is a regular file, from where it is
+    /// if it is a pipe, which can only be read front to back.
+    pub fn from_file(file: std::fs::File, uri: String) -> Result<Self> {
+        Self::from_file_at(file, uri, 0)
+    }
+
+    /// The same for a regular file in which the `.tensors` file begins at `base`.
+    pub fn from_file_at(file: std::fs::File, uri: String, base: u64) -> Result<Self> {
+        use std::os::unix::fs::FileTypeExt as _;
+        let kind = file.metadata().map_err(|e| Error::io("examining", &uri, e))?.file_type();
+        if kind.is_fifo() || kind.is_socket() || kind.is_char_device() {
+            return Self::from_source(Arc::new(PipeSource::new(file, uri)), 0);
+        }
+        Self::from_source(Arc::new(FileSource::new(file, uri)?), base)
+    }
+
+    /// Reads the index from any source. `base` is the position of the file's first byte in it;
+    /// positions inside the file are the source's own, as the format has it.
+    pub fn from_source(source: Arc<dyn ReadAt>, base: u64) -> Result<Self> {
+        let uri = &source.uri().to_owned();
+        let file_len = source.traits().len;
+        let mut start = [0u8; PROLOGUE_LEN];
+        let available = read_up_to(&*source, base, &mut start)?;
+        let prologue = Prologue::parse(start.get(..available).unwrap_or_default(), base, uri)?;
+        let index_at = base.saturating_add(PROLOGUE_LEN as u64);
+        if let Some(size) = file_len.filter(|&size| size.saturating_sub(index_at) < prologue.index_len) {
+            return Err(Error::Truncated {
+                uri: uri.to_owned(),
+                what: "tensor index".to_owned(),
+                start: index_at,
+                end: index_at.saturating_add(prologue.index_len),
+                size,
+            });
+        }
+        let block = read_growing(&*source, index_at, prologue.index_len)?;
+        let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
+        Ok(TensorFile { uri: uri.clone(), source: Mutex::new(source), prologue, entries, names })
+    }
+
+    /// The path or address.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// Where the bytes come from.
+    pub fn source(&self) -> Arc<dyn ReadAt> {
+        Arc::clone(&self.source.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Lets the source go, once the reads under way have ended. The index stays.
+    pub fn close(&self) {
+        let closed: Arc<dyn ReadAt> = Arc::new(ClosedSource { uri: self.uri.clone() });
+        *self.source.lock().unwrap_or_else(PoisonError::into_inner) = closed;
+    }
+
+    /// What the first bytes say.
+    pub fn prologue(&self) -> &Prologue {
+        &self.prologue
+    }
+
+    /// The tensors, in the order of the index.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The number of a tensor, by the form in which its name is stored.
+    pub fn find(&self, stored: &str) -> Option<usize> {
+        self.names.flat(stored).or_else(|| self.entries.iter().position(|e| e.name.stored() == stored))
+    }
+
+    /// The entry with this number.
+    pub fn entry(&self, number: usize) -> Result<&Entry> {
+        self.entries.get(number).ok_or_else(|| {
+            Error::InvalidArgument(format!(
+                "tensor number {number} of `{}`, which holds {}",
+                self.uri(),
+                self.entries.len()
+            ))
+        })
+    }
+
+    /// The numbers of tensors, by the form in which their names are stored; none twice.
+    pub fn select<S: AsRef<str>>(&self, names: &[S]) -> Result<Vec<usize>> {
+        let mut seen = std::collections::HashSet::new();
+        names
+            .iter()
+            .map(|name| {
+                let name = name.as_ref();
+                let number = self.find(name).ok_or_else(|| Error::TensorNotFound {
+                    uri: self.uri().to_owned(),
+                    name: name.trim_start_matches('\u{1e}').to_owned(),
+                })?;
+                if seen.insert(number) {
+                    Ok(number)
+                } else {
+                    Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")))
+                }
+            })
+            .collect()
+    }
+}
+
+/// Fills as much of the buffer as the source has.
+fn read_up_to(source: &dyn ReadAt, offset: u64, buffer: &mut [u8]) -> Result<usize> {
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match source.read_at(offset.saturating_add(done as u64), &mut [IoSliceMut::new(rest)])? {
+            0 => break,
+            read => done += read,
+        }
+    }
+    Ok(done)
+}
+
+/// Reads `len` bytes without believing that there are so many: memory grows with what arrives.
+fn read_growing(source: &dyn ReadAt, offset: u64, len: u64) -> Result<Vec<u8>> {
+    const STEP: usize = 1 << 20;
+    let mut out = Vec::new();
+    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    while out.len() < len {
+        let done = out.len();
+        out.resize(done + STEP.max(done).min(len - done), 0);
+        let fresh = out.get_mut(done..).unwrap_or_default();
+        read_exact_at(
+            source,
+            offset.saturating_add(done as u64),
+            &mut [IoSliceMut::new(fresh)],
+            &|| "tensor index".to_owned(),
+        )?;
+    }
+    Ok(out)
+}
