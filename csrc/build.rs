@@ -50,7 +50,9 @@ mod torch {
             .define("_GLIBCXX_USE_CXX11_ABI", "1")
             .flag("-Wall")
             .flag("-Wextra")
-            .flag("-Wno-unused-parameter");
+            .flag("-Wno-unused-parameter")
+            // A false alarm of GCC 12 inside torch's own headers.
+            .flag_if_supported("-Wno-stringop-overflow");
         if cfg!(feature = "python") {
             build.define("TENSORIZER_PYTHON", None);
         }

@@ -11,8 +11,9 @@ use crate::format::index::Entry;
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::save::{Data, HostCopy};
 use crate::sink::{WriteAt, write_all_at};
-use crate::transform::hash::{PiecewiseHash, digest};
-use crate::workers::{self, Interrupt};
+use crate::transform::HashPool;
+use crate::transform::hash::{Digests, SMALL, digest, digest_all};
+use crate::workers::{self, Control, Interrupt};
 
 /// A tensor with its place in the file.
 pub struct Item<'a> {
@@ -22,6 +23,27 @@ pub struct Item<'a> {
     pub module_index: u16,
     /// Its bytes.
     pub data: Data<'a>,
+}
+
+impl Item<'_> {
+    /// The length of data that are hashed piece by piece; None where they are hashed at once.
+    fn len_for_pool(&self) -> Option<u64> {
+        let len = self.entry.data_len;
+        (len > SMALL && matches!(self.data, Data::Bytes(_))).then_some(len)
+    }
+
+    /// Some of the bytes in memory.
+    fn bytes(&self, start: u64, len: u64) -> Result<&[u8]> {
+        let bytes = match &self.data {
+            Data::Bytes(bytes) => bytes,
+            _ => &[][..],
+        };
+        usize::try_from(start)
+            .ok()
+            .zip(usize::try_from(len).ok())
+            .and_then(|(start, len)| bytes.get(start..start.checked_add(len)?))
+            .ok_or_else(|| Error::Bug(format!("{len} bytes from {start} of `{}`", self.entry.name)))
+    }
 }
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
@@ -64,16 +86,20 @@ pub fn drain(
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
     let pass = Pass {
         sink,
-        hashes: items.iter().map(|item| PiecewiseHash::new(item.entry.data_len)).collect(),
+        hashes: HashPool::new(items.iter().map(Item::len_for_pool)),
         items: &items,
     };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
         while !control.stopped() {
+            if pass.hash(true, control)? {
+                continue;
+            }
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(Job::Part(part)) => pass.write(&part)?,
                 Some(Job::Deferred(tensor)) => pass.write_deferred(tensor)?,
+                None if pass.hash(false, control)? => {}
                 None => break,
             }
         }
@@ -117,7 +143,14 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
 struct Pass<'p> {
     sink: &'p dyn WriteAt,
     items: &'p [Item<'p>],
-    hashes: Vec<PiecewiseHash<'p>>,
+    hashes: HashPool<'p>,
+}
+
+/// Adjacent bytes to be written together.
+struct Run<'a> {
+    offset: u64,
+    end: u64,
+    pieces: Vec<Bytes<'a>>,
 }
 
 impl<'p> Pass<'p> {
@@ -125,80 +158,93 @@ impl<'p> Pass<'p> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    fn hash(&self, tensor: usize) -> Result<&PiecewiseHash<'p>> {
-        self.hashes.get(tensor).ok_or_else(|| Error::Bug(format!("no hash {tensor}")))
-    }
-
-    /// Writes one part. A tensor that lies in it as a whole is hashed first, and its header goes
-    /// with it; the header of one that several parts share is written when its hash is complete.
+    /// Writes one part. Small tensors are hashed first, and their headers go with them; the
+    /// header of a large one is written when its hash is complete.
     fn write(&self, part: &Part) -> Result<()> {
-        let mut runs: Vec<(u64, Vec<Bytes<'_>>)> = Vec::new();
-        let mut pending: Vec<(usize, u64, &'p [u8])> = Vec::new();
+        let headers = self.small_headers(part)?;
+        let mut headers = headers.into_iter();
+        let mut runs: Vec<Run<'p>> = Vec::new();
         let mut begun: Vec<(usize, Vec<u8>)> = Vec::new();
+        let mut moved: Vec<(usize, u64, &'p [u8])> = Vec::new();
         let mut offset = part.offset;
-        let mut contiguous = false;
-        let mut pieces = part.pieces.iter().peekable();
-        while let Some(piece) = pieces.next() {
-            let mut push = |bytes: Bytes<'p>, at: u64, contiguous: bool| {
-                match runs.last_mut().filter(|_| contiguous) {
-                    Some((_, run)) => run.push(bytes),
-                    None => runs.push((at, vec![bytes])),
-                }
-            };
-            match piece.kind {
-                PieceKind::Gap => contiguous = false,
+        for piece in &part.pieces {
+            let bytes = match piece.kind {
+                PieceKind::Gap => None,
                 PieceKind::Header { tensor } => {
                     let item = self.item(tensor)?;
-                    let draft = Draft::new(item.entry, item.module_index)?;
-                    let data: &'p [u8] = match &item.data {
-                        Data::Bytes(bytes) => bytes,
-                        _ => &[],
-                    };
-                    let data_len = item.entry.data_len;
-                    let here = data_len == 0 || pieces.peek().is_some_and(|next| next.len == data_len);
-                    if here {
-                        let digests = digest(&draft.bytes, data);
-                        push(Bytes::Owned(draft.finish(digests.crc, &digests.sha)), offset, contiguous);
-                        contiguous = true;
+                    if item.len_for_pool().is_some() {
+                        begun.push((tensor, Draft::new(item.entry, item.module_index)?.bytes));
+                        None
                     } else {
-                        begun.push((tensor, draft.bytes));
-                        contiguous = false;
+                        headers.next().map(Bytes::Owned)
                     }
                 }
                 PieceKind::Data { tensor, start } => {
                     let item = self.item(tensor)?;
-                    let Data::Bytes(data) = &item.data else {
-                        return Err(Error::Bug(format!("tensor `{}` has no bytes", item.entry.name)));
-                    };
-                    let range = usize::try_from(start).ok().zip(usize::try_from(piece.len).ok());
-                    let bytes: &'p [u8] = range
-                        .and_then(|(start, len)| data.get(start..start.checked_add(len)?))
-                        .ok_or_else(|| Error::Bug(format!("bytes of `{}`", item.entry.name)))?;
-                    push(Bytes::Borrowed(bytes), offset, contiguous);
-                    contiguous = true;
-                    if piece.len != item.entry.data_len {
-                        pending.push((tensor, start, bytes));
+                    let bytes = item.bytes(start, piece.len)?;
+                    if item.len_for_pool().is_some() {
+                        moved.push((tensor, start, bytes));
                     }
+                    Some(Bytes::Borrowed(bytes))
+                }
+            };
+            if let Some(bytes) = bytes {
+                match runs.last_mut().filter(|run| run.end == offset) {
+                    Some(run) => run.pieces.push(bytes),
+                    None => runs.push(Run { offset, end: offset, pieces: vec![bytes] }),
+                }
+                if let Some(run) = runs.last_mut() {
+                    run.end += piece.len;
                 }
             }
             offset += piece.len;
         }
-        for (offset, run) in &runs {
-            let mut buffers: Vec<IoSlice<'_>> = run.iter().map(|b| IoSlice::new(b.as_ref())).collect();
-            write_all_at(self.sink, *offset, &mut buffers)?;
+        for run in &runs {
+            let mut buffers: Vec<IoSlice<'_>> =
+                run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
+            write_all_at(self.sink, run.offset, &mut buffers)?;
         }
         for (tensor, covered) in begun {
-            self.finish(tensor, self.hash(tensor)?.header(&covered))?;
+            self.hashes.header(tensor, &covered);
         }
-        for (tensor, start, bytes) in pending {
-            self.finish(tensor, self.hash(tensor)?.data(start, bytes))?;
+        for (tensor, start, bytes) in moved {
+            self.hashes.data(tensor, start, bytes);
         }
         Ok(())
     }
 
-    /// Writes the header of a tensor whose hash has become complete.
-    fn finish(&self, tensor: usize, digests: Option<crate::transform::hash::Digests>) -> Result<()> {
-        let Some(digests) = digests else { return Ok(()) };
+    /// The finished headers of the part's tensors that are hashed at once, in order.
+    fn small_headers(&self, part: &Part) -> Result<Vec<Vec<u8>>> {
+        let mut drafts = Vec::new();
+        let mut data: Vec<&'p [u8]> = Vec::new();
+        for piece in &part.pieces {
+            if let PieceKind::Header { tensor } = piece.kind {
+                let item = self.item(tensor)?;
+                if item.len_for_pool().is_none() {
+                    drafts.push(Draft::new(item.entry, item.module_index)?);
+                    data.push(item.bytes(0, item.entry.data_len)?);
+                }
+            }
+        }
+        let inputs: Vec<(&[u8], &[u8])> =
+            drafts.iter().zip(&data).map(|(draft, data)| (draft.bytes.as_slice(), *data)).collect();
+        let digests = digest_all(&inputs);
+        Ok(drafts.into_iter().zip(digests).map(|(draft, d)| draft.finish(d.crc, &d.sha)).collect())
+    }
+
+    /// Hashes something; false if there is nothing to do, or not enough while more is to be
+    /// written. Writes the headers of tensors whose hashes have become complete.
+    fn hash(&self, more_to_write: bool, control: &Control) -> Result<bool> {
+        let mut outcome = Ok(());
+        let busy = self.hashes.step(more_to_write, || control.stopped(), |tensor, digests| {
+            if outcome.is_ok() {
+                outcome = self.write_header(tensor, &digests);
+            }
+        });
+        outcome.map(|()| busy)
+    }
+
+    fn write_header(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let item = self.item(tensor)?;
         let header = Draft::new(item.entry, item.module_index)?.finish(digests.crc, &digests.sha);
         write_all_at(self.sink, item.entry.header_offset, &mut [IoSlice::new(&header)])

@@ -10,8 +10,9 @@ use crate::load::LoadOptions;
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::source::{ReadAt, read_exact_at};
 use crate::tensor_file::TensorFile;
-use crate::transform::hash::{Digests, PiecewiseHash, digest, verify};
-use crate::workers::{self, Interrupt};
+use crate::transform::HashPool;
+use crate::transform::hash::{Digests, SMALL, digest_all, verify};
+use crate::workers::{self, Control, Interrupt};
 
 /// Where the bytes of a tensor go.
 pub enum Slot<'a> {
@@ -23,6 +24,8 @@ pub enum Slot<'a> {
 
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
+/// When hashes are verified, a step of reading: a part of the second-level cache of a core.
+const BITE: u64 = 512 << 10;
 /// When hashes are verified, a tensor of this size is begun before smaller ones, because its
 /// SHA-256 cannot be shared out and would otherwise be waited for at the end.
 const LARGE_LEN: u64 = 64 << 20;
@@ -48,7 +51,9 @@ pub fn fill<'a>(
         entries,
         verify: options.verify,
         headers: entries.iter().map(|_| OnceLock::new()).collect(),
-        hashes: entries.iter().map(|entry| PiecewiseHash::new(entry.data_len)).collect(),
+        hashes: HashPool::new(
+            entries.iter().map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
+        ),
     };
     let jobs = pass.jobs(slots, traits.merge_gap, traits.request_len, traits.max_readers > 1)?;
     let total: u64 = jobs.iter().map(|job| job.len).sum();
@@ -59,10 +64,19 @@ pub fn fill<'a>(
     workers::run(threads, interrupt, |control| {
         let mut gap = Vec::new();
         while !control.stopped() {
+            if pass.hash(true, control)? {
+                continue;
+            }
             // Bound first, so that the queue is free again while the job runs.
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(job) = job else { break };
-            pass.read(job, &mut gap)?;
+            match job {
+                Some(job) if options.verify => {
+                    job.bites().into_iter().try_for_each(|bite| pass.read(bite, &mut gap))?;
+                }
+                Some(job) => pass.read(job, &mut gap)?,
+                None if pass.hash(false, control)? => {}
+                None => break,
+            }
         }
         Ok(())
     })?;
@@ -89,7 +103,7 @@ struct Pass<'f, 'a> {
     entries: &'f [&'f Entry],
     verify: bool,
     headers: Vec<OnceLock<Header>>,
-    hashes: Vec<PiecewiseHash<'a>>,
+    hashes: HashPool<'a>,
 }
 
 /// One contiguous range of the file and where its bytes go.
@@ -97,6 +111,53 @@ struct Job<'a> {
     offset: u64,
     len: u64,
     pieces: Vec<Destination<'a>>,
+}
+
+impl<'a> Job<'a> {
+    /// The same in shorter steps, so that the CRC of each finds its bytes in the cache. Only
+    /// data of large tensors are cut.
+    fn bites(self) -> Vec<Job<'a>> {
+        let mut bites: Vec<Job<'a>> = Vec::new();
+        let mut offset = self.offset;
+        let mut push = |piece: Destination<'a>, joined: bool| {
+            let len = piece.len();
+            match bites.last_mut().filter(|bite| joined || bite.len < BITE) {
+                Some(bite) => {
+                    bite.pieces.push(piece);
+                    bite.len += len;
+                }
+                None => bites.push(Job { offset, len, pieces: vec![piece] }),
+            }
+            offset += len;
+        };
+        let mut behind_header = false;
+        for piece in self.pieces {
+            let is_header = matches!(piece, Destination::Header { .. });
+            match piece {
+                Destination::Data { tensor, mut start, bytes } if bytes.len() as u64 > SMALL => {
+                    for bytes in bytes.chunks_mut(usize::try_from(BITE).unwrap_or(usize::MAX)) {
+                        let len = bytes.len() as u64;
+                        push(Destination::Data { tensor, start, bytes }, false);
+                        start += len;
+                    }
+                }
+                // Data stay with their header, because a small tensor is hashed at once.
+                other => push(other, behind_header),
+            }
+            behind_header = is_header;
+        }
+        bites
+    }
+}
+
+impl Destination<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Destination::Header { raw, .. } => raw.len() as u64,
+            Destination::Data { bytes, .. } => bytes.len() as u64,
+            Destination::Gap(len) => *len as u64,
+        }
+    }
 }
 
 enum Destination<'a> {
@@ -205,46 +266,66 @@ impl<'a> Pass<'_, 'a> {
         }
         read_exact_at(self.source, job.offset, &mut buffers, &|| "tensors".to_owned())?;
         drop(buffers);
+        let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
         while let Some(piece) = pieces.next() {
             match piece {
                 Destination::Gap(_) => {}
                 Destination::Header { tensor, raw, in_place } => {
                     let header = self.header(tensor, raw)?;
+                    if !self.verify {
+                        continue;
+                    }
+                    let covered = header.hashed_bytes();
                     let data_len = self.entry(tensor)?.data_len;
-                    let whole = in_place.or_else(|| {
-                        let next = pieces.next_if(|next| {
-                            matches!(next, Destination::Data { bytes, .. } if bytes.len() as u64 == data_len)
-                        });
-                        match next {
-                            Some(Destination::Data { bytes, .. }) => Some(&*bytes),
-                            _ => (data_len == 0).then_some(&[][..]),
+                    if data_len > SMALL {
+                        self.hashes.header(tensor, &covered);
+                        if let Some(bytes) = in_place {
+                            self.hashes.data(tensor, 0, bytes);
                         }
-                    });
-                    if self.verify {
-                        let covered = header.hashed_bytes();
-                        match whole {
-                            Some(bytes) => self.compare(tensor, Some(digest(&covered, bytes)))?,
-                            None => self.compare(tensor, self.hash(tensor)?.header(&covered))?,
+                        continue;
+                    }
+                    let of_tensor = |next: &Destination<'a>| {
+                        matches!(next, Destination::Data { bytes, .. } if bytes.len() as u64 == data_len)
+                    };
+                    match (in_place, data_len, pieces.next_if(of_tensor)) {
+                        (Some(bytes), ..) => whole.push((tensor, covered, bytes)),
+                        (None, 0, _) => whole.push((tensor, covered, &[])),
+                        (None, _, Some(Destination::Data { bytes, .. })) => {
+                            whole.push((tensor, covered, bytes));
                         }
+                        // The plan does not cut small tensors, unless parts are tiny.
+                        _ => return Err(Error::Bug("a small tensor in two parts".to_owned())),
                     }
                 }
                 Destination::Data { tensor, start, bytes } => {
                     if self.verify {
-                        self.compare(tensor, self.hash(tensor)?.data(start, bytes))?;
+                        self.hashes.data(tensor, start, bytes);
                     }
                 }
             }
         }
+        let inputs: Vec<(&[u8], &[u8])> =
+            whole.iter().map(|(_, covered, bytes)| (covered.as_slice(), *bytes)).collect();
+        for ((tensor, ..), digests) in whole.iter().zip(digest_all(&inputs)) {
+            self.compare(*tensor, &digests)?;
+        }
         Ok(())
+    }
+
+    /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
+    fn hash(&self, more_to_read: bool, control: &Control) -> Result<bool> {
+        let mut outcome = Ok(());
+        let busy = self.hashes.step(more_to_read, || control.stopped(), |tensor, digests| {
+            if outcome.is_ok() {
+                outcome = self.compare(tensor, &digests);
+            }
+        });
+        outcome.map(|()| busy)
     }
 
     fn entry(&self, tensor: usize) -> Result<&Entry> {
         self.entries.get(tensor).copied().ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
-    }
-
-    fn hash(&self, tensor: usize) -> Result<&PiecewiseHash<'a>> {
-        self.hashes.get(tensor).ok_or_else(|| Error::Bug(format!("no hash {tensor}")))
     }
 
     fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<&Header> {
@@ -254,12 +335,10 @@ impl<'a> Pass<'_, 'a> {
         Ok(place.get_or_init(|| header))
     }
 
-    /// Checks digests, if they are complete.
-    fn compare(&self, tensor: usize, digests: Option<Digests>) -> Result<()> {
-        let Some(digests) = digests else { return Ok(()) };
+    fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let header = self.headers.get(tensor).and_then(OnceLock::get);
         let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        verify(&digests, header, self.entry(tensor)?, self.file.uri())
+        verify(digests, header, self.entry(tensor)?, self.file.uri())
     }
 }
 

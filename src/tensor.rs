@@ -10,7 +10,6 @@ use crate::format::TensorKind;
 use crate::format::dtype::DType;
 use crate::format::index::Entry;
 use crate::format::name::Name;
-use crate::load::LoadedTensor;
 use crate::save::{Data, HostCopy, SaveTensor};
 use crate::tensor_file::TensorFile;
 
@@ -27,10 +26,10 @@ struct Waiting {
 }
 
 impl Loaded {
-    /// Adds what torch must know about each tensor.
-    pub fn new(file: &TensorFile, loaded: Vec<LoadedTensor>) -> Result<Self> {
-        let tensors = loaded.into_iter().map(|tensor| {
-            let entry = file.entry(tensor.number)?;
+    /// Adds to the memory of each tensor, given by number, what torch must know about it.
+    pub fn new(file: &TensorFile, loaded: impl Iterator<Item = (usize, HostBuffer)>) -> Result<Self> {
+        let tensors = loaded.map(|(number, memory)| {
+            let entry = file.entry(number)?;
             let shape = entry.shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
             Ok(Waiting {
                 name: entry.name.stored().to_owned(),
@@ -38,7 +37,7 @@ impl Loaded {
                 shape: shape.map_err(|_| {
                     Error::Unsupported(format!("tensor `{}` of shape {:?}", entry.name, entry.shape))
                 })?,
-                memory: Some(tensor.memory),
+                memory: Some(memory),
             })
         });
         Ok(Loaded { tensors: tensors.collect::<Result<_>>()? })

@@ -13,7 +13,7 @@ import torch
 
 from . import _files, _modules
 from ._errors import CryptographyError
-from ._exchange import cast_dtype, lend, take
+from ._exchange import cast_dtype, lend, take, without_collections
 from ._native import Reader
 from ._types import FilterFuncType, Name, TensorType
 
@@ -93,6 +93,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         try:
             self._device = _resolve_device(device)
             self._dtype = _checked_dtype(dtype)
+            # Tensors are used as they come, without a copy.
+            self._unchanged = dtype is None and self._device.type == "cpu"
             _check_num_readers(num_readers)
             if encryption is not None:
                 raise NotImplementedError("decryption is not supported by this release")
@@ -170,10 +172,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             # One pass is all there is: take everything that may be asked for later.
             missing = [number for number in self._selection if number not in self._cache]
         for batch in self._batches(missing):
-            tensors, modules = self._read(batch, verify)
-            for number, tensor, module in zip(batch, tensors, modules, strict=True):
-                self._cache[number] = _parameter(self._placed(tensor))
-                self._module_indices[number] = module
+            with without_collections():
+                tensors, modules = self._read(batch, verify)
+                for number, tensor in zip(batch, tensors, strict=True):
+                    self._cache[number] = _parameter(self._placed(tensor))
+                self._module_indices.update(zip(batch, modules, strict=True))
 
     def _plain_tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
         """Load everything; yield names and tensors that are not parameters."""
@@ -183,9 +186,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device and in the dtype that were asked for."""
-        wanted = cast_dtype(tensor.dtype, self._dtype)
-        if wanted is tensor.dtype and tensor.device == self._device:
+        if self._unchanged:
             return tensor
+        wanted = cast_dtype(tensor.dtype, self._dtype)
         return tensor.to(self._device, wanted)
 
     def _read(self, numbers: Sequence[int], verify: bool) -> tuple[list[torch.Tensor], list[int]]:
@@ -198,7 +201,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     def _batches(self, numbers: list[int]) -> Iterator[list[int]]:
         """Split a load whose tensors are copied once more, to bound what is held twice."""
-        if self._dtype is None and self._device.type == "cpu":
+        if self._unchanged:
             if numbers:
                 yield numbers
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,6 +22,18 @@ def take(ticket: int) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
     tensors: list[torch.Tensor] = _take(ticket)
     return tensors
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep the cyclic garbage collector from walking over a growing crowd of new tensors."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -113,17 +113,21 @@ fn op_load_all(uri: &str) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
-        Loaded::new(&file, load(&file, &all, &LoadOptions::default(), &interrupt)?).map(Box::new)
+        loaded(&file, &all)
     })
 }
 
 fn op_load(uri: &str, names: Vec<String>) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
-        let selection = file.select(&names)?;
-        let loaded = load(&file, &selection, &LoadOptions::default(), &interrupt)?;
-        Loaded::new(&file, loaded).map(Box::new)
+        loaded(&file, &file.select(&names)?)
     })
+}
+
+fn loaded(file: &TensorFile, selection: &[usize]) -> Result<Box<Loaded>> {
+    let loaded = load(file, selection, &LoadOptions::default(), &interrupt)?;
+    let memory = loaded.into_iter().map(|tensor| (tensor.number, tensor.memory));
+    Loaded::new(file, memory).map(Box::new)
 }
 
 fn op_load_into(uri: &str, names: Vec<String>, out: &bridge::TensorList) -> Result<()> {

@@ -151,12 +151,13 @@ impl Reader {
     ) -> PyResult<(i64, Vec<u16>)> {
         Ok(py.detach(|| -> Result<_> {
             let options = LoadOptions { readers, verify, map };
-            let mut loaded = load(&self.file, &numbers, &options, &signals)?;
+            let loaded = load(&self.file, &numbers, &options, &signals)?;
             let modules = loaded.iter().map(|tensor| tensor.header.module_index).collect();
-            for tensor in &mut loaded {
-                self.keep(tensor.number, tensor.header.clone());
-            }
-            Ok((offer(Loaded::new(&self.file, loaded)?), modules))
+            let memory = loaded.into_iter().map(|tensor| {
+                self.keep(tensor.number, tensor.header);
+                (tensor.number, tensor.memory)
+            });
+            Ok((offer(Loaded::new(&self.file, memory)?), modules))
         })?)
     }
 

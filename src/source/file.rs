@@ -12,8 +12,8 @@ use crate::error::{Error, Result};
 const REQUEST_LEN: u64 = 8 << 20;
 /// Reading this much costs less than another system call.
 const MERGE_GAP: u64 = 16 << 10;
-/// More threads than cores keep a cold disk's queue filled; see `benchmarks/README.md`.
-const MIN_READERS: usize = 4;
+/// One reader a core: more of them ran slower from a warm cache and no faster from a cold one.
+const MIN_READERS: usize = 2;
 const MAX_DEFAULT_READERS: usize = 16;
 
 /// A local regular file.

@@ -29,7 +29,7 @@ impl<R: Read + Send> ReadAt for PipeSource<R> {
             len: None,
             max_readers: 1,
             default_readers: 1,
-            request_len: 1 << 20,
+            request_len: 8 << 20,
             merge_gap: 0,
         }
     }

@@ -1,14 +1,6 @@
-//! CRC-32 and SHA-256 of one tensor, fed in pieces by many threads in any order.
-//!
-//! CRC-32 values of pieces combine, so each thread computes that of its own piece while the piece
-//! is in its cache. SHA-256 must see the pieces in order: whoever brings the piece that is next
-//! hashes it, and every piece that waits behind it, while other threads go on with other pieces.
+//! CRC-32 and SHA-256 of tensors: header and data as the format defines it.
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use sha2::{Digest as _, Sha256};
-
+use super::sha256::Sha256;
 use crate::error::{Error, Result};
 use crate::format::header::{Algorithm, Header};
 use crate::format::index::Entry;
@@ -23,88 +15,65 @@ pub struct Digests {
     pub sha: [u8; 32],
 }
 
-/// Hashes a header's covered bytes and all of its data at once.
-pub fn digest(header: &[u8], data: &[u8]) -> Digests {
-    let mut crc = crc32fast::hash(header);
-    let mut sha = Sha256::new_with_prefix(header);
-    for chunk in data.chunks(CHUNK) {
-        crc = combined(crc, chunk);
-        sha.update(chunk);
-    }
-    Digests { crc, sha: sha.finalize().into() }
-}
+/// A tensor of this size or less is hashed by the thread that moves it, larger ones by whoever
+/// is free: see [`super::HashPool`].
+pub const SMALL: u64 = 1024 << 10;
 
-/// Both algorithms pass over this much while it is in the cache.
-const CHUNK: usize = 256 << 10;
-
-fn combined(crc: u32, bytes: &[u8]) -> u32 {
-    let mut hasher = crc32fast::Hasher::new_with_initial(crc);
-    hasher.update(bytes);
-    hasher.finalize()
-}
-
-/// Collects the pieces of one tensor.
-pub struct PiecewiseHash<'a> {
-    data_len: u64,
-    state: Mutex<State<'a>>,
-}
-
-struct State<'a> {
-    /// Absent until the header is known, and while a thread is hashing.
-    sha: Option<Sha256>,
-    crc: crc32fast::Hasher,
-    /// Pieces that wait for their turn, by their position in the data.
-    waiting: BTreeMap<u64, (&'a [u8], crc32fast::Hasher)>,
-    next: u64,
-}
-
-impl<'a> PiecewiseHash<'a> {
-    /// A hash over a header and `data_len` bytes of data.
-    pub fn new(data_len: u64) -> Self {
-        let state = State { sha: None, crc: crc32fast::Hasher::new(), waiting: BTreeMap::new(), next: 0 };
-        PiecewiseHash { data_len, state: Mutex::new(state) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State<'a>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Brings the header's covered bytes. Returns the digests if they are now complete.
-    pub fn header(&self, bytes: &[u8]) -> Option<Digests> {
-        let mut state = self.lock();
-        state.crc.update(bytes);
-        state.sha = Some(Sha256::new_with_prefix(bytes));
-        self.advance(state)
-    }
-
-    /// Brings the data from `start` on. Returns the digests if they are now complete.
-    pub fn data(&self, start: u64, bytes: &'a [u8]) -> Option<Digests> {
-        let mut crc = crc32fast::Hasher::new();
-        crc.update(bytes);
-        let mut state = self.lock();
-        state.waiting.insert(start, (bytes, crc));
-        self.advance(state)
-    }
-
-    fn advance<'g>(&'g self, mut state: MutexGuard<'g, State<'a>>) -> Option<Digests> {
-        let mut sha = state.sha.take()?;
-        loop {
-            if state.next == self.data_len {
-                let crc = state.crc.clone().finalize();
-                return Some(Digests { crc, sha: sha.finalize().into() });
+/// Hashes headers' covered bytes with their data, two at a time.
+pub fn digest_all(tensors: &[(&[u8], &[u8])]) -> Vec<Digests> {
+    let mut shas: Vec<Option<[u8; 32]>> = vec![None; tensors.len()];
+    let mut lanes: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
+    let mut queue = tensors.iter().enumerate();
+    loop {
+        for lane in &mut lanes {
+            if let Some((at, sha, rest)) = lane.take_if(|(_, _, rest)| rest.is_empty()) {
+                debug_assert!(rest.is_empty());
+                if let Some(slot) = shas.get_mut(at) {
+                    *slot = Some(sha.finish());
+                }
             }
-            let next = state.next;
-            let Some((bytes, crc)) = state.waiting.remove(&next) else {
-                state.sha = Some(sha);
-                return None;
-            };
-            drop(state);
-            sha.update(bytes);
-            state = self.lock();
-            state.crc.combine(&crc);
-            state.next += bytes.len() as u64;
+            if lane.is_none() {
+                *lane = queue.next().map(|(at, (header, data))| {
+                    let mut sha = Sha256::default();
+                    sha.update(header);
+                    (at, sha, *data)
+                });
+            }
+        }
+        match &mut lanes {
+            [Some((_, first, a)), Some((_, second, b))] => {
+                [*a, *b] = Sha256::update_pair([first, second], [a, b]);
+                // The longer one goes on beside the next tensor, unless there is none.
+            }
+            [Some((_, sha, rest)), None] | [None, Some((_, sha, rest))] => {
+                sha.update(rest);
+                *rest = &[];
+            }
+            [None, None] => break,
         }
     }
+    let crc = |(header, data): &(&[u8], &[u8])| {
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(header);
+        crc.update(data);
+        crc.finalize()
+    };
+    tensors
+        .iter()
+        .zip(shas)
+        .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or_default() })
+        .collect()
+}
+
+/// Hashes one tensor.
+pub fn digest(header: &[u8], data: &[u8]) -> Digests {
+    let mut sha = Sha256::default();
+    sha.update(header);
+    sha.update(data);
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(header);
+    crc.update(data);
+    Digests { crc: crc.finalize(), sha: sha.finish() }
 }
 
 /// Compares what was computed with what the header says. A header without hashes fails.
@@ -157,34 +126,23 @@ fn display(algorithm: Algorithm, value: &[u8]) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
 
     #[test]
-    fn pieces_in_any_order_give_the_hash_of_the_whole() {
-        let data: Vec<u8> = (0..100_000u32).map(|i| (i * 7) as u8).collect();
-        let whole = digest(b"header", &data);
-        assert_eq!(whole.crc, crc32fast::hash(&[b"header".as_slice(), &data].concat()));
-        let cuts = [0, 1, 700, 65_536, 99_999, 100_000];
-        let pieces: Vec<(u64, &[u8])> =
-            cuts.windows(2).map(|w| (w[0] as u64, &data[w[0]..w[1]])).collect();
-        for first in 0..=pieces.len() {
-            let hash = PiecewiseHash::new(data.len() as u64);
-            let mut found = None;
-            for i in (0..pieces.len()).rev() {
-                if i + 1 == first {
-                    found = found.or(hash.header(b"header"));
-                }
-                found = found.or(hash.data(pieces[i].0, pieces[i].1));
-            }
-            if first == 0 {
-                found = found.or(hash.header(b"header"));
-            } else if first > pieces.len() {
-                unreachable!();
-            }
-            assert_eq!(found, Some(whole), "header before piece {first}");
+    fn many_at_once_are_as_one_by_one() {
+        let data: Vec<Vec<u8>> = [0usize, 1, 500, 64, 10_000, 3, 70_000, 63, 0]
+            .iter()
+            .map(|&len| (0..len).map(|i| (i * 37 + len) as u8).collect())
+            .collect();
+        let headers: Vec<Vec<u8>> = (0..data.len()).map(|i| vec![i as u8; 50 + i * 9]).collect();
+        for count in 0..=data.len() {
+            let tensors: Vec<(&[u8], &[u8])> =
+                headers.iter().zip(&data).take(count).map(|(h, d)| (h.as_slice(), d.as_slice())).collect();
+            let expected: Vec<Digests> = tensors.iter().map(|(h, d)| digest(h, d)).collect();
+            assert_eq!(digest_all(&tensors), expected);
         }
-        assert_eq!(PiecewiseHash::new(0).header(b"h"), Some(digest(b"h", b"")));
+        assert_eq!(digest(b"ab", b"c").crc, crc32fast::hash(b"abc"));
     }
 }

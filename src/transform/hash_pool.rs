@@ -1,0 +1,231 @@
+//! Hashes of large tensors whose pieces many threads bring in any order.
+//!
+//! CRC-32 values of pieces combine, so each thread computes that of its own piece while the piece
+//! is in its cache. SHA-256 must see the pieces of a tensor in order. A tensor whose next piece
+//! is there waits in a queue; threads take tensors from it, two at a time where there are enough,
+//! because one core hashes two streams faster than one after the other, and go on moving bytes
+//! when there are not. So one large tensor is hashed by one thread while others read.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::hash::Digests;
+use super::sha256::Sha256;
+
+/// Bytes hashed before the queue is looked at again.
+const QUANTUM: usize = 1 << 20;
+/// How long an idle thread sleeps before it looks whether the call was given up.
+const IDLE: Duration = Duration::from_millis(20);
+
+/// The tensors of one call that are hashed piece by piece.
+pub struct HashPool<'a> {
+    lanes: Vec<Mutex<Lane<'a>>>,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+struct Queue {
+    ready: VecDeque<usize>,
+    unfinished: usize,
+    idle: usize,
+}
+
+/// One tensor.
+struct Lane<'a> {
+    data_len: u64,
+    /// Absent until the header is known, and while a thread is hashing.
+    work: Option<Work<'a>>,
+    crc: crc32fast::Hasher,
+    /// Pieces that wait for their turn, by their position in the data.
+    waiting: BTreeMap<u64, (&'a [u8], crc32fast::Hasher)>,
+    /// Position after the pieces that were taken from `waiting`.
+    next: u64,
+}
+
+struct Work<'a> {
+    sha: Sha256,
+    rest: &'a [u8],
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<'a> HashPool<'a> {
+    /// A pool for tensors with these numbers of bytes; those of `None` are not hashed here.
+    pub fn new(data_lens: impl Iterator<Item = Option<u64>>) -> Self {
+        let mut unfinished = 0;
+        let lanes = data_lens.map(|data_len| {
+            unfinished += usize::from(data_len.is_some());
+            Mutex::new(Lane {
+                data_len: data_len.unwrap_or_default(),
+                work: None,
+                crc: crc32fast::Hasher::new(),
+                waiting: BTreeMap::new(),
+                next: 0,
+            })
+        });
+        let lanes = lanes.collect();
+        let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
+        HashPool { lanes, queue, changed: Condvar::new() }
+    }
+
+    /// Brings a header's covered bytes.
+    pub fn header(&self, tensor: usize, bytes: &[u8]) {
+        let Some(lane) = self.lanes.get(tensor) else { return };
+        let mut lane = locked(lane);
+        lane.crc.update(bytes);
+        let mut sha = Sha256::default();
+        sha.update(bytes);
+        self.park(tensor, Work { sha, rest: &[] }, &mut lane);
+    }
+
+    /// Brings the data from `start` on.
+    pub fn data(&self, tensor: usize, start: u64, bytes: &'a [u8]) {
+        let Some(lane) = self.lanes.get(tensor) else { return };
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(bytes);
+        let mut lane = locked(lane);
+        lane.waiting.insert(start, (bytes, crc));
+        if start == lane.next
+            && let Some(work) = lane.work.take_if(|work| work.rest.is_empty())
+        {
+            self.park(tensor, work, &mut lane);
+        }
+    }
+
+    /// Puts work down: into the queue if there are bytes to hash, or if all of them were.
+    fn park(&self, tensor: usize, mut work: Work<'a>, lane: &mut Lane<'a>) {
+        if work.rest.is_empty() {
+            let next = lane.next;
+            if let Some((bytes, crc)) = lane.waiting.remove(&next) {
+                lane.crc.combine(&crc);
+                lane.next += bytes.len() as u64;
+                work.rest = bytes;
+            } else if next < lane.data_len {
+                lane.work = Some(work);
+                return;
+            }
+        }
+        lane.work = Some(work);
+        locked(&self.queue).ready.push_back(tensor);
+        self.changed.notify_one();
+    }
+
+    fn take(&self, tensor: usize) -> Option<(usize, Work<'a>)> {
+        Some((tensor, locked(self.lanes.get(tensor)?).work.take()?))
+    }
+
+    /// Hashes some bytes of one or two tensors and reports those that are complete.
+    ///
+    /// With `more_to_move` it does nothing unless two are ready. Otherwise it waits for work, as
+    /// long as tensors are unfinished and `stopped` does not say so; false means that all is done.
+    pub fn step(
+        &self,
+        more_to_move: bool,
+        stopped: impl Fn() -> bool,
+        mut complete: impl FnMut(usize, Digests),
+    ) -> bool {
+        let mut queue = locked(&self.queue);
+        while queue.ready.len() < if more_to_move { 2 } else { 1 } {
+            if more_to_move || queue.unfinished == 0 || stopped() {
+                return false;
+            }
+            queue.idle += 1;
+            queue = self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+            queue.idle -= 1;
+        }
+        // At the end, a thread that has nothing to do is better than a second stream.
+        let pair = more_to_move || queue.ready.len() > queue.idle + 1;
+        let first = queue.ready.pop_front();
+        let second = if pair { queue.ready.pop_front() } else { None };
+        drop(queue);
+        let mut works: Vec<(usize, Work<'a>)> =
+            first.into_iter().chain(second).filter_map(|tensor| self.take(tensor)).collect();
+        match works.as_mut_slice() {
+            [(_, a), (_, b)] => {
+                let len = a.rest.len().min(b.rest.len()).min(QUANTUM);
+                let [(now_a, later_a), (now_b, later_b)] =
+                    [&*a, &*b].map(|work| work.rest.split_at_checked(len).unwrap_or((work.rest, &[])));
+                let [left_a, left_b] = Sha256::update_pair([&mut a.sha, &mut b.sha], [now_a, now_b]);
+                a.sha.update(left_a);
+                b.sha.update(left_b);
+                (a.rest, b.rest) = (later_a, later_b);
+            }
+            works => {
+                for (_, work) in works {
+                    let len = work.rest.len().min(QUANTUM);
+                    let (now, later) = work.rest.split_at_checked(len).unwrap_or((work.rest, &[]));
+                    work.sha.update(now);
+                    work.rest = later;
+                }
+            }
+        }
+        for (tensor, work) in works {
+            let Some(lane) = self.lanes.get(tensor) else { continue };
+            let mut lane = locked(lane);
+            if work.rest.is_empty() && lane.next == lane.data_len {
+                let crc = lane.crc.clone().finalize();
+                drop(lane);
+                complete(tensor, Digests { crc, sha: work.sha.finish() });
+                locked(&self.queue).unfinished -= 1;
+                self.changed.notify_all();
+            } else {
+                self.park(tensor, work, &mut lane);
+            }
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+mod tests {
+    use super::super::hash::digest;
+    use super::*;
+
+    #[test]
+    fn pieces_in_any_order_on_many_threads_give_the_hash_of_the_whole() {
+        let tensors: Vec<Vec<u8>> = [3_000_000usize, 0, 100, 5_000_001, 2_500_000]
+            .iter()
+            .map(|&len| (0..len).map(|i| (i * 7 + len) as u8).collect())
+            .collect();
+        for threads in 1..4 {
+            let pool = HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)));
+            let mut jobs: Vec<(usize, usize)> = Vec::new();
+            for (tensor, data) in tensors.iter().enumerate() {
+                jobs.extend((0..data.len()).step_by(700_000).map(|start| (tensor, start)));
+                jobs.push((tensor, usize::MAX));
+            }
+            jobs.sort_by_key(|(tensor, start)| start.wrapping_mul(2_654_435_761) ^ (tensor * 977));
+            let jobs = Mutex::new(jobs.into_iter());
+            let found = Mutex::new(vec![None; tensors.len()]);
+            std::thread::scope(|scope| {
+                for _ in 0..threads {
+                    scope.spawn(|| {
+                        let complete = |tensor: usize, digests| {
+                            assert!(locked(&found)[tensor].replace(digests).is_none());
+                        };
+                        loop {
+                            while pool.step(true, || false, complete) {}
+                            let job = locked(&jobs).next();
+                            match job {
+                                Some((tensor, usize::MAX)) => pool.header(tensor, b"header"),
+                                Some((tensor, start)) => {
+                                    let end = tensors[tensor].len().min(start + 700_000);
+                                    pool.data(tensor, start as u64, &tensors[tensor][start..end]);
+                                }
+                                None if pool.step(false, || false, complete) => {}
+                                None => break,
+                            }
+                        }
+                    });
+                }
+            });
+            for (tensor, found) in tensors.iter().zip(found.into_inner().unwrap()) {
+                assert_eq!(found, Some(digest(b"header", tensor)));
+            }
+        }
+    }
+}
