@@ -1,0 +1,99 @@
+//! Properties of the planner: pure functions, so that random input is all that it takes.
+#![allow(missing_docs, clippy::indexing_slicing)]
+
+use proptest::prelude::*;
+use tensorizer::plan::{Extent, PieceKind, pack, partition};
+
+prop_compose! {
+    fn extents()(
+        shapes in prop::collection::vec((0u64..5000, 1u64..300, prop_oneof![Just(0u64), 1u64..100, 1u64..100_000]), 0..60)
+    ) -> Vec<Extent> {
+        let mut end = 1000;
+        shapes.into_iter().map(|(gap, header, data_len)| {
+            let header_offset = end + gap;
+            let data_offset = header_offset + header;
+            end = data_offset + data_len;
+            Extent { header_offset, data_offset, data_len }
+        }).collect()
+    }
+}
+
+proptest! {
+    #[test]
+    fn every_wanted_byte_is_covered_once_and_in_order(
+        extents in extents(),
+        part_len in 1u64..50_000,
+        merge_gap in prop_oneof![Just(0u64), 0u64..6000],
+        max_pieces in 3usize..50,
+    ) {
+        let parts = partition(&extents, part_len, merge_gap, max_pieces);
+        let mut end = 0;
+        let mut headers = Vec::new();
+        let mut data = vec![0u64; extents.len()];
+        for part in &parts {
+            prop_assert!(!part.is_empty());
+            prop_assert!(part.offset >= end, "parts do not overlap and rise");
+            prop_assert!(part.pieces.len() <= max_pieces);
+            let mut at = part.offset;
+            for piece in &part.pieces {
+                match piece.kind {
+                    PieceKind::Gap => prop_assert!(piece.len <= merge_gap),
+                    PieceKind::Header { tensor } => {
+                        prop_assert_eq!(at, extents[tensor].header_offset);
+                        prop_assert_eq!(at + piece.len, extents[tensor].data_offset);
+                        headers.push(tensor);
+                    }
+                    PieceKind::Data { tensor, start } => {
+                        prop_assert_eq!(at, extents[tensor].data_offset + start);
+                        prop_assert_eq!(start, data[tensor], "without holes");
+                        data[tensor] += piece.len;
+                    }
+                }
+                at += piece.len;
+            }
+            end = at;
+        }
+        prop_assert_eq!(headers, (0..extents.len()).collect::<Vec<_>>());
+        for (extent, covered) in extents.iter().zip(data) {
+            prop_assert_eq!(extent.data_len, covered);
+        }
+    }
+
+    /// Small tensors are hashed in one go, so they must lie in one part.
+    #[test]
+    fn tensors_of_an_eighth_of_a_part_are_not_cut(extents in extents()) {
+        for part in partition(&extents, 800_000, 0, 1024) {
+            for piece in part.pieces {
+                if let PieceKind::Data { tensor, .. } = piece.kind {
+                    prop_assert_eq!(piece.len, extents[tensor].data_len);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn parts_are_about_as_long_as_asked_for(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
+        let extents = [Extent { header_offset: 0, data_offset: 100, data_len: len }];
+        for part in partition(&extents, part_len, 0, 10) {
+            prop_assert!(part.len() <= part_len + part_len / 2 + 100);
+        }
+    }
+
+    #[test]
+    fn packed_buffers_are_aligned_and_disjoint(lens in prop::collection::vec(0u64..10_000, 0..50)) {
+        let (ranges, total) = pack(lens.iter().map(|&len| Some(len))).expect("fits");
+        let mut end = 0;
+        for (&(start, len), &wanted) in ranges.iter().zip(&lens) {
+            prop_assert!(start >= end && start % 64 == 0 && start < end + 64);
+            prop_assert_eq!(len as u64, wanted);
+            end = start + len;
+        }
+        prop_assert_eq!(end, total);
+    }
+}
+
+#[test]
+fn sizes_beyond_the_address_space_do_not_fit() {
+    assert!(pack([Some(u64::MAX - 1), Some(100)].into_iter()).is_none());
+    assert!(pack([Some(1), None].into_iter()).is_none());
+}
