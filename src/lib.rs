@@ -58,6 +58,7 @@ mod tensor;
 mod py;
 
 pub use error::{Error, Result};
+pub use fill::read_headers;
 pub use load::{LoadOptions, LoadedTensor, load, load_into};
 pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save};
 pub use tensor_file::TensorFile;

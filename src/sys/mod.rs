@@ -97,6 +97,7 @@ pub fn page_size() -> usize {
 }
 
 /// Duplicates a descriptor that somebody else owns.
+#[cfg(feature = "python")]
 pub fn duplicate(descriptor: c_int) -> io::Result<File> {
     use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd};
     if descriptor < 0 {

@@ -1,0 +1,111 @@
+"""What the tests share: golden files, the old package, and a check that nothing is left behind."""
+
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/golden"
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+#: A Python that has tensorizer 2.12.1, see the Makefile.
+OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+
+
+def golden_files(category):
+    return [file for file in MANIFEST["files"] if file["category"] == category]
+
+
+def golden_bytes(file):
+    return gzip.decompress((GOLDEN / file["file"]).read_bytes())
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    """Write a golden file and return its path."""
+
+    def write(file):
+        path = tmp_path / file["file"].removesuffix(".gz")
+        path.write_bytes(golden_bytes(file))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def old():
+    """Run a function body with the old package; arguments and result are pickled."""
+    if not OLD_PYTHON.exists():
+        if os.environ.get("CI"):
+            pytest.fail(f"{OLD_PYTHON} is required in CI")
+        pytest.skip("tensorizer 2.12.1 is not installed: run make test")
+
+    def run(body, *args, timeout=120):
+        code = "import pickle, sys, tensorizer, torch\n" "assert tensorizer.__version__ == '2.12.1'\n"
+        code += "args = pickle.load(sys.stdin.buffer)\ndef body():\n"
+        code += "".join(f"    {line}\n" for line in body.strip().splitlines())
+        code += "result = body()\npickle.dump(result, sys.stdout.buffer)\n"
+        done = subprocess.run(
+            [OLD_PYTHON, "-c", code],
+            input=pickle.dumps(args),
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-3000:]
+        return pickle.loads(done.stdout)
+
+    return run
+
+
+def run_python(code, *args, timeout=120, **kwargs):
+    """Run code in a fresh interpreter with this package."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail a test that leaves threads or file descriptors."""
+    threads = threading.active_count()
+    native = len(os.listdir("/proc/self/task"))
+    yield
+    assert threading.active_count() <= threads
+    # torch starts threads of its own; ours are gone when a call returns.
+    names = [
+        Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        for task in os.listdir("/proc/self/task")
+    ]
+    assert "tensorizer" not in names, (native, names)
+
+
+def bits(tensor):
+    """Return the bytes of a tensor."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.numel() == 0:
+        return b""
+    if tensor.dtype == torch.bool:
+        return bytes(tensor.view(torch.uint8).flatten().tolist())
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    flat = tensor.reshape(-1).view(widths[tensor.element_size()])
+    return flat.numpy().tobytes()
+
+
+def assert_same(left, right):
+    """Dtype, shape and every bit agree."""
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    assert bits(left) == bits(right)
