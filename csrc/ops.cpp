@@ -163,6 +163,18 @@ std::vector<at::Tensor> take(std::int64_t ticket) {
 }
 #endif
 
+// Conjugated and negated views are carried out one by one when their turn comes, not all at once
+// before the call; nested tensors reach the kernel, which refuses them with a sentence.
+template <typename F>
+void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) {
+  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                         c10::DispatchKey::ZeroTensor}) {
+    library.impl(name, torch::dispatch(key, torch::CppFunction::makeFallthrough()));
+  }
+  library.impl(name, torch::dispatch(c10::DispatchKey::CompositeImplicitAutogradNestedTensor,
+                                     std::forward<F>(kernel)));
+}
+
 void define(torch::Library& library) {
   for (const auto& schema : kSchemas) {
     auto parsed = torch::jit::parseSchema(std::string("tensorizer::") + schema.text);
@@ -182,8 +194,10 @@ void define(torch::Library& library) {
   library.impl("save", torch::dispatch(implicit, TORCH_FN(save)));
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));
   library.impl("save.list", torch::dispatch(meta, TORCH_FN(no_effect_save)));
+  accept_every_tensor(library, "save.list", TORCH_FN(save_list));
 #ifdef TENSORIZER_PYTHON
   library.def("_lend(Tensor[] tensors) -> int", torch::dispatch(explicit_, TORCH_FN(lend)));
+  accept_every_tensor(library, "_lend", TORCH_FN(lend));
   library.def("_take(int ticket) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
 #endif
 }

@@ -51,6 +51,7 @@ pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> 
         let running = AtomicUsize::new(threads);
         let caller = thread::current();
         thread::scope(|scope| {
+            let mut handles = Vec::with_capacity(threads);
             for _ in 0..threads {
                 // Declared in the closure, so that it runs when the work panics too.
                 let worker = || {
@@ -60,9 +61,12 @@ pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> 
                     });
                     attempt(&control);
                 };
-                if let Err(error) = thread::Builder::new().name("tensorizer".to_owned()).spawn_scoped(scope, worker) {
-                    running.fetch_sub(1, Ordering::Release);
-                    control.fail(Error::io("starting a thread for", "tensorizer", error));
+                match thread::Builder::new().name("tensorizer".to_owned()).spawn_scoped(scope, worker) {
+                    Ok(handle) => handles.push(handle),
+                    Err(error) => {
+                        running.fetch_sub(1, Ordering::Release);
+                        control.fail(Error::io("starting a thread for", "tensorizer", error));
+                    }
                 }
             }
             while running.load(Ordering::Acquire) > 0 {
@@ -71,6 +75,12 @@ pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> 
                     && let Err(error) = interrupt()
                 {
                     control.fail(error);
+                }
+            }
+            // The scope would only wait for the work; joined threads are gone from the process.
+            for handle in handles {
+                if let Err(panic) = handle.join() {
+                    std::panic::resume_unwind(panic);
                 }
             }
         });

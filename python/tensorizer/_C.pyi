@@ -9,7 +9,7 @@ _Name = str | tuple[str | int, ...]
 
 class Reader:
     @staticmethod
-    def from_path(path: str | bytes) -> Reader: ...
+    def from_path(path: str) -> Reader: ...
     @staticmethod
     def from_fd(descriptor: int, uri: str, base: int) -> Reader: ...
     @staticmethod
@@ -41,7 +41,7 @@ class Reader:
 
 class Writer:
     @staticmethod
-    def to_path(path: str | bytes, alignment: int, threads: int | None) -> Writer: ...
+    def to_path(path: str, alignment: int, threads: int | None) -> Writer: ...
     @staticmethod
     def to_fd(
         descriptor: int, uri: str, base: int, alignment: int, threads: int | None

@@ -428,11 +428,12 @@ def _open(file_obj: Any) -> Reader:
     target = _files.classify(file_obj)
     if isinstance(target, _files.LocalPath):
         return Reader.from_path(target.path)
+    if not isinstance(file_obj, int):
+        readable = getattr(file_obj, "readable", None)
+        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
+            raise ValueError(f"expected a readable file: {target.uri}")
     if isinstance(target, _files.Descriptor):
         return Reader.from_fd(target.number, target.uri, target.base)
-    readable = getattr(target.file, "readable", None)
-    if not hasattr(target.file, "read") or (readable is not None and not readable()):
-        raise ValueError(f"expected a readable file: {target.uri}")
     return Reader.from_object(target.file, target.uri, target.base, target.size)
 
 

@@ -16,7 +16,7 @@ NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
 class LocalPath:
     """A path of the local file system."""
 
-    path: str | bytes
+    path: str
 
 
 @dataclass
@@ -49,10 +49,8 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
     if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
         scheme = file_obj.split("://")[0]
         raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
-    if isinstance(file_obj, (str, bytes)):
-        return LocalPath(file_obj)
-    if isinstance(file_obj, os.PathLike):
-        return LocalPath(os.fspath(file_obj))
+    if isinstance(file_obj, (str, bytes, os.PathLike)):
+        return LocalPath(os.fsdecode(file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
         return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
     if isinstance(file_obj, io.TextIOBase) or "b" not in str(getattr(file_obj, "mode", "b")):

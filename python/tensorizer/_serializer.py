@@ -127,7 +127,10 @@ class TensorSerializer:
         if not 0 <= idx <= _LAST_MODULE_INDEX:
             raise ValueError(f"idx must be 0 to {_LAST_MODULE_INDEX}, not {idx}")
         if not isinstance(tensor, torch.Tensor):
-            tensor = torch.from_numpy(tensor)
+            with warnings.catch_warnings():
+                # Of read-only arrays: nothing writes to the tensor.
+                warnings.simplefilter("ignore", UserWarning)
+                tensor = torch.from_numpy(tensor)
         self._write([name], [TensorType(tensor_type)], [idx], [tensor])
 
     def write_module(

@@ -1,0 +1,547 @@
+"""``TensorDeserializer``: sources, options, access in any order, closing rules."""
+
+import gzip
+import io
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, assert_same
+
+import tensorizer
+from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+from tensorizer.serialization import (
+    FormatError,
+    HashMismatchError,
+    InvalidVersionError,
+    TruncatedError,
+)
+
+TENSORS = {
+    "a": torch.arange(10.0),
+    "b.weight": torch.randn(300, 500),
+    "c": torch.arange(7, dtype=torch.int64),
+    "d": torch.ones(3, dtype=torch.bfloat16),
+    "e": torch.tensor([True, False]),
+    "f": torch.randn(2, dtype=torch.complex64),
+}
+NAMES = list(TENSORS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    return path
+
+
+def check(deserializer):
+    assert list(deserializer) == NAMES
+    for name, tensor in TENSORS.items():
+        assert_same(deserializer[name].detach(), tensor)
+
+
+class Seekable:
+    """The least that a Python object must have."""
+
+    def __init__(self, data):
+        self.file = io.BytesIO(data)
+
+    def read(self, size=-1):
+        return self.file.read(size)
+
+    def seek(self, offset, whence=0):
+        self.file.seek(offset, whence)  # returns nothing, like some streams
+
+    def tell(self):
+        return self.file.tell()
+
+
+class OneByteFewer(Seekable):
+    """Returns less than was asked for, and other types than bytes."""
+
+    def read(self, size=-1):
+        return bytearray(self.file.read(max(1, size - 1)))
+
+
+SOURCES = {
+    "str": str,
+    "pathlike": lambda path: path,
+    "bytes path": os.fsencode,
+    "open file": lambda path: path.open("rb"),
+    "unbuffered file": lambda path: path.open("rb", buffering=0),
+    "read-write file": lambda path: path.open("rb+"),
+    "BytesIO": lambda path: io.BytesIO(path.read_bytes()),
+    "least object": lambda path: Seekable(path.read_bytes()),
+    "short reads": lambda path: OneByteFewer(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_sources(source, lazy, path):
+    with TensorDeserializer(source(path), "cpu", lazy_load=lazy, verify_hash=True) as file:
+        check(file)
+
+
+def test_a_file_descriptor_stays_the_callers(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        check(TensorDeserializer(descriptor, "cpu"))
+        check(TensorDeserializer(descriptor, "cpu", lazy_load=True))
+        os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_temporary_files_and_files_with_unflushed_bytes(path):
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(path.read_bytes())
+        file.seek(0)
+        check(TensorDeserializer(file, "cpu"))
+    with tempfile.TemporaryFile("w+b", buffering=1 << 22) as file:
+        file.write(path.read_bytes())
+        file.seek(0)
+        check(TensorDeserializer(file, "cpu"))
+
+
+def test_a_file_object_whose_descriptor_has_other_bytes(path):
+    """``GzipFile.fileno()`` is that of the compressed file."""
+    packed = path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes(), 1))
+    check(TensorDeserializer(gzip.open(packed), "cpu"))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("as_descriptor", [False, True])
+def test_a_pipe_is_read_in_one_pass(lazy, as_descriptor, path):
+    reading, writing = os.pipe()
+
+    def feed():
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(path.read_bytes())
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    file_obj = reading if as_descriptor else os.fdopen(reading, "rb")
+    try:
+        with TensorDeserializer(file_obj, "cpu", lazy_load=lazy, verify_hash=True) as file:
+            assert_same(file["e"].detach(), TENSORS["e"])
+            check(file)
+    finally:
+        feeder.join()
+        if as_descriptor:
+            os.close(reading)
+
+
+def test_a_pipe_and_a_filter(path):
+    reading, writing = os.pipe()
+    feeder = threading.Thread(target=lambda: os.fdopen(writing, "wb").write(path.read_bytes()))
+    feeder.start()
+    with TensorDeserializer(
+        os.fdopen(reading, "rb"), "cpu", filter_func=lambda name: name in ("c", "f")
+    ) as file:
+        assert list(file) == ["c", "f"]
+        assert_same(file["f"].detach(), TENSORS["f"])
+    feeder.join()
+
+
+def test_a_pipe_cannot_have_several_readers(path):
+    reading, writing = os.pipe()
+    feeder = threading.Thread(target=lambda: os.fdopen(writing, "wb").write(path.read_bytes()))
+    feeder.start()
+    drain = os.dup(reading)
+    with pytest.raises(ValueError, match="num_readers=2"):
+        TensorDeserializer(os.fdopen(reading, "rb"), num_readers=2)
+    while os.read(drain, 1 << 20):
+        pass
+    feeder.join()
+    os.close(drain)
+
+
+def test_lazy_access_in_any_order(path):
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        assert "b.weight" in file
+        assert file.total_bytes_read == 0
+        for name in reversed(NAMES):
+            assert_same(file[name].detach(), TENSORS[name])
+        assert file["a"] is file["a"]
+    assert_same(file["a"].detach(), TENSORS["a"])
+
+
+def test_membership_of_a_leading_dot_name_loads_nothing(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.vllm_tensorized_marker = torch.nn.Parameter(
+        torch.tensor((1,), device="meta"), requires_grad=False
+    )
+    path = tmp_path / "m.tensors"
+    serializer = TensorSerializer(path)
+    serializer.write_module(model)
+    serializer.close()
+    lazy = TensorDeserializer(path, lazy_load=True)
+    assert ".vllm_tensorized_marker" in lazy
+    assert lazy.total_bytes_read == 0
+    with TensorDeserializer(path, device="cpu") as file:
+        file.load_into_module(model)
+    file.close()
+    assert file.total_tensor_bytes == 24
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    del model.vllm_tensorized_marker
+    lazy.close()
+
+
+def test_mapping(path):
+    file = TensorDeserializer(path, "cpu")
+    assert len(file) == len(TENSORS)
+    assert isinstance(file.keys(), type({}.keys()))
+    assert list(file.keys()) == NAMES == list(dict(file.items()))
+    assert all(isinstance(tensor, torch.nn.Parameter) for tensor in file.values())
+    assert file["a"].requires_grad
+    assert file["f"].requires_grad
+    assert not file["c"].requires_grad
+    assert file.get("missing") is None
+    with pytest.raises(KeyError, match=r"Tensor 'missing' not found"):
+        file["missing"]
+    with pytest.raises(KeyError):
+        file[("a",)]
+    assert file.total_tensor_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert file.total_file_bytes == file.total_tensor_bytes == file.total_bytes_read
+    assert (file.read_bytes, file.total_compressed_tensor_bytes, file.cache_status) == (0, 0, None)
+
+
+def test_filter(tmp_path, path):
+    seen = []
+
+    def wanted(name):
+        seen.append(name)
+        return 1 if name in ("c", "a") else 0
+
+    with TensorDeserializer(path, "cpu", wanted) as file:
+        assert list(file) == ["a", "c"]
+        assert file.total_tensor_bytes == TENSORS["a"].nbytes + TENSORS["c"].nbytes
+    assert seen == NAMES
+    assert len(TensorDeserializer(path, "cpu", lambda name: False)) == 0
+    with pytest.raises(ZeroDivisionError):
+        TensorDeserializer(path, "cpu", lambda name: 1 / 0)
+    nested = tmp_path / "nested.tensors"
+    tensorizer.save({"x": [torch.ones(1)], "y": torch.ones(1)}, nested)
+    paths = []
+    TensorDeserializer(nested, "cpu", paths.append)
+    assert paths == [("x", 0), "y"]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_dtype_casts_floating_point_only(lazy, path):
+    with TensorDeserializer(path, "cpu", dtype=torch.float16, lazy_load=lazy) as file:
+        for name, tensor in TENSORS.items():
+            expected = tensor.to(torch.float16) if tensor.is_floating_point() else tensor
+            assert_same(file[name].detach(), expected)
+    with TensorDeserializer(path, "cpu", dtype=torch.complex128) as file:
+        assert file["f"].dtype == file["a"].dtype == torch.complex128
+        assert file["c"].dtype == torch.int64
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
+        TensorDeserializer(path, "cpu", dtype="float16")
+
+
+def test_devices(path, monkeypatch):
+    with TensorDeserializer(path, device="meta") as file:
+        assert all(tensor.is_meta for tensor in file.values())
+        assert file["b.weight"].shape == (300, 500)
+    if not torch.cuda.is_available():
+        assert TensorDeserializer(path)["a"].device.type == "cpu"
+        with pytest.raises(RuntimeError, match="CUDA is not available"):
+            TensorDeserializer(path, device="cuda")
+
+
+@pytest.mark.parametrize("readers", [1, 2, 7, 100])
+def test_num_readers(readers, path):
+    check(TensorDeserializer(path, "cpu", num_readers=readers))
+
+
+def test_bad_arguments(path, tmp_path):
+    for value, error in ((0, ValueError), (-1, ValueError), ("2", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_readers"):
+            TensorDeserializer(path, num_readers=value)
+    with pytest.raises(ValueError, match="num_readers=2"):
+        TensorDeserializer(io.BytesIO(path.read_bytes()), num_readers=2)
+    with pytest.raises(ValueError, match="text file"):
+        TensorDeserializer(io.StringIO("x"))
+    with pytest.raises(ValueError, match="text file"), path.open("r", errors="ignore") as file:
+        TensorDeserializer(file)
+    with pytest.raises(ValueError, match="readable"), (tmp_path / "w").open("wb") as file:
+        TensorDeserializer(file)
+    for nothing in (None, 1.5, object(), True):
+        with pytest.raises(TypeError, match="expected a path"):
+            TensorDeserializer(nothing)
+    for uri in ("http://x/y", "S3://bucket/key", "redis://host/prefix"):
+        with pytest.raises(NotImplementedError, match="addresses are not supported"):
+            TensorDeserializer(uri)
+    with pytest.raises(NotImplementedError, match="decryption"):
+        TensorDeserializer(path, encryption=object())
+
+
+def test_errors_name_the_file(tmp_path, path):
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as info:
+        TensorDeserializer(missing)
+    assert info.value.filename == str(missing)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        TensorDeserializer(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        TensorDeserializer(987654)
+    text = tmp_path / "text"
+    text.write_text("this is not a file of ours")
+    with pytest.raises(FormatError, match="Not a tensorizer file") as info:
+        TensorDeserializer(text)
+    assert str(text) in str(info.value)
+    data = bytearray(path.read_bytes())
+    data[5] = 9
+    text.write_bytes(data)
+    with pytest.raises(InvalidVersionError, match="Unsupported version") as info:
+        TensorDeserializer(text)
+    assert info.value.version == 9
+    assert isinstance(info.value, tensorizer.serialization._FileHeader.InvalidVersionError)
+
+
+def test_every_truncation_is_an_error(path):
+    """At every boundary and in between; never data, never another error."""
+    data = path.read_bytes()
+    cuts = {*range(0, 100), *range(262_144 + 60, len(data) - 8, 997), len(data) - 9}
+    for cut in sorted(cuts):
+        for source in (io.BytesIO(data[:cut]), _file_with(path, data[:cut])):
+            with pytest.raises(FormatError) as info:
+                TensorDeserializer(source, "cpu")
+            if cut >= 73:
+                assert isinstance(info.value, TruncatedError)
+                assert isinstance(info.value, OSError)
+
+
+def _file_with(path, data):
+    cut = path.with_name("cut")
+    cut.write_bytes(data)
+    return cut
+
+
+def test_flipped_bits_are_found(path):
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(HashMismatchError, match=r"Tensor 'f' failed CRC32 verification. Expected"):
+        TensorDeserializer(path, "cpu", verify_hash=True)
+    with TensorDeserializer(path, "cpu", lazy_load=True, verify_hash=True) as file:
+        assert_same(file["a"].detach(), TENSORS["a"])
+        with pytest.raises(HashMismatchError):
+            file["f"]
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        with pytest.raises(HashMismatchError):
+            list(file.read_tensors(verify_hash=True))
+    assert len(TensorDeserializer(path, "cpu")) == len(TENSORS)
+
+
+def test_read_tensors(path):
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        first = list(file.read_tensors(num_tensors=2))
+        assert [name for _, _, name, _ in first] == NAMES[:2]
+        assert all(kind is TensorType.STATE_DICT and index == 0 for index, kind, _, _ in first)
+        assert list(file.read_tensors(num_tensors=0)) == []
+        rest = file.read_tensors(filter_func=lambda name: name != "d")
+        assert [name for _, _, name, _ in rest] == ["c", "e", "f"]
+        assert list(file.read_tensors()) == []
+        with pytest.raises(ValueError, match="num_tensors"):
+            next(file.read_tensors(num_tensors=-2))
+    eager = TensorDeserializer(path, "cpu")
+    assert [name for _, _, name, _ in eager.read_tensors()] == NAMES
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_read_numpy_arrays(lazy, path):
+    with TensorDeserializer(path, "cpu", lazy_load=lazy) as file:
+        with pytest.raises(ValueError, match=r"'d' has the dtype torch.bfloat16"):
+            list(file.read_numpy_arrays())
+    with TensorDeserializer(path, "cpu", lazy_load=lazy) as file:
+        arrays = {row[2]: row for row in file.read_numpy_arrays(allow_raw_data=True)}
+    assert list(arrays) == NAMES
+    for name, tensor in TENSORS.items():
+        _, _, _, array, opaque, dtype = arrays[name]
+        assert isinstance(array, np.ndarray)
+        assert array.shape == tuple(tensor.shape)
+        if name == "d":
+            assert (opaque, dtype, array.dtype) == (True, "torch.bfloat16", np.int16)
+            assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), tensor)
+        else:
+            assert (opaque, dtype) == (False, None)
+            assert np.array_equal(array, tensor.numpy())
+    with TensorDeserializer(path, "meta", lazy_load=True) as file:
+        with pytest.raises(RuntimeError, match="numpy arrays are on the CPU"):
+            next(file.read_numpy_arrays())
+
+
+def test_tree(tmp_path):
+    path = tmp_path / "tree.tensors"
+    t = [torch.full((1,), float(i)) for i in range(4)]
+    tensorizer.save({"m": {"w": [t[0], t[1], t[2]]}, "x": t[3]}, path)
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        assert list(file) == ["m", "x"]
+        assert file["m"]["w"][2].item() == 2
+        with pytest.raises(TypeError):
+            file["m"]["w"] = 1
+        tree = file.tree()
+        assert [w.item() for w in tree["m"]["w"]] == [0, 1, 2]
+        kept = file.tree(["m", "w"], filter_func=lambda name: name[-1] != 1)
+        assert [w.item() for w in kept] == [0, 2]
+        assert file.tree(["x"]).item() == 3
+        assert file.tree(["x", "deeper"], default="none") == "none"
+        assert file.tree(["nothing"]) is None
+        for bad in ("m", 1):
+            with pytest.raises(TypeError, match="prefix"):
+                file.tree(bad)
+
+
+def test_closing_rules(path):
+    stream = path.open("rb")
+    eager = TensorDeserializer(stream, "cpu")
+    assert stream.closed, "an eager load closes the file"
+    eager.close()
+    check(eager)
+    stream = path.open("rb")
+    lazy = TensorDeserializer(stream, "cpu", lazy_load=True)
+    assert not stream.closed
+    assert_same(lazy["a"].detach(), TENSORS["a"])
+    lazy.close()
+    lazy.close()
+    assert stream.closed
+    assert_same(lazy["a"].detach(), TENSORS["a"])
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="closed file"):
+            lazy["b.weight"]
+    for bad in (b"", b"junk" * 100):
+        stream = io.BytesIO(bad)
+        with pytest.raises(FormatError):
+            TensorDeserializer(stream)
+        assert stream.closed, "a failed constructor closes the file"
+
+
+def test_descriptors_are_released(path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        TensorDeserializer(path, "cpu")
+        TensorDeserializer(path, "cpu", lazy_load=True, mmap=True)["a"]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+class Failing(Seekable):
+    def __init__(self, data, after):
+        super().__init__(data)
+        self.after = after
+
+    def read(self, size=-1):
+        if self.file.tell() >= self.after:
+            raise ConnectionResetError("the far end went away")
+        return super().read(size)
+
+
+def test_exceptions_of_file_objects_come_through(path):
+    for after in (0, 100, 263_000):
+        with pytest.raises(ConnectionResetError, match="far end"):
+            TensorDeserializer(Failing(path.read_bytes(), after), "cpu")
+
+    class TooMuch(Seekable):
+        def read(self, size=-1):
+            return self.file.read(size) + b"more"
+
+    class Nothing(Seekable):
+        def read(self, size=-1):
+            return None
+
+    with pytest.raises(OSError, match="more bytes than asked for"):
+        TensorDeserializer(TooMuch(path.read_bytes()), "cpu")
+    with pytest.raises(OSError, match="no bytes"):
+        TensorDeserializer(Nothing(path.read_bytes()), "cpu")
+
+
+# Mapping
+
+
+def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
+    before = path.read_bytes()
+    with TensorDeserializer(path, "cpu", mmap=True, verify_hash=True) as file:
+        check(file)
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        assert mapped
+        with torch.no_grad():
+            file["b.weight"].fill_(7)
+    assert path.read_bytes() == before, "changes are private"
+    assert file["b.weight"].unique().tolist() == [7]
+    path.unlink()
+    assert_same(file["a"].detach(), TENSORS["a"])
+
+
+def test_a_mapped_file_of_the_old_writer_is_read(unpack):
+    file = {"file": "v1_linear.tensors.gz"}
+    assert (GOLDEN / file["file"]).exists()
+    path = unpack(file)
+    left, right = (TensorDeserializer(path, "cpu", mmap=m) for m in (False, True))
+    for name in left:
+        assert_same(left[name].detach(), right[name].detach())
+        assert right[name].data_ptr() % 64 == 0
+
+
+def test_tensors_own_their_memory(path):
+    """They outlive the deserializer and each other, and can be changed."""
+    tensor = TensorDeserializer(path, "cpu")["b.weight"].detach()
+    tensor += 1
+    assert torch.equal(tensor, TENSORS["b.weight"] + 1)
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert tensor.data_ptr() % 64 == 0
+
+
+# The short way
+
+
+def test_load(path, tmp_path):
+    loaded = tensorizer.load(path)
+    assert list(loaded) == NAMES
+    for name, tensor in TENSORS.items():
+        assert type(loaded[name]) is torch.Tensor
+        assert not loaded[name].requires_grad
+        assert_same(loaded[name], tensor)
+    some = tensorizer.load(str(path), names=["f", "a"], dtype=torch.bfloat16, verify_hash=True)
+    assert list(some) == ["f", "a"]
+    assert some["a"].dtype == torch.bfloat16
+    with pytest.raises(KeyError, match="nothing"):
+        tensorizer.load(path, names=["a", "nothing"])
+    with torch.device("meta"):
+        assert tensorizer.load(path, names=["a"])["a"].is_meta
+    nested = tmp_path / "nested"
+    tensorizer.save({"x": [torch.ones(1)]}, nested)
+    assert list(tensorizer.load(nested)) == ['\x1e["x",0]']
+    assert list(tensorizer.load(nested, names=['\x1e["x",0]'], mmap=True)) == ['\x1e["x",0]']
+
+
+def test_an_open_file_of_a_python_object_from_two_threads(path):
+    lazy = TensorDeserializer(io.BytesIO(path.read_bytes()), "cpu", lazy_load=True)
+    errors = []
+
+    def read(names):
+        try:
+            for name in names:
+                assert_same(lazy[name].detach(), TENSORS[name])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(names,)) for names in (NAMES, NAMES[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    lazy.close()
+
+
+def test_ignored_options_of_the_old_package(path):
+    check(TensorDeserializer(path, "cpu", plaid_mode=True, plaid_mode_buffers=4, verify_hash=None))
+    check(TensorDeserializer(path, torch.device("cpu"), None, None))
