@@ -178,7 +178,8 @@ void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) 
 void define(torch::Library& library) {
   for (const auto& schema : kSchemas) {
     auto parsed = torch::jit::parseSchema(std::string("tensorizer::") + schema.text);
-    if (schema.conservative) parsed.setAliasAnalysis(c10::AliasAnalysisKind::CONSERVATIVE);
+    parsed.setAliasAnalysis(schema.conservative ? c10::AliasAnalysisKind::CONSERVATIVE
+                                                : c10::AliasAnalysisKind::FROM_SCHEMA);
     library.def(std::move(parsed));
   }
   const auto implicit = c10::DispatchKey::CompositeImplicitAutograd;

@@ -111,7 +111,7 @@ pub enum Error {
     #[error("{0}")]
     Closed(String),
     /// The caller interrupted the call.
-    #[error("interrupted")]
+    #[error("interrupted by the keyboard")]
     Cancelled,
     /// Code that the caller supplied raised this.
     #[error("{0}")]

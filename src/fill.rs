@@ -8,7 +8,7 @@ use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::load::LoadOptions;
 use crate::plan::{Extent, Part, PieceKind, partition};
-use crate::source::{ReadAt, read_exact_at};
+use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
 use crate::transform::HashPool;
 use crate::transform::hash::{Digests, SMALL, digest_all, verify};
@@ -71,9 +71,9 @@ pub fn fill<'a>(
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(job) if options.verify => {
-                    job.bites().into_iter().try_for_each(|bite| pass.read(bite, &mut gap))?;
+                    job.bites().into_iter().try_for_each(|bite| pass.read(bite, &mut gap, control))?;
                 }
-                Some(job) => pass.read(job, &mut gap)?,
+                Some(job) => pass.read(job, &mut gap, control)?,
                 None if pass.hash(false, control)? => {}
                 None => break,
             }
@@ -241,7 +241,7 @@ impl<'a> Pass<'_, 'a> {
     }
 
     /// Reads one job's bytes, checks headers and hashes.
-    fn read(&self, mut job: Job<'a>, gap: &mut Vec<u8>) -> Result<()> {
+    fn read(&self, mut job: Job<'a>, gap: &mut Vec<u8>, control: &Control) -> Result<()> {
         let mut gaps: usize = 0;
         for piece in &job.pieces {
             if let Destination::Gap(len) = piece {
@@ -264,7 +264,7 @@ impl<'a> Pass<'_, 'a> {
                 }
             }));
         }
-        read_exact_at(self.source, job.offset, &mut buffers, &|| "tensors".to_owned())?;
+        read_exact_at(&Stoppable { source: self.source, control }, job.offset, &mut buffers, &|| "tensors".to_owned())?;
         drop(buffers);
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
@@ -339,6 +339,29 @@ impl<'a> Pass<'_, 'a> {
         let header = self.headers.get(tensor).and_then(OnceLock::get);
         let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
         verify(digests, header, self.entry(tensor)?, self.file.uri())
+    }
+}
+
+/// Ends a long series of short reads when the call is given up.
+struct Stoppable<'s> {
+    source: &'s dyn ReadAt,
+    control: &'s Control,
+}
+
+impl ReadAt for Stoppable<'_> {
+    fn uri(&self) -> &str {
+        self.source.uri()
+    }
+
+    fn traits(&self) -> Traits {
+        self.source.traits()
+    }
+
+    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        if self.control.stopped() {
+            return Err(Error::Cancelled);
+        }
+        self.source.read_at(offset, buffers)
     }
 }
 

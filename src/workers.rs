@@ -63,11 +63,12 @@ pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> 
                 };
                 match thread::Builder::new().name("tensorizer".to_owned()).spawn_scoped(scope, worker) {
                     Ok(handle) => handles.push(handle),
-                    Err(error) => {
-                        running.fetch_sub(1, Ordering::Release);
-                        control.fail(Error::io("starting a thread for", "tensorizer", error));
-                    }
+                    Err(_) => drop(running.fetch_sub(1, Ordering::Release)),
                 }
+            }
+            // A process that may not have more threads goes on with those that it has.
+            if handles.is_empty() {
+                attempt(&control);
             }
             while running.load(Ordering::Acquire) > 0 {
                 thread::park_timeout(POLL);

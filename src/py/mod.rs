@@ -15,19 +15,9 @@ fn signals() -> Result<()> {
     Python::attach(|py| py.check_signals()).map_err(|e| Error::Caller(Box::new(e)))
 }
 
-/// The same for operators, which can raise text only: the interrupt is made pending again, so
-/// that the interpreter raises it as soon as the operator has returned.
+/// The same for operators, which can raise text only: their caller sees a `RuntimeError`.
 fn signals_in_operator() -> Result<()> {
-    signals().map_err(|_| {
-        interrupt_again();
-        Error::Cancelled
-    })
-}
-
-#[allow(unsafe_code)]
-fn interrupt_again() {
-    // SAFETY: takes nothing, needs no lock, and only sets a flag.
-    unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+    signals().map_err(|_| Error::Cancelled)
 }
 
 #[pymodule(name = "_C")]

@@ -1,0 +1,91 @@
+"""What the build says when something is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def build(tmp_path, **env):
+    """Run the build's own checks on a copy of the sources, in a clean environment."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("csrc", "src"):
+        shutil.copytree(ROOT / name, source / name)
+    package = source / "python/tensorizer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    clean = {"HOME": os.environ["HOME"], "PATH": os.environ["PATH"], **env}
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_rust"],
+        cwd=source,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def fake_torch(tmp_path, version):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "version.py").write_text(f"__version__ = '{version}'\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.16.0+cpu", "1.13.0", "3.0.0"])
+def test_an_unsupported_torch(version, tmp_path):
+    done = build(tmp_path, TENSORIZER_TORCH=fake_torch(tmp_path, version))
+    assert done.returncode == 1
+    assert "tensorizer builds on torch 2.10 to 2.15, but" in done.stderr
+    assert version.rsplit(".", 1)[0] in done.stderr
+
+
+def test_no_rust(tmp_path):
+    done = build(tmp_path, TENSORIZER_TORCH=fake_torch(tmp_path, "2.11.0"), CARGO="no-such-cargo")
+    assert done.returncode == 1
+    assert "tensorizer needs Rust to build: install it from https://rustup.rs" in done.stderr
+
+
+def test_no_torch(tmp_path):
+    """The interpreter that the build asks is one without packages."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    code = (
+        "import sys, runpy; sys.path[:0] = sys.argv[2].split(':');"
+        "sys.argv = ['setup.py', 'build_rust']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    here = ":".join(path for path in sys.path if "site-packages" in path)
+    done = subprocess.run(
+        [venv / "bin/python", "-c", code, "setup.py", here],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "has none: pip install torch first." in done.stderr, done.stderr
+
+
+def test_the_extension_alone_says_so_too(tmp_path):
+    """`cargo build` without torch, for those who build the C++ library by hand."""
+    env = {**os.environ, "TENSORIZER_TORCH": fake_torch(tmp_path, "2.9.0")}
+    done = subprocess.run(
+        ["cargo", "check", "--quiet", "--features", "torch", "--target-dir", tmp_path / "target"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "tensorizer builds on torch 2.10 to 2.15, found 2.9.0" in done.stderr
