@@ -57,10 +57,11 @@ def torch_minor(torch: Path) -> str:
     return found[0]
 
 
-class BuildRust(build_rust):  # type: ignore[misc]
+class BuildRust(build_rust):
     """Finds torch, names the plain C++ library, and records what was built against."""
 
     def run(self) -> None:
+        """Build everything."""
         if shutil.which(os.environ.get("CARGO", "cargo")) is None:
             sys.exit("tensorizer needs Rust to build: install it from https://rustup.rs.")
         torch = find_torch()
@@ -73,6 +74,7 @@ class BuildRust(build_rust):  # type: ignore[misc]
         )
 
     def get_dylib_ext_path(self, ext: RustExtension, target_fname: str) -> str:
+        """Return where a library goes."""
         path: str = super().get_dylib_ext_path(ext, target_fname)
         if not target_fname.endswith("libtensorizer_torch"):
             return path

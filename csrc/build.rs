@@ -57,13 +57,18 @@ mod torch {
             build.define("TENSORIZER_PYTHON", None);
         }
         build.try_compile("tensorizer_csrc").map_err(|e| {
-            format!("csrc/ does not compile against torch {version}: {}", e.to_string().replace('\n', " "))
+            format!(
+                "csrc/ does not compile against torch {version}: {}",
+                e.to_string().replace('\n', " ")
+            )
         })?;
         // Never torch_cuda or torch_python: one library serves CPU and CUDA builds of torch.
         println!("cargo:rustc-link-search=native={}", lib.display());
         println!("cargo:rustc-link-lib=dylib=torch_cpu");
         println!("cargo:rustc-link-lib=dylib=c10");
-        println!("cargo:rustc-cdylib-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib:$ORIGIN/../torch/lib");
+        println!(
+            "cargo:rustc-cdylib-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib:$ORIGIN/../torch/lib"
+        );
         if !cfg!(feature = "python") {
             println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libtensorizer_torch.so");
         }

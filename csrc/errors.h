@@ -1,10 +1,10 @@
 // How errors cross the bridge: as text, in both directions.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <exception>
 #include <utility>
-
-#include <c10/util/Exception.h>
 
 #include "rust/cxx.h"
 

@@ -5,14 +5,14 @@
 // without CONSERVATIVE alias analysis TorchScript deletes saves and merges repeated loads.
 #include "ops.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
-#include <torch/library.h>
 
 #include "errors.h"
 #include "tensor.h"
@@ -96,13 +96,14 @@ Dict load(std::string uri, OptionalDevice device) {
 // them by way of a copy.
 void load_into(std::string uri, Names names, at::TensorList out) {
   const c10::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(), " tensors");
+  TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
+                    " tensors");
   std::vector<at::Tensor> host;
   host.reserve(out.size());
   for (const auto& tensor : out) {
     TORCH_CHECK(!tensor.is_meta(), "a tensor on the meta device cannot be loaded into");
-    const bool direct = tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() &&
-                        !tensor.is_neg();
+    const bool direct =
+        tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
     host.push_back(direct ? tensor.detach()
                           : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
   }
@@ -153,8 +154,7 @@ void no_effect_save(std::string, Names, std::vector<at::Tensor>) {}
 // How the Python classes hand tensors over: the core keeps them under a number that is good for
 // one use, so that neither side ever holds the other's addresses.
 std::int64_t lend(std::vector<at::Tensor> tensors) {
-  return checked(
-      [&] { return exchange_lend(std::make_unique<TensorList>(std::move(tensors))); });
+  return checked([&] { return exchange_lend(std::make_unique<TensorList>(std::move(tensors))); });
 }
 
 std::vector<at::Tensor> take(std::int64_t ticket) {
@@ -167,8 +167,8 @@ std::vector<at::Tensor> take(std::int64_t ticket) {
 // before the call; nested tensors reach the kernel, which refuses them with a sentence.
 template <typename F>
 void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) {
-  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                         c10::DispatchKey::ZeroTensor}) {
+  for (const auto key :
+       {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) {
     library.impl(name, torch::dispatch(key, torch::CppFunction::makeFallthrough()));
   }
   library.impl(name, torch::dispatch(c10::DispatchKey::CompositeImplicitAutogradNestedTensor,

@@ -1,9 +1,9 @@
 #include "tensor.h"
 
-#include <utility>
-
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+
+#include <utility>
 
 #include "tensorizer/src/ffi/torch.rs.h"
 
@@ -26,16 +26,14 @@ bool is_ready(const at::Tensor& tensor) {
 
 at::Tensor wrap(Loaded& loaded, std::size_t at) {
   const auto shape = loaded.shape(at);
-  const auto options = at::TensorOptions()
-                           .dtype(static_cast<at::ScalarType>(loaded.dtype(at)))
-                           .device(at::kCPU);
+  const auto options =
+      at::TensorOptions().dtype(static_cast<at::ScalarType>(loaded.dtype(at))).device(at::kCPU);
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
   HostBuffer* owner = loaded.take(at).into_raw();
   return at::for_blob(owner->data(), at::IntArrayRef(shape.data(), shape.size()))
-      .context(owner,
-               [](void* buffer) {
-                 rust::Box<HostBuffer>::from_raw(static_cast<HostBuffer*>(buffer));
-               })
+      .context(
+          owner,
+          [](void* buffer) { rust::Box<HostBuffer>::from_raw(static_cast<HostBuffer*>(buffer)); })
       .options(options)
       .target_device(at::kCPU)
       .make_tensor();

@@ -1,15 +1,14 @@
 // Tensors on their way between torch and the core.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
-#include "rust/cxx.h"
-
 #include "errors.h"
+#include "rust/cxx.h"
 
 namespace tensorizer {
 

@@ -84,11 +84,8 @@ pub fn drain(
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let wanted = threads.unwrap_or_else(crate::cpu_count).clamp(1, sink.max_writers().max(1));
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
-    let pass = Pass {
-        sink,
-        hashes: HashPool::new(items.iter().map(Item::len_for_pool)),
-        items: &items,
-    };
+    let pass =
+        Pass { sink, hashes: HashPool::new(items.iter().map(Item::len_for_pool)), items: &items };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
         while !control.stopped() {
@@ -122,7 +119,9 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
         for mut part in partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS) {
             for piece in &mut part.pieces {
                 match &mut piece.kind {
-                    PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } => *tensor += from,
+                    PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } => {
+                        *tensor += from
+                    }
                     PieceKind::Gap => {}
                 }
             }
@@ -236,11 +235,15 @@ impl<'p> Pass<'p> {
     /// written. Writes the headers of tensors whose hashes have become complete.
     fn hash(&self, more_to_write: bool, control: &Control) -> Result<bool> {
         let mut outcome = Ok(());
-        let busy = self.hashes.step(more_to_write, || control.stopped(), |tensor, digests| {
-            if outcome.is_ok() {
-                outcome = self.write_header(tensor, &digests);
-            }
-        });
+        let busy = self.hashes.step(
+            more_to_write,
+            || control.stopped(),
+            |tensor, digests| {
+                if outcome.is_ok() {
+                    outcome = self.write_header(tensor, &digests);
+                }
+            },
+        );
         outcome.map(|()| busy)
     }
 

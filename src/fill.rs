@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
-use crate::load::LoadOptions;
+use crate::load::{LoadOptions, Mapping};
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
@@ -52,14 +52,18 @@ pub fn fill<'a>(
         verify: options.verify,
         headers: entries.iter().map(|_| OnceLock::new()).collect(),
         hashes: HashPool::new(
-            entries.iter().map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
+            entries
+                .iter()
+                .map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
         ),
     };
+    let touched = if options.map == Mapping::Auto { mapped_chunks(&slots) } else { Vec::new() };
     let jobs = pass.jobs(slots, traits.merge_gap, traits.request_len, traits.max_readers > 1)?;
-    let total: u64 = jobs.iter().map(|job| job.len).sum();
+    let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
-    let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
+    let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
 
+    let touched = Mutex::new(touched.into_iter());
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
         let mut gap = Vec::new();
@@ -71,12 +75,19 @@ pub fn fill<'a>(
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(job) if options.verify => {
-                    job.bites().into_iter().try_for_each(|bite| pass.read(bite, &mut gap, control))?;
+                    job.bites()
+                        .into_iter()
+                        .try_for_each(|bite| pass.read(bite, &mut gap, control))?;
                 }
                 Some(job) => pass.read(job, &mut gap, control)?,
                 None if pass.hash(false, control)? => {}
                 None => break,
             }
+        }
+        while !control.stopped() {
+            let chunk = touched.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(chunk) = chunk else { break };
+            crate::sys::populate(chunk).map_err(|e| Error::io("mapping", file.uri(), e))?;
         }
         Ok(())
     })?;
@@ -84,13 +95,29 @@ pub fn fill<'a>(
         .into_iter()
         .zip(entries)
         .map(|(header, entry)| {
-            header.into_inner().ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
+            header
+                .into_inner()
+                .ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
         })
         .collect()
 }
 
+/// The bytes of slots that are in place, in chunks that threads bring into memory.
+fn mapped_chunks<'a>(slots: &[Slot<'a>]) -> Vec<&'a [u8]> {
+    const CHUNK: usize = 8 << 20;
+    let in_place = slots.iter().filter_map(|slot| match slot {
+        Slot::InPlace(bytes) => Some(*bytes),
+        Slot::Read(_) => None,
+    });
+    in_place.flat_map(|bytes| bytes.chunks(CHUNK)).collect()
+}
+
 /// Reads the headers of tensors, given by number, and not their data.
-pub fn read_headers(file: &TensorFile, numbers: &[usize], interrupt: Interrupt<'_>) -> Result<Vec<Header>> {
+pub fn read_headers(
+    file: &TensorFile,
+    numbers: &[usize],
+    interrupt: Interrupt<'_>,
+) -> Result<Vec<Header>> {
     let entries = numbers.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let slots = entries.iter().map(|_| Slot::InPlace(&[])).collect();
     fill(file, &entries, slots, &LoadOptions::default(), interrupt)
@@ -161,22 +188,20 @@ impl Destination<'_> {
 }
 
 enum Destination<'a> {
-    Header {
-        tensor: usize,
-        raw: Box<[u8]>,
-        in_place: Option<&'a [u8]>,
-    },
-    Data {
-        tensor: usize,
-        start: u64,
-        bytes: &'a mut [u8],
-    },
+    Header { tensor: usize, raw: Box<[u8]>, in_place: Option<&'a [u8]> },
+    Data { tensor: usize, start: u64, bytes: &'a mut [u8] },
     Gap(usize),
 }
 
 impl<'a> Pass<'_, 'a> {
     /// Plans the reads: in file order, but large tensors first where their hashes are wanted.
-    fn jobs(&self, slots: Vec<Slot<'a>>, merge_gap: u64, part_len: u64, any_order: bool) -> Result<Vec<Job<'a>>> {
+    fn jobs(
+        &self,
+        slots: Vec<Slot<'a>>,
+        merge_gap: u64,
+        part_len: u64,
+        any_order: bool,
+    ) -> Result<Vec<Job<'a>>> {
         let mut order: Vec<usize> = (0..self.entries.len()).collect();
         order.sort_by_key(|&tensor| self.entries.get(tensor).map(|entry| entry.header_offset));
         let mut slots: Vec<Option<Slot<'a>>> = slots.into_iter().map(Some).collect();
@@ -211,18 +236,27 @@ impl<'a> Pass<'_, 'a> {
     /// Gives a part its destinations, cutting the slots of tensors that several parts share.
     fn job(&self, part: Part, wanted: &mut [Wanted<'_, 'a>]) -> Result<Job<'a>> {
         let bug = || Error::Bug("a part without destinations".to_owned());
-        let mut job = Job { offset: part.offset, len: part.len(), pieces: Vec::with_capacity(part.pieces.len()) };
+        let mut job = Job {
+            offset: part.offset,
+            len: part.len(),
+            pieces: Vec::with_capacity(part.pieces.len()),
+        };
         for piece in part.pieces {
             let len = usize::try_from(piece.len).map_err(|_| bug())?;
             job.pieces.push(match piece.kind {
                 PieceKind::Gap => Destination::Gap(len),
                 PieceKind::Header { tensor } => {
                     let wanted = wanted.get(tensor).ok_or_else(bug)?;
-                    if piece.len > longest_header(wanted.entry.data_len) && self.source.traits().len.is_none() {
+                    if piece.len > longest_header(wanted.entry.data_len)
+                        && self.source.traits().len.is_none()
+                    {
                         return Err(Error::Format {
                             uri: self.file.uri().to_owned(),
                             offset: part.offset,
-                            what: format!("tensor `{}`: a header of {len} bytes", wanted.entry.name),
+                            what: format!(
+                                "tensor `{}`: a header of {len} bytes",
+                                wanted.entry.name
+                            ),
                         });
                     }
                     let raw = vec![0; len].into_boxed_slice();
@@ -264,7 +298,12 @@ impl<'a> Pass<'_, 'a> {
                 }
             }));
         }
-        read_exact_at(&Stoppable { source: self.source, control }, job.offset, &mut buffers, &|| "tensors".to_owned())?;
+        read_exact_at(
+            &Stoppable { source: self.source, control },
+            job.offset,
+            &mut buffers,
+            &|| "tensors".to_owned(),
+        )?;
         drop(buffers);
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
@@ -285,9 +324,7 @@ impl<'a> Pass<'_, 'a> {
                         }
                         continue;
                     }
-                    let of_tensor = |next: &Destination<'a>| {
-                        matches!(next, Destination::Data { bytes, .. } if bytes.len() as u64 == data_len)
-                    };
+                    let of_tensor = |next: &Destination<'a>| matches!(next, Destination::Data { bytes, .. } if bytes.len() as u64 == data_len);
                     match (in_place, data_len, pieces.next_if(of_tensor)) {
                         (Some(bytes), ..) => whole.push((tensor, covered, bytes)),
                         (None, 0, _) => whole.push((tensor, covered, &[])),
@@ -316,11 +353,15 @@ impl<'a> Pass<'_, 'a> {
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
     fn hash(&self, more_to_read: bool, control: &Control) -> Result<bool> {
         let mut outcome = Ok(());
-        let busy = self.hashes.step(more_to_read, || control.stopped(), |tensor, digests| {
-            if outcome.is_ok() {
-                outcome = self.compare(tensor, &digests);
-            }
-        });
+        let busy = self.hashes.step(
+            more_to_read,
+            || control.stopped(),
+            |tensor, digests| {
+                if outcome.is_ok() {
+                    outcome = self.compare(tensor, &digests);
+                }
+            },
+        );
         outcome.map(|()| busy)
     }
 
@@ -331,7 +372,8 @@ impl<'a> Pass<'_, 'a> {
     fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<&Header> {
         let header = Header::parse(raw, self.entry(tensor)?, self.file.prologue().encrypted)
             .map_err(|e| e.of(self.file.uri()))?;
-        let place = self.headers.get(tensor).ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
+        let place =
+            self.headers.get(tensor).ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
         Ok(place.get_or_init(|| header))
     }
 

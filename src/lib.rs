@@ -36,30 +36,30 @@
 //! # }
 //! ```
 
-pub mod error;
-pub mod format;
-pub mod source;
-pub mod plan;
 pub mod buffer;
-pub mod transform;
-mod workers;
-mod fill;
-mod load;
-mod tensor_file;
-pub mod sink;
 mod drain;
-mod save;
-mod sys;
+pub mod error;
 #[cfg(feature = "torch")]
 mod ffi;
-#[cfg(feature = "torch")]
-mod tensor;
+mod fill;
+pub mod format;
+mod load;
+pub mod plan;
 #[cfg(feature = "python")]
 mod py;
+mod save;
+pub mod sink;
+pub mod source;
+mod sys;
+#[cfg(feature = "torch")]
+mod tensor;
+mod tensor_file;
+pub mod transform;
+mod workers;
 
 pub use error::{Error, Result};
 pub use fill::read_headers;
-pub use load::{LoadOptions, LoadedTensor, load, load_into};
+pub use load::{LoadOptions, LoadedTensor, Mapping, load, load_into};
 pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save};
 pub use tensor_file::TensorFile;
 pub use workers::Interrupt;

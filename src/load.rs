@@ -18,10 +18,24 @@ pub struct LoadOptions {
     pub readers: Option<usize>,
     /// Compare every tensor with its stored hashes.
     pub verify: bool,
-    /// Map a local file instead of reading it: tensors whose data are aligned are used in place,
-    /// copy-on-write, and their bytes are read when they are touched. The file must not be
-    /// truncated or overwritten while they live. Other tensors and other sources are read.
-    pub map: bool,
+    /// Whether to map a file instead of reading it.
+    pub map: Mapping,
+}
+
+/// Whether tensors are used in place in a private, copy-on-write mapping of their file. That
+/// needs a file whose data are aligned; other tensors and other sources are read in any case. The
+/// file must not be truncated or overwritten while such tensors live.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Mapping {
+    /// Map files of local file systems and bring their bytes into memory at once; read where a
+    /// network is behind the file, and where hashes are verified, because what was verified must
+    /// not change afterwards.
+    #[default]
+    Auto,
+    /// Map every file, and leave it to the first touch to bring bytes into memory.
+    Always,
+    /// Read into memory of our own.
+    Never,
 }
 
 /// A tensor whose bytes have arrived.
@@ -37,6 +51,8 @@ pub struct LoadedTensor {
 /// Tensors in a mapped file are used in place from this alignment on, or their element size's;
 /// code that torch generates assumes as much.
 const MAPPED_ALIGNMENT: u64 = 16;
+/// Less than this is read in any case: each mapping costs one of the few that a process may have.
+const MAPPED_FROM: u64 = 1 << 20;
 
 /// Loads tensors, given by number, into memory of their own.
 pub fn load(
@@ -47,12 +63,13 @@ pub fn load(
 ) -> Result<Vec<LoadedTensor>> {
     check_selection(file, selection)?;
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
-    let map = options.map && file.source().file().is_some();
-    let in_place: Vec<bool> = entries.iter().map(|entry| map && can_be_mapped(entry)).collect();
+    let in_place = used_in_place(file, &entries, options);
 
-    let lens = entries.iter().zip(&in_place).map(|(entry, &mapped)| {
-        if mapped { Some(0) } else { entry.memory_len() }
-    });
+    let lens = entries.iter().zip(&in_place).map(
+        |(entry, &mapped)| {
+            if mapped { Some(0) } else { entry.memory_len() }
+        },
+    );
     let (packed, packed_len) = pack(lens).ok_or_else(|| Error::OutOfMemory {
         bytes: u64::MAX,
         what: format!("the tensors of `{}`", file.uri()),
@@ -74,9 +91,10 @@ pub fn load(
         let packed = read.next();
         if in_place { mapped.next() } else { packed }
     });
-    let loaded = selection.iter().zip(headers).zip(memory).filter_map(|((&number, header), memory)| {
-        Some(LoadedTensor { number, header, memory: memory? })
-    });
+    let loaded =
+        selection.iter().zip(headers).zip(memory).filter_map(|((&number, header), memory)| {
+            Some(LoadedTensor { number, header, memory: memory? })
+        });
     Ok(loaded.collect())
 }
 
@@ -138,13 +156,27 @@ fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
     Ok(())
 }
 
+fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
+    let source = file.source();
+    let map = source.file().is_some_and(|file| match options.map {
+        Mapping::Never => false,
+        Mapping::Always => true,
+        Mapping::Auto => !options.verify && crate::sys::is_local(file),
+    });
+    let could: Vec<bool> = entries.iter().map(|entry| map && can_be_mapped(entry)).collect();
+    let total: u64 =
+        entries.iter().zip(&could).filter(|(_, could)| **could).map(|(e, _)| e.data_len).sum();
+    if total < MAPPED_FROM { vec![false; entries.len()] } else { could }
+}
+
 fn can_be_mapped(entry: &Entry) -> bool {
-    entry.data_len > 0 && entry.data_offset % MAPPED_ALIGNMENT.max(entry.dtype.size()) == 0
+    entry.data_len > 0 && entry.data_offset.is_multiple_of(MAPPED_ALIGNMENT.max(entry.dtype.size()))
 }
 
 /// Maps as much of the file as the tensors that are used in place need.
 fn map_tensors(file: &TensorFile, entries: &[&Entry], in_place: &[bool]) -> Result<Option<Arena>> {
-    let ends = entries.iter().zip(in_place).filter(|(_, in_place)| **in_place).map(|(e, _)| e.end());
+    let ends =
+        entries.iter().zip(in_place).filter(|(_, in_place)| **in_place).map(|(e, _)| e.end());
     let source = file.source();
     let (Some(handle), Some(end)) = (source.file(), ends.max()) else {
         return Ok(None);
@@ -160,7 +192,8 @@ fn map_tensors(file: &TensorFile, entries: &[&Entry], in_place: &[bool]) -> Resu
 
 /// `(offset, len)` in the mapping of each tensor that is used in place, in rising order.
 fn mapped_ranges(entries: &[&Entry], in_place: &[bool]) -> Result<Vec<(usize, usize)>> {
-    let size = |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("byte {n} of a mapping")));
+    let size =
+        |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("byte {n} of a mapping")));
     entries
         .iter()
         .zip(in_place)

@@ -213,7 +213,8 @@ impl Writer {
     fn lay_out(&mut self, placed: Vec<Placed>) -> Result<Layout> {
         let alignment = self.options.alignment;
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
-        let trial = place(placed.clone(), self.end.max(end_of_index(self.base, MIN_INDEX_LEN)), alignment)?;
+        let trial =
+            place(placed.clone(), self.end.max(end_of_index(self.base, MIN_INDEX_LEN)), alignment)?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let all = self.entries.iter().chain(&trial.entries);
         let used: u64 = all.map(|entry| entry.encoded_len(tagged) as u64).sum();

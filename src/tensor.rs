@@ -27,7 +27,10 @@ struct Waiting {
 
 impl Loaded {
     /// Adds to the memory of each tensor, given by number, what torch must know about it.
-    pub fn new(file: &TensorFile, loaded: impl Iterator<Item = (usize, HostBuffer)>) -> Result<Self> {
+    pub fn new(
+        file: &TensorFile,
+        loaded: impl Iterator<Item = (usize, HostBuffer)>,
+    ) -> Result<Self> {
         let tensors = loaded.map(|(number, memory)| {
             let entry = file.entry(number)?;
             let shape = entry.shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
@@ -35,7 +38,10 @@ impl Loaded {
                 name: entry.name.stored().to_owned(),
                 dtype: entry.dtype.code(),
                 shape: shape.map_err(|_| {
-                    Error::Unsupported(format!("tensor `{}` of shape {:?}", entry.name, entry.shape))
+                    Error::Unsupported(format!(
+                        "tensor `{}` of shape {:?}",
+                        entry.name, entry.shape
+                    ))
                 })?,
                 memory: Some(memory),
             })
@@ -110,7 +116,9 @@ pub fn one_to_save(
         .info(at)
         .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
     let dtype = DType::from_code(dtype).ok_or_else(|| {
-        Error::Unsupported(format!("tensor `{name}`: torch's type number {dtype} has no place in the format"))
+        Error::Unsupported(format!(
+            "tensor `{name}`: torch's type number {dtype} has no place in the format"
+        ))
     })?;
     let data = if meta {
         Data::Meta
@@ -131,7 +139,8 @@ struct HostTensor(cxx::UniquePtr<TensorList>);
 
 impl HostTensor {
     fn bytes(&self) -> Result<&[u8]> {
-        let list = self.0.as_ref().ok_or_else(|| Error::Bug("a copy without a tensor".to_owned()))?;
+        let list =
+            self.0.as_ref().ok_or_else(|| Error::Bug("a copy without a tensor".to_owned()))?;
         Ok(list.bytes(0)?)
     }
 }

@@ -52,7 +52,9 @@ impl TensorFile {
         let available = read_up_to(&*source, base, &mut start)?;
         let prologue = Prologue::parse(start.get(..available).unwrap_or_default(), base, uri)?;
         let index_at = base.saturating_add(PROLOGUE_LEN as u64);
-        if let Some(size) = file_len.filter(|&size| size.saturating_sub(index_at) < prologue.index_len) {
+        if let Some(size) =
+            file_len.filter(|&size| size.saturating_sub(index_at) < prologue.index_len)
+        {
             return Err(Error::Truncated {
                 uri: uri.to_owned(),
                 what: "tensor index".to_owned(),
@@ -94,7 +96,9 @@ impl TensorFile {
 
     /// The number of a tensor, by the form in which its name is stored.
     pub fn find(&self, stored: &str) -> Option<usize> {
-        self.names.flat(stored).or_else(|| self.entries.iter().position(|e| e.name.stored() == stored))
+        self.names
+            .flat(stored)
+            .or_else(|| self.entries.iter().position(|e| e.name.stored() == stored))
     }
 
     /// The entry with this number.

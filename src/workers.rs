@@ -38,7 +38,11 @@ impl Control {
 /// Runs `work` on `threads` threads at once and returns the first error.
 ///
 /// With `threads` 0 it runs on the calling thread, for work too small to be worth a thread.
-pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> Result<()> + Sync) -> Result<()> {
+pub fn run(
+    threads: usize,
+    interrupt: Interrupt<'_>,
+    work: impl Fn(&Control) -> Result<()> + Sync,
+) -> Result<()> {
     let control = Control::default();
     let attempt = |control: &Control| {
         if let Err(error) = work(control) {
@@ -61,7 +65,10 @@ pub fn run(threads: usize, interrupt: Interrupt<'_>, work: impl Fn(&Control) -> 
                     });
                     attempt(&control);
                 };
-                match thread::Builder::new().name("tensorizer".to_owned()).spawn_scoped(scope, worker) {
+                match thread::Builder::new()
+                    .name("tensorizer".to_owned())
+                    .spawn_scoped(scope, worker)
+                {
                     Ok(handle) => handles.push(handle),
                     Err(_) => drop(running.fetch_sub(1, Ordering::Release)),
                 }

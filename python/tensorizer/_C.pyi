@@ -1,5 +1,7 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
+
+__all__ = ["TORCH_VERSION", "Reader", "Writer", "__version__", "cpu_count"]
 
 TORCH_VERSION: str
 __version__: str
@@ -7,6 +9,7 @@ cpu_count: int
 
 _Name = str | tuple[str | int, ...]
 
+@final
 class Reader:
     @staticmethod
     def from_path(path: str) -> Reader: ...
@@ -35,10 +38,11 @@ class Reader:
     def kinds(self) -> list[int]: ...
     def describe(self, number: int) -> tuple[str, list[int], bool]: ...
     def load(
-        self, numbers: Sequence[int], *, verify: bool, readers: int | None, map: bool
+        self, numbers: Sequence[int], *, verify: bool, readers: int | None, map: bool | None
     ) -> tuple[int, list[int]]: ...
     def matches(self, ticket: int, numbers: Sequence[int]) -> list[bool]: ...
 
+@final
 class Writer:
     @staticmethod
     def to_path(path: str, alignment: int, threads: int | None) -> Writer: ...

@@ -6,6 +6,7 @@ same name that this one succeeds. :func:`load` and :func:`save` are the short wa
 """
 
 from ._native import __version__
+
 from . import _ops  # isort: skip  # defines what torch must know before anything is compiled
 from . import serialization, utils
 from ._api import load, save

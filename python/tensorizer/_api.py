@@ -22,7 +22,7 @@ def load(
     dtype: torch.dtype | None = None,
     verify_hash: bool = False,
     num_readers: int | None = None,
-    mmap: bool = False,
+    mmap: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -33,7 +33,7 @@ def load(
         dtype: Cast floating-point tensors.
         verify_hash: Compare every tensor with the hashes in the file.
         num_readers: Threads that read at once.
-        mmap: Map a local file instead of reading it; see :class:`TensorDeserializer`.
+        mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -43,6 +43,7 @@ def load(
         KeyError: The file has no tensor of one of the names.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`TensorDeserializer`.
+
     """
     wanted = None if names is None else list(names)
     chosen = None if wanted is None else set(wanted)
@@ -80,6 +81,7 @@ def save(
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
+
     """
     with TensorSerializer(uri, alignment=alignment) as file:
         file.write_state_dict(tensors)

@@ -14,6 +14,7 @@ class InvalidVersionError(ValueError):
 
     Attributes:
         version: The version found in the file.
+
     """
 
     def __init__(self, message: str, version: int) -> None:

@@ -45,6 +45,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
         TypeError: It is none of these.
         ValueError: It is a text file.
         NotImplementedError: It is an address that this release does not reach.
+
     """
     if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
         scheme = file_obj.split("://")[0]
@@ -53,10 +54,10 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
         return LocalPath(os.fsdecode(file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
         return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
-    if isinstance(file_obj, io.TextIOBase) or "b" not in str(getattr(file_obj, "mode", "b")):
-        # Raw descriptors' file objects may have a number for a mode, which is not text.
-        if not isinstance(getattr(file_obj, "mode", None), int):
-            raise ValueError(f"expected a binary file, found a text file: {file_obj!r}")
+    # Files that were opened by number have a number for a mode.
+    mode = getattr(file_obj, "mode", "b")
+    if isinstance(file_obj, io.TextIOBase) or (isinstance(mode, str) and "b" not in mode):
+        raise ValueError(f"expected a binary file, found a text file: {file_obj!r}")
     if not hasattr(file_obj, "read") and not hasattr(file_obj, "write"):
         raise TypeError(
             "expected a path, a file descriptor or a binary file object, "

@@ -24,6 +24,7 @@ class Place:
 
         Raises:
             KeyError, ValueError, NotImplementedError: See ``load_into_module``.
+
         """
         if not isinstance(name, str) or kind is TensorType.STATE_DICT:
             raise NotImplementedError(
@@ -35,7 +36,9 @@ class Place:
         try:
             module = root.get_submodule(path)
         except AttributeError:
-            raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs") from None
+            raise KeyError(
+                f"the module has no submodule {path!r}, to which {name!r} belongs"
+            ) from None
         return Place(module, attribute, kind)
 
     def current(self) -> torch.Tensor | None:

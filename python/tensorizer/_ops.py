@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _native as _native  # defines the operators
-from ._native import Reader
+from ._native import Reader  # the import of the native module defines the operators
 
 _ordered = torch._library.effects.EffectType.ORDERED
 for _overload in ("save", "save.list", "load.list"):
@@ -13,7 +12,7 @@ for _overload in ("save", "save.list", "load.list"):
     torch.library._register_effectful_op(f"tensorizer::{_overload}", _ordered)
 
 
-@torch.library.register_fake("tensorizer::load.list")
+@torch.library.register_fake("tensorizer::load.list")  # type: ignore[untyped-decorator]
 def _load_list(
     uri: str, names: list[str], *, device: torch.device | None = None
 ) -> list[torch.Tensor]:

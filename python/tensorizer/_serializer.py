@@ -45,6 +45,7 @@ class TensorSerializer:
     Raises:
         OSError: The file cannot be created or written.
         TypeError, ValueError: An argument is not one of the above.
+
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class TensorSerializer:
             ValueError: The index is out of range, or the name is taken or too long.
             NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass
                 without storage of its own.
+
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
@@ -152,6 +154,7 @@ class TensorSerializer:
 
         Raises:
             NotImplementedError: See :meth:`write_tensor`.
+
         """
         found = [
             item
@@ -177,6 +180,7 @@ class TensorSerializer:
         Raises:
             TypeError: A key is not a string, or a leaf not a tensor.
             ValueError: A container contains itself.
+
         """
         if not _is_container(state_dict):
             raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_Device = torch.device | str | int | None
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
@@ -79,7 +80,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
     used: int
 
     @classmethod
-    def now(cls, device: torch.device | str | int | None = None) -> GlobalGPUMemoryUsage | None:
+    def now(cls, device: _Device = None) -> GlobalGPUMemoryUsage | None:
         """Measure; None without CUDA."""
         if not torch.cuda.is_available():
             return None
@@ -99,7 +100,7 @@ class TorchGPUMemoryUsage(NamedTuple):
     used_max: int
 
     @classmethod
-    def now(cls, device: torch.device | str | int | None = None) -> TorchGPUMemoryUsage | None:
+    def now(cls, device: _Device = None) -> TorchGPUMemoryUsage | None:
         """Measure; None without CUDA."""
         if not torch.cuda.is_available():
             return None
@@ -124,7 +125,7 @@ class MemoryUsage(NamedTuple):
     torch: TorchGPUMemoryUsage | None
 
     @classmethod
-    def now(cls, device: torch.device | str | int | None = None) -> MemoryUsage:
+    def now(cls, device: _Device = None) -> MemoryUsage:
         """Measure."""
         return cls(
             CPUMemoryUsage.now(),
@@ -226,6 +227,7 @@ def no_init_or_tensor(loading_code: Callable[[], T] | None = None) -> Any:
 
     Raises:
         TypeError: ``loading_code`` is neither None nor callable.
+
     """
     if loading_code is None:
         return _no_init()

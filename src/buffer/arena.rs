@@ -24,34 +24,17 @@ const RELEASE_FROM: usize = 1 << 20;
 
 /// A block of memory under construction: exclusively ours until it is frozen.
 pub struct Arena {
-    memory: Memory,
+    /// Anonymous, or a private mapping of a file: writes to it are seen by nobody else.
+    memory: MmapMut,
     start: usize,
     len: usize,
-}
-
-/// What holds the bytes.
-enum Memory {
-    Anonymous(MmapMut),
-    /// A private mapping of a file: writes to it are seen by nobody else.
-    File(MmapMut),
-}
-
-impl Memory {
-    fn map(&mut self) -> &mut MmapMut {
-        match self {
-            Memory::Anonymous(map) | Memory::File(map) => map,
-        }
-    }
 }
 
 impl Arena {
     /// `len` zeroed bytes, at least one huge page's alignment where they fill one.
     pub fn new(len: usize) -> Result<Self> {
-        let out_of_memory = |error| Error::OutOfMemory {
-            bytes: len as u64,
-            what: "tensors".to_owned(),
-            error,
-        };
+        let out_of_memory =
+            |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
         let huge = len >= HUGE_PAGE;
         let mapped = if huge { len.saturating_add(HUGE_PAGE) } else { len.max(1) };
         let map = MmapOptions::new().len(mapped).map_anon().map_err(out_of_memory)?;
@@ -62,27 +45,29 @@ impl Arena {
         if huge {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
-        Ok(Arena { memory: Memory::Anonymous(map), start, len })
+        Ok(Arena { memory: map, start, len })
     }
 
     /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
     /// bytes that the file no longer has ends the process.
     pub fn map_file(file: &std::fs::File, len: u64, uri: &str) -> Result<Self> {
         let len = usize::try_from(len).map_err(|_| {
-            Error::InvalidArgument(format!("`{uri}` of {len} bytes does not fit into the address space"))
+            Error::InvalidArgument(format!(
+                "`{uri}` of {len} bytes does not fit into the address space"
+            ))
         })?;
         // SAFETY: the mapping is private, so that nobody sees our writes. Others may change the
         // file's bytes under it; that is the documented condition of asking for a mapping, and
         // the bytes are only ever treated as plain numbers.
         let map = unsafe { MmapOptions::new().len(len).map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
-        Ok(Arena { memory: Memory::File(map), start: 0, len })
+        Ok(Arena { memory: map, start: 0, len })
     }
 
     /// All of the bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let range = self.start..self.start + self.len;
-        self.memory.map().get_mut(range).unwrap_or_default()
+        self.memory.get_mut(range).unwrap_or_default()
     }
 
     /// Splits the block into buffers that keep it alive together. Ranges are `(offset, len)`
@@ -94,12 +79,13 @@ impl Arena {
         let mut end = 0;
         for (offset, size) in order {
             if offset < end || offset.checked_add(size).is_none_or(|e| e > len) {
-                return Err(Error::Bug(format!("buffer at {offset} of {size} bytes in a block of {len}")));
+                return Err(Error::Bug(format!(
+                    "buffer at {offset} of {size} bytes in a block of {len}"
+                )));
             }
             end = offset + size;
         }
         let base = NonNull::from(self.bytes_mut()).cast::<u8>();
-        let release = matches!(self.memory, Memory::Anonymous(_));
         let owner = Arc::new(Owner(self.memory));
         Ok(ranges
             .iter()
@@ -107,7 +93,6 @@ impl Arena {
                 // SAFETY: `offset` lies within the block that `base` begins, as checked above.
                 start: unsafe { base.add(offset) },
                 len,
-                release,
                 _owner: Some(Arc::clone(&owner)),
             })
             .collect())
@@ -115,13 +100,12 @@ impl Arena {
 }
 
 /// Keeps the mapping; nobody reaches its bytes through this.
-struct Owner(#[allow(dead_code)] Memory);
+struct Owner(#[allow(dead_code)] MmapMut);
 
 /// Bytes that one tensor owns. Dropping it takes no lock and may happen on any thread.
 pub struct HostBuffer {
     start: NonNull<u8>,
     len: usize,
-    release: bool,
     _owner: Option<Arc<Owner>>,
 }
 
@@ -134,7 +118,7 @@ unsafe impl Sync for HostBuffer {}
 impl HostBuffer {
     /// No bytes.
     pub fn empty() -> Self {
-        HostBuffer { start: NonNull::dangling(), len: 0, release: false, _owner: None }
+        HostBuffer { start: NonNull::dangling(), len: 0, _owner: None }
     }
 
     /// Where the bytes are; valid as long as this value lives.
@@ -151,7 +135,7 @@ impl HostBuffer {
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        if !self.release || self.len < RELEASE_FROM {
+        if self.len < RELEASE_FROM {
             return;
         }
         let page = crate::sys::page_size();
@@ -159,7 +143,7 @@ impl Drop for HostBuffer {
         let skip = address.next_multiple_of(page) - address;
         let whole = self.len.saturating_sub(skip) / page * page;
         if whole > 0 {
-            // SAFETY: whole pages inside our exclusive range of an anonymous private mapping,
+            // SAFETY: whole pages inside our exclusive range of a private mapping,
             // and this value, the only way to them, is going away.
             unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), whole) };
         }
@@ -167,7 +151,7 @@ impl Drop for HostBuffer {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
 

@@ -102,9 +102,11 @@ fn open(uri: &str) -> Result<TensorFile> {
 
 fn local(uri: &str) -> Result<&Path> {
     match uri.split_once("://") {
-        Some((scheme @ ("http" | "https" | "s3" | "redis" | "rediss"), _)) => Err(
-            Error::Unsupported(format!("`{scheme}://` addresses are not supported by this release")),
-        ),
+        Some((scheme @ ("http" | "https" | "s3" | "redis" | "rediss"), _)) => {
+            Err(Error::Unsupported(format!(
+                "`{scheme}://` addresses are not supported by this release"
+            )))
+        }
         _ => Ok(Path::new(uri)),
     }
 }
@@ -134,13 +136,18 @@ fn op_load_into(uri: &str, names: Vec<String>, out: &bridge::TensorList) -> Resu
     guard(|| {
         let file = open(uri)?;
         let selection = file.select(&names)?;
-        let destinations = destinations(&file, &selection, out)?;
+        // SAFETY: the operator's caller hands `out` over for the length of the call.
+        let destinations = unsafe { destinations(&file, &selection, out)? };
         load_into(&file, &selection, destinations, &LoadOptions::default(), &interrupt).map(drop)
     })
 }
 
-/// The memory of tensors that are to be filled, after checking that they fit.
-fn destinations<'t>(
+/// The memory of tensors that are to be filled, after checking that they fit and do not overlap.
+///
+/// # Safety
+/// Nobody else reads or writes the tensors while the result lives.
+#[allow(clippy::mut_from_ref)] // the tensors' memory is not behind the list's reference
+unsafe fn destinations<'t>(
     file: &TensorFile,
     selection: &[usize],
     out: &'t bridge::TensorList,
@@ -153,8 +160,11 @@ fn destinations<'t>(
         let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
         memory.push((out.data(at)?, len));
     }
-    let mut ranges: Vec<(usize, usize)> =
-        memory.iter().filter(|(_, len)| *len > 0).map(|(start, len)| (start.addr(), *len)).collect();
+    let mut ranges: Vec<(usize, usize)> = memory
+        .iter()
+        .filter(|(_, len)| *len > 0)
+        .map(|(start, len)| (start.addr(), *len))
+        .collect();
     ranges.sort_unstable();
     if ranges.windows(2).any(|pair| matches!(pair, [(a, len), (b, _)] if a + len > *b)) {
         return Err(Error::InvalidArgument("tensors to load into overlap in memory".to_owned()));
@@ -167,7 +177,7 @@ fn destinations<'t>(
             }
             // SAFETY: `expect_like` made sure that the tensor has `len` bytes in one piece from
             // `start` on; the list keeps it alive for 't; no two ranges overlap, as checked above,
-            // and the operator's contract is that nobody else uses `out` during the call.
+            // and the caller promises that nobody else uses them.
             unsafe { std::slice::from_raw_parts_mut(start, len) }
         })
         .collect())

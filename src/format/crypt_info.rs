@@ -114,7 +114,12 @@ impl CryptInfo {
     }
 }
 
-fn set_once<T>(slot: &mut Option<T>, value: T, what: &str, at: &Cursor<'_>) -> Result<(), Malformed> {
+fn set_once<T>(
+    slot: &mut Option<T>,
+    value: T,
+    what: &str,
+    at: &Cursor<'_>,
+) -> Result<(), Malformed> {
     match slot.replace(value) {
         None => Ok(()),
         Some(_) => Err(at.error(format!("expected at most one {what} chunk, found two"))),
@@ -131,7 +136,11 @@ impl std::fmt::Display for CryptInfo {
             Some(Cipher::Sequential { .. }) => f.write_str("XSalsa20-Poly1305 in one piece")?,
         }
         if let Some(kdf) = &self.key_derivation {
-            write!(f, ", key by Argon2id with {} passes over {} bytes", kdf.opslimit, kdf.memlimit)?;
+            write!(
+                f,
+                ", key by Argon2id with {} passes over {} bytes",
+                kdf.opslimit, kdf.memlimit
+            )?;
         }
         Ok(())
     }

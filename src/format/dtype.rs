@@ -125,13 +125,16 @@ impl DType {
             let native = text.len() - kind.len() <= 1;
             return TABLE
                 .iter()
-                .find(|row| row.plain.is_some_and(|p| p == text || (native && p.get(1..) == Some(kind))))
+                .find(|row| {
+                    row.plain.is_some_and(|p| p == text || (native && p.get(1..) == Some(kind)))
+                })
                 .map(DType)
                 .ok_or_else(unknown);
         };
         let name = torch.strip_prefix("torch.").ok_or_else(unknown)?;
         let dtype = Self::from_name(name).ok_or_else(unknown)?;
-        let size = void.trim_start_matches(['<', '|', '=']).strip_prefix('V').ok_or_else(unknown)?;
+        let size =
+            void.trim_start_matches(['<', '|', '=']).strip_prefix('V').ok_or_else(unknown)?;
         if size != dtype.0.size.to_string() {
             return Err(format!(
                 "dtype {text:?} stores {size} bytes an element, torch.{name} has {}",
@@ -166,7 +169,8 @@ mod tests {
             assert_eq!(DType::parse(text.as_bytes()).unwrap().name(), "float32");
         }
         assert_eq!(DType::parse(b"<V2\0torch.bfloat16").unwrap().name(), "bfloat16");
-        for text in [">f4", "<f4\0torch.bfloat16", "<V4", "O", "<V2\0torch.float8_e5m2", "<<f4", ""] {
+        for text in [">f4", "<f4\0torch.bfloat16", "<V4", "O", "<V2\0torch.float8_e5m2", "<<f4", ""]
+        {
             assert!(DType::parse(text.as_bytes()).is_err(), "{text:?}");
         }
     }

@@ -6,7 +6,9 @@ use super::TensorKind;
 use super::bytes::Cursor;
 use super::crypt_info::CryptInfo;
 use super::dtype::DType;
-use super::index::{Entry, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind};
+use super::index::{
+    Entry, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
+};
 use super::name::Name;
 use crate::error::{Error, Malformed, Result};
 
@@ -30,7 +32,7 @@ impl Algorithm {
     }
 
     /// Bytes of a value.
-    pub fn len(self) -> usize {
+    pub fn size(self) -> usize {
         match self {
             Algorithm::Crc32 => 4,
             Algorithm::Sha256 => 32,
@@ -74,7 +76,11 @@ impl Header {
         if usize::try_from(len) != Ok(raw.len()) {
             return Err(Malformed::new(
                 base,
-                format!("{}: the index leaves {} bytes for it, its length field says {len}", name_of(), raw.len()),
+                format!(
+                    "{}: the index leaves {} bytes for it, its length field says {len}",
+                    name_of(),
+                    raw.len()
+                ),
             ));
         }
         let module_index = cursor.u16("module index")?;
@@ -162,11 +168,11 @@ fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
             _ => return Err(section.error(format!("unknown hash type {code}"))),
         };
         let size = usize::from(section.u8("hash size")?);
-        if size != algorithm.len() {
+        if size != algorithm.size() {
             return Err(section.error(format!(
                 "invalid {} size: expected {}, found {size}",
                 algorithm.name(),
-                algorithm.len()
+                algorithm.size()
             )));
         }
         let start = from + section.position();
@@ -196,8 +202,16 @@ pub struct Draft {
 
 /// Length of the header of a tensor, without padding.
 pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool) -> usize {
-    let hashes: usize = WRITTEN.iter().map(|a| 2 + a.len()).sum();
-    8 + 2 + 1 + 2 + name.stored().len() + dtype_and_shape_len(dtype, shape, long) + 2 + 1 + hashes + 8
+    let hashes: usize = WRITTEN.iter().map(|a| 2 + a.size()).sum();
+    8 + 2
+        + 1
+        + 2
+        + name.stored().len()
+        + dtype_and_shape_len(dtype, shape, long)
+        + 2
+        + 1
+        + hashes
+        + 8
 }
 
 impl Draft {
@@ -215,17 +229,20 @@ impl Draft {
         out.extend_from_slice(&name_len.to_le_bytes());
         out.extend_from_slice(name);
         encode_dtype_and_shape(entry.dtype, &entry.shape, entry.long, &mut out)?;
-        let section: usize = 1 + WRITTEN.iter().map(|a| 2 + a.len()).sum::<usize>();
-        out.extend_from_slice(&u16::try_from(section).map_err(|_| bug("hash section"))?.to_le_bytes());
+        let section: usize = 1 + WRITTEN.iter().map(|a| 2 + a.size()).sum::<usize>();
+        out.extend_from_slice(
+            &u16::try_from(section).map_err(|_| bug("hash section"))?.to_le_bytes(),
+        );
         out.push(u8::try_from(WRITTEN.len()).map_err(|_| bug("hash count"))?);
         let mut value_at = [0; WRITTEN.len()];
         for (algorithm, at) in WRITTEN.iter().zip(&mut value_at) {
             out.push(*algorithm as u8);
-            out.push(u8::try_from(algorithm.len()).map_err(|_| bug("hash size"))?);
+            out.push(u8::try_from(algorithm.size()).map_err(|_| bug("hash size"))?);
             *at = out.len();
-            out.resize(out.len() + algorithm.len(), 0);
+            out.resize(out.len() + algorithm.size(), 0);
         }
-        let padded = len.checked_sub(8).filter(|&end| end >= out.len()).ok_or_else(|| bug("no room"))?;
+        let padded =
+            len.checked_sub(8).filter(|&end| end >= out.len()).ok_or_else(|| bug("no room"))?;
         out.resize(padded, 0);
         let data_len = i64::try_from(entry.data_len).map_err(|_| bug("data too long"))?;
         out.extend_from_slice(&data_len.to_le_bytes());

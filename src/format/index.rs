@@ -71,7 +71,11 @@ impl Entry {
     /// Bytes that [`Entry::encode`] appends.
     pub fn encoded_len(&self, tagged: bool) -> usize {
         let tag = if tagged { 4 } else { 0 };
-        tag + 2 + self.name.stored().len() + 1 + dtype_and_shape_len(self.dtype, &self.shape, self.long) + 24
+        tag + 2
+            + self.name.stored().len()
+            + 1
+            + dtype_and_shape_len(self.dtype, &self.shape, self.long)
+            + 24
     }
 }
 
@@ -81,7 +85,8 @@ pub fn is_long(shape: &[u64]) -> bool {
 }
 
 fn narrow<T: TryFrom<usize>>(value: usize, what: &str) -> Result<T> {
-    T::try_from(value).map_err(|_| Error::InvalidArgument(format!("{what} {value} is too large for the format")))
+    T::try_from(value)
+        .map_err(|_| Error::InvalidArgument(format!("{what} {value} is too large for the format")))
 }
 
 /// Bytes that [`encode_dtype_and_shape`] appends.
@@ -125,9 +130,16 @@ pub(super) fn parse_dtype_and_shape(
     if dims > MAX_DIMS {
         return Err(cursor.error(format!("expected at most {MAX_DIMS} dimensions, found {dims}")));
     }
-    let shape = (0..dims)
-        .map(|_| if long { cursor.u64("dimensions") } else { cursor.u32("dimensions").map(u64::from) })
-        .collect::<Result<_, _>>()?;
+    let shape =
+        (0..dims)
+            .map(|_| {
+                if long {
+                    cursor.u64("dimensions")
+                } else {
+                    cursor.u32("dimensions").map(u64::from)
+                }
+            })
+            .collect::<Result<_, _>>()?;
     Ok((dtype, shape))
 }
 
@@ -156,11 +168,16 @@ pub fn parse(
         return Err(cursor.error("Tensor index in the file is empty").of(uri));
     }
     let most = block.len() / MIN_ENTRY_LEN;
-    let count = usize::try_from(prologue.count).ok().filter(|&count| count <= most).ok_or_else(|| {
-        cursor
-            .error(format!("an index of {} bytes cannot hold {} tensors", block.len(), prologue.count))
-            .of(uri)
-    })?;
+    let count =
+        usize::try_from(prologue.count).ok().filter(|&count| count <= most).ok_or_else(|| {
+            cursor
+                .error(format!(
+                    "an index of {} bytes cannot hold {} tensors",
+                    block.len(),
+                    prologue.count
+                ))
+                .of(uri)
+        })?;
     let mut entries = Vec::with_capacity(count);
     let mut names = NameTree::default();
     for number in 0..count {
@@ -237,8 +254,9 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
     order.sort_by_key(|entry| entry.header_offset);
     let mut end = first;
     for entry in order {
-        let malformed =
-            |what: String| Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name)).of(uri);
+        let malformed = |what: String| {
+            Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name)).of(uri)
+        };
         if entry.header_offset < end {
             return Err(malformed(format!(
                 "expected its header at byte {end} or later, found {}: it overlaps what is before it",
@@ -251,9 +269,16 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
                 entry.header_offset, entry.data_offset
             )));
         }
-        end = entry.data_offset.checked_add(entry.data_len).filter(|&end| i64::try_from(end).is_ok()).ok_or_else(
-            || malformed(format!("{} bytes of data cannot begin at byte {}", entry.data_len, entry.data_offset)),
-        )?;
+        end = entry
+            .data_offset
+            .checked_add(entry.data_len)
+            .filter(|&end| i64::try_from(end).is_ok())
+            .ok_or_else(|| {
+                malformed(format!(
+                    "{} bytes of data cannot begin at byte {}",
+                    entry.data_len, entry.data_offset
+                ))
+            })?;
         if let Some(size) = file_len.filter(|&size| end > size) {
             return Err(Error::Truncated {
                 uri: uri.to_owned(),
@@ -269,8 +294,9 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
 
 /// The index block of a file whose prologue lies at `base`: entries, then zeros up to `index_len`.
 pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>> {
-    let len = usize::try_from(index_len)
-        .map_err(|_| Error::InvalidArgument(format!("an index of {index_len} bytes is too large")))?;
+    let len = usize::try_from(index_len).map_err(|_| {
+        Error::InvalidArgument(format!("an index of {index_len} bytes is too large"))
+    })?;
     let mut out = Vec::with_capacity(len);
     for entry in entries {
         entry.encode(tagged, &mut out)?;

@@ -63,9 +63,9 @@ impl Name {
         let Some(json) = text.strip_prefix(MARK) else {
             return Self::checked(text.into(), None);
         };
-        let path = Parser { text: json, at: 0 }
-            .array()
-            .map_err(|what| format!("invalid structured tensor name {}: {what}", preview(stored)))?;
+        let path = Parser { text: json, at: 0 }.array().map_err(|what| {
+            format!("invalid structured tensor name {}: {what}", preview(stored))
+        })?;
         Self::checked(text.into(), Some(path.into()))
     }
 
@@ -236,7 +236,9 @@ impl Parser<'_> {
                 Some(b',') => {}
                 Some(b']') if self.at == self.text.len() => return Ok(path),
                 Some(b']') => return Err("expected nothing after `]`".to_owned()),
-                other => return Err(format!("expected `,` or `]`, found {:?}", other.map(char::from))),
+                other => {
+                    return Err(format!("expected `,` or `]`, found {:?}", other.map(char::from)));
+                }
             }
         }
     }
@@ -359,8 +361,9 @@ impl NameTree {
                 if let Some(first) = path.first() {
                     let mixed = match first {
                         Component::Index(_) => !self.flat.is_empty(),
-                        Component::Key(key) => std::str::from_utf8(key)
-                            .is_ok_and(|key| self.flat.contains_key(key)),
+                        Component::Key(key) => {
+                            std::str::from_utf8(key).is_ok_and(|key| self.flat.contains_key(key))
+                        }
                     };
                     if mixed {
                         return Err(conflict());
@@ -430,9 +433,25 @@ mod tests {
 
     #[test]
     fn refused() {
-        for text in ["", "\u{1e}", "\u{1e}abc", "\u{1e}[]", "\u{1e}[1.0]", "\u{1e}[-1]", "\u{1e}[null]",
-            "\u{1e}[[1]]", "\u{1e}[\"a\"]x", "\u{1e}[\"a\",]", "\u{1e}[\"a\n\"]", "\u{1e}[01]", "\u{1e}[{}]",
-            "\u{1e}[99999999999999999999]", "\u{1e}[\"\\x\"]", "\u{1e}[\"a", "\u{1e}[true]"] {
+        for text in [
+            "",
+            "\u{1e}",
+            "\u{1e}abc",
+            "\u{1e}[]",
+            "\u{1e}[1.0]",
+            "\u{1e}[-1]",
+            "\u{1e}[null]",
+            "\u{1e}[[1]]",
+            "\u{1e}[\"a\"]x",
+            "\u{1e}[\"a\",]",
+            "\u{1e}[\"a\n\"]",
+            "\u{1e}[01]",
+            "\u{1e}[{}]",
+            "\u{1e}[99999999999999999999]",
+            "\u{1e}[\"\\x\"]",
+            "\u{1e}[\"a",
+            "\u{1e}[true]",
+        ] {
             assert!(Name::parse(text.as_bytes()).is_err(), "{text:?}");
         }
         assert!(Name::parse(&[0xff]).is_err());
@@ -444,9 +463,10 @@ mod tests {
     fn trees() {
         let build = |names: &[&str]| {
             let mut tree = NameTree::default();
-            names.iter().enumerate().try_for_each(|(i, n)| {
-                tree.insert(&Name::parse(n.as_bytes()).unwrap(), i)
-            })
+            names
+                .iter()
+                .enumerate()
+                .try_for_each(|(i, n)| tree.insert(&Name::parse(n.as_bytes()).unwrap(), i))
         };
         assert!(build(&["a", "b", "a.b"]).is_ok());
         assert!(build(&["a", "\u{1e}[\"b\",0]", "\u{1e}[\"b\",1]"]).is_ok());

@@ -41,14 +41,19 @@ pub struct Layout {
 /// Places tensors one after another from `start`, each one's data at a multiple of `alignment`
 /// bytes of the file, by padding its header.
 pub fn place(tensors: Vec<Placed>, start: u64, alignment: u64) -> Result<Layout> {
-    let mut layout = Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: VERSION_PLAIN };
+    let mut layout =
+        Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: VERSION_PLAIN };
     for tensor in tensors {
         let Placed { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {
-            Error::InvalidArgument(format!("tensor `{name}`: shape {shape:?} of {dtype} is too large"))
+            Error::InvalidArgument(format!(
+                "tensor `{name}`: shape {shape:?} of {dtype} is too large"
+            ))
         };
         let long = is_long(&shape);
-        let size = element_count(&shape).and_then(|n| n.checked_mul(dtype.size())).ok_or_else(too_large)?;
+        let size = element_count(&shape)
+            .and_then(|n| n.checked_mul(dtype.size()))
+            .ok_or_else(too_large)?;
         let data_len = if meta { 0 } else { size };
         let header_offset = layout.end;
         let header_len = encoded_len(&name, dtype, &shape, long) as u64;
@@ -60,15 +65,21 @@ pub fn place(tensors: Vec<Placed>, start: u64, alignment: u64) -> Result<Layout>
             .checked_add(data_len)
             .filter(|&end| i64::try_from(end).is_ok())
             .ok_or_else(too_large)?;
-        let needs = [
-            (long, VERSION_LONG),
-            (meta, VERSION_META),
-            (dtype.is_opaque(), VERSION_OPAQUE),
-        ];
+        let needs =
+            [(long, VERSION_LONG), (meta, VERSION_META), (dtype.is_opaque(), VERSION_OPAQUE)];
         for (_, version) in needs.into_iter().filter(|(needed, _)| *needed) {
             layout.version = layout.version.max(version);
         }
-        layout.entries.push(Entry { name, kind, dtype, shape, long, header_offset, data_offset, data_len });
+        layout.entries.push(Entry {
+            name,
+            kind,
+            dtype,
+            shape,
+            long,
+            header_offset,
+            data_offset,
+            data_len,
+        });
     }
     Ok(layout)
 }

@@ -72,7 +72,12 @@ impl Part {
 /// Extents are in rising order and do not overlap. Parts hold about `part_len` bytes and at most
 /// `max_pieces` pieces; a header is never cut, and comes in one part with the first of its data.
 /// Gaps of at most `merge_gap` bytes are read over, wider ones start a new part.
-pub fn partition(extents: &[Extent], part_len: u64, merge_gap: u64, max_pieces: usize) -> Vec<Part> {
+pub fn partition(
+    extents: &[Extent],
+    part_len: u64,
+    merge_gap: u64,
+    max_pieces: usize,
+) -> Vec<Part> {
     let part_len = part_len.max(1);
     let mut parts: Vec<Part> = Vec::new();
     let mut open: Option<Part> = None;
@@ -91,7 +96,8 @@ pub fn partition(extents: &[Extent], part_len: u64, merge_gap: u64, max_pieces: 
         if !open.as_ref().is_some_and(fits) {
             parts.extend(open.take());
         }
-        let part = open.get_or_insert_with(|| Part { offset: extent.header_offset, pieces: Vec::new() });
+        let part =
+            open.get_or_insert_with(|| Part { offset: extent.header_offset, pieces: Vec::new() });
         let gap = extent.header_offset - (part.offset + part.len());
         if gap > 0 {
             part.pieces.push(Piece { kind: PieceKind::Gap, len: gap });
@@ -99,14 +105,18 @@ pub fn partition(extents: &[Extent], part_len: u64, merge_gap: u64, max_pieces: 
         part.pieces.push(header);
         let mut start = 0;
         while start < extent.data_len {
-            let room = part_len.saturating_sub(open.as_ref().map_or(0, Part::len)).max(part_len.div_ceil(4));
+            let room = part_len
+                .saturating_sub(open.as_ref().map_or(0, Part::len))
+                .max(part_len.div_ceil(4));
             let rest = extent.data_len - start;
             // The last cut must not leave crumbs.
             let len = if rest <= room.saturating_add(part_len / 4) { rest } else { room };
             let piece = Piece { kind: PieceKind::Data { tensor, start }, len };
             match &mut open {
                 Some(part) => part.pieces.push(piece),
-                None => open = Some(Part { offset: extent.data_offset + start, pieces: vec![piece] }),
+                None => {
+                    open = Some(Part { offset: extent.data_offset + start, pieces: vec![piece] })
+                }
             }
             start += len;
             if start < extent.data_len {

@@ -1,5 +1,6 @@
 //! Which Python class each error of the core becomes. The classes are in `tensorizer._errors`.
 
+use pyo3::PyErrArguments;
 use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
@@ -34,10 +35,7 @@ impl From<Error> for PyErr {
 }
 
 /// An exception class of this package.
-fn own<A: Send + Sync + 'static>(class: &str, arguments: A) -> PyErr
-where
-    A: pyo3::PyErrArguments,
-{
+fn own(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
     Python::attach(|py| {
         let found = py.import("tensorizer._errors").and_then(|module| module.getattr(class));
         match found.and_then(|class| Ok(class.cast_into::<PyType>()?)) {

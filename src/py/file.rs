@@ -43,7 +43,10 @@ impl PyFile {
         let bytes: &[u8] = match read.cast::<PyBytes>() {
             Ok(bytes) => bytes.as_bytes(),
             Err(_) if read.is_none() => {
-                return Err(io::Error::new(io::ErrorKind::WouldBlock, "the file object returned no bytes"));
+                return Err(io::Error::new(
+                    io::ErrorKind::WouldBlock,
+                    "the file object returned no bytes",
+                ));
             }
             Err(_) => {
                 owned = py.get_type::<PyBytes>().call1((read,)).map_err(raised)?;
@@ -52,7 +55,9 @@ impl PyFile {
         };
         match buffer.get_mut(..bytes.len()) {
             Some(start) => start.copy_from_slice(bytes),
-            None => return Err(io::Error::other("the file object returned more bytes than asked for")),
+            None => {
+                return Err(io::Error::other("the file object returned more bytes than asked for"));
+            }
         }
         Ok(bytes.len())
     }
@@ -60,7 +65,8 @@ impl PyFile {
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
         Python::attach(|py| {
             // Waits for the turn without the GIL, which whoever has the turn may need.
-            let _turn = self.turn.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+            let _turn =
+                self.turn.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
         })
     }
@@ -118,7 +124,10 @@ impl WriteAt for PyFile {
             self.seek(py, offset)?;
             let mut total = 0;
             for chunk in buffers.iter().flat_map(|buffer| buffer.chunks(REQUEST_LEN)) {
-                let written = self.object.call_method1(py, "write", (PyBytes::new(py, chunk),)).map_err(raised)?;
+                let written = self
+                    .object
+                    .call_method1(py, "write", (PyBytes::new(py, chunk),))
+                    .map_err(raised)?;
                 let written: Option<usize> = written.extract(py).map_err(raised)?;
                 // Objects that return nothing have written everything.
                 let written = written.unwrap_or(chunk.len()).min(chunk.len());

@@ -15,7 +15,7 @@ use crate::ffi::exchange::{borrow, offer};
 use crate::fill::read_headers;
 use crate::format::header::Header;
 use crate::format::name::{Component, Name};
-use crate::load::{LoadOptions, load};
+use crate::load::{LoadOptions, Mapping, load};
 use crate::source::PipeSource;
 use crate::tensor::{Loaded, one_to_save};
 use crate::tensor_file::TensorFile;
@@ -49,7 +49,8 @@ impl Reader {
     #[staticmethod]
     fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> PyResult<Self> {
         Ok(Self::new(py.detach(|| {
-            let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
+            let file =
+                crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
             TensorFile::from_file_at(file, uri, base)
         })?))
     }
@@ -57,7 +58,13 @@ impl Reader {
     /// Reads a Python object: at positions from `base` on if its size is known, else front to back.
     #[staticmethod]
     #[pyo3(signature = (object, uri, base, len))]
-    fn from_object(py: Python<'_>, object: Py<PyAny>, uri: String, base: u64, len: Option<u64>) -> PyResult<Self> {
+    fn from_object(
+        py: Python<'_>,
+        object: Py<PyAny>,
+        uri: String,
+        base: u64,
+        len: Option<u64>,
+    ) -> PyResult<Self> {
         let file = PyFile::new(object, uri.clone(), len);
         Ok(Self::new(py.detach(|| match len {
             Some(_) => TensorFile::from_source(Arc::new(file), base),
@@ -147,8 +154,13 @@ impl Reader {
         numbers: Vec<usize>,
         verify: bool,
         readers: Option<usize>,
-        map: bool,
+        map: Option<bool>,
     ) -> PyResult<(i64, Vec<u16>)> {
+        let map = match map {
+            None => Mapping::Auto,
+            Some(true) => Mapping::Always,
+            Some(false) => Mapping::Never,
+        };
         Ok(py.detach(|| -> Result<_> {
             let options = LoadOptions { readers, verify, map };
             let loaded = load(&self.file, &numbers, &options, &signals)?;
@@ -170,7 +182,9 @@ impl Reader {
                 let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
                 numbers.iter().copied().filter(|number| !known.contains_key(number)).collect()
             };
-            for (number, header) in missing.iter().zip(read_headers(&self.file, &missing, &signals)?) {
+            for (number, header) in
+                missing.iter().zip(read_headers(&self.file, &missing, &signals)?)
+            {
                 self.keep(*number, header);
             }
             let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -226,7 +240,11 @@ fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
     let text = step.cast::<PyString>()?;
     let bytes: Vec<u8> = match text.to_str() {
         Ok(text) => text.as_bytes().to_vec(),
-        Err(_) => text.call_method1("encode", ("utf-8", "surrogatepass"))?.cast::<PyBytes>()?.as_bytes().to_vec(),
+        Err(_) => text
+            .call_method1("encode", ("utf-8", "surrogatepass"))?
+            .cast::<PyBytes>()?
+            .as_bytes()
+            .to_vec(),
     };
     Ok(Component::Key(bytes.into()))
 }

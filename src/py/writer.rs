@@ -25,13 +25,23 @@ pub struct Writer {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+    fn new(
+        sink: Result<Box<dyn WriteAt>>,
+        base: u64,
+        alignment: u64,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
         let inner = save::Writer::new(sink?, base, SaveOptions { alignment, threads })?;
         Ok(Writer { inner: Mutex::new(inner) })
     }
 
-    fn with<T: Send>(&self, py: Python<'_>, body: impl FnOnce(&mut save::Writer) -> Result<T> + Send) -> PyResult<T> {
-        let mut inner = self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&mut save::Writer) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        let mut inner =
+            self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
         let inner = &mut *inner;
         Ok(py.detach(|| body(inner))?)
     }
@@ -49,7 +59,13 @@ impl Writer {
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
     #[pyo3(signature = (descriptor, uri, base, alignment, threads))]
-    fn to_fd(descriptor: c_int, uri: String, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+    fn to_fd(
+        descriptor: c_int,
+        uri: String,
+        base: u64,
+        alignment: u64,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
         let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
         Self::new(sink, base, alignment, threads)
@@ -58,7 +74,13 @@ impl Writer {
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
     #[pyo3(signature = (object, uri, base, alignment, threads))]
-    fn to_object(object: Py<PyAny>, uri: String, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+    fn to_object(
+        object: Py<PyAny>,
+        uri: String,
+        base: u64,
+        alignment: u64,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, alignment, threads)
     }
 
@@ -88,8 +110,9 @@ impl Writer {
             let tensors = lent.list()?;
             let items = names.into_iter().zip(kinds).zip(modules).enumerate();
             let items = items.map(|(at, ((name, kind), module_index))| {
-                let kind = TensorKind::from_u8(kind)
-                    .ok_or_else(|| Error::InvalidArgument(format!("{kind} is not a tensor type")))?;
+                let kind = TensorKind::from_u8(kind).ok_or_else(|| {
+                    Error::InvalidArgument(format!("{kind} is not a tensor type"))
+                })?;
                 one_to_save(name, kind, module_index, tensors, at)
             });
             writer.write(items.collect::<Result<_>>()?, &signals)

@@ -43,8 +43,10 @@ impl FileSink {
             // Replacing it must need the same permission as overwriting it.
             OpenOptions::new().write(true).open(&target).map_err(fail)?;
         }
-        let name = target.file_name().ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
-        let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let name =
+            target.file_name().ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
+        let parent =
+            target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         fs::create_dir_all(parent).map_err(fail)?;
         let (file, temporary) = create_beside(parent, name).map_err(fail)?;
         if let Some(metadata) = existing {
@@ -111,7 +113,8 @@ impl WriteAt for FileSink {
 
     fn reserve(&self, len: u64) -> Result<()> {
         if self.pending.is_some() {
-            crate::sys::reserve(&self.file, len).map_err(|e| Error::io("reserving space for", &self.uri, e))?;
+            crate::sys::reserve(&self.file, len)
+                .map_err(|e| Error::io("reserving space for", &self.uri, e))?;
         }
         Ok(())
     }

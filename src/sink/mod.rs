@@ -32,7 +32,11 @@ pub trait WriteAt: Send + Sync {
 }
 
 /// Writes all of the buffers.
-pub fn write_all_at(sink: &dyn WriteAt, offset: u64, mut buffers: &mut [IoSlice<'_>]) -> Result<()> {
+pub fn write_all_at(
+    sink: &dyn WriteAt,
+    offset: u64,
+    mut buffers: &mut [IoSlice<'_>],
+) -> Result<()> {
     let mut at = offset;
     IoSlice::advance_slices(&mut buffers, 0);
     while !buffers.is_empty() {

@@ -25,13 +25,7 @@ impl<R: Read + Send> ReadAt for PipeSource<R> {
     }
 
     fn traits(&self) -> Traits {
-        Traits {
-            len: None,
-            max_readers: 1,
-            default_readers: 1,
-            request_len: 8 << 20,
-            merge_gap: 0,
-        }
+        Traits { len: None, max_readers: 1, default_readers: 1, request_len: 8 << 20, merge_gap: 0 }
     }
 
     fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {

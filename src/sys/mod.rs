@@ -10,8 +10,9 @@ use std::os::fd::AsRawFd;
 pub const MAX_VECTORS: usize = 1024;
 
 fn position(offset: u64) -> io::Result<libc::off_t> {
-    libc::off_t::try_from(offset)
-        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, format!("file position {offset} is too large")))
+    libc::off_t::try_from(offset).map_err(|_| {
+        io::Error::new(io::ErrorKind::InvalidInput, format!("file position {offset} is too large"))
+    })
 }
 
 fn checked(result: isize) -> io::Result<usize> {
@@ -23,12 +24,21 @@ fn vector_count(len: usize) -> c_int {
 }
 
 /// Reads at a position into several buffers, without moving the file's own position.
-pub fn read_vectored_at(file: &File, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+pub fn read_vectored_at(
+    file: &File,
+    offset: u64,
+    buffers: &mut [IoSliceMut<'_>],
+) -> io::Result<usize> {
     let offset = position(offset)?;
     // SAFETY: `IoSliceMut` is documented to have the layout of `iovec`, each one points to memory
     // that is exclusively borrowed for this call, and the count does not exceed the slice.
     checked(unsafe {
-        libc::preadv(file.as_raw_fd(), buffers.as_mut_ptr().cast(), vector_count(buffers.len()), offset)
+        libc::preadv(
+            file.as_raw_fd(),
+            buffers.as_mut_ptr().cast(),
+            vector_count(buffers.len()),
+            offset,
+        )
     })
 }
 
@@ -37,7 +47,12 @@ pub fn write_vectored_at(file: &File, offset: u64, buffers: &[IoSlice<'_>]) -> i
     let offset = position(offset)?;
     // SAFETY: as for `read_vectored_at`, with shared borrows that the call only reads.
     checked(unsafe {
-        libc::pwritev(file.as_raw_fd(), buffers.as_ptr().cast(), vector_count(buffers.len()), offset)
+        libc::pwritev(
+            file.as_raw_fd(),
+            buffers.as_ptr().cast(),
+            vector_count(buffers.len()),
+            offset,
+        )
     })
 }
 
@@ -66,7 +81,8 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
             return Ok(());
         }
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-        let result = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) };
+        let result =
+            unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) };
         if result != 0 {
             let error = io::Error::last_os_error();
             return match error.raw_os_error() {
@@ -80,14 +96,74 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the memory of whole pages back to the system; they read as zeros afterwards.
+/// Gives the memory of whole pages back to the system.
 ///
 /// # Safety
-/// `[start, start + len)` is page-aligned, lies in a private anonymous mapping, and nobody reads
-/// or writes it from now on.
+/// `[start, start + len)` is page-aligned, lies in a private mapping, and nobody reads or writes
+/// it from now on: it reads as zeros or as the file afterwards.
 pub unsafe fn release_pages(start: *mut u8, len: usize) {
     // SAFETY: the caller's promise. Failure leaves the pages where they are until the unmapping.
     let _ = unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) };
+}
+
+/// Brings the pages of mapped bytes into memory, so that touching them does not wait, and so that
+/// bytes that cannot be read are an error here. Kernels before 5.14 cannot, and do nothing.
+pub fn populate(bytes: &[u8]) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        let start = bytes.as_ptr().addr() / page_size() * page_size();
+        let len = bytes.as_ptr().addr() + bytes.len() - start;
+        let pages = bytes.as_ptr().with_addr(start).cast_mut().cast();
+        // SAFETY: reads pages that the borrow of `bytes` keeps mapped, and changes none of them.
+        if unsafe { libc::madvise(pages, len, libc::MADV_POPULATE_READ) } != 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) };
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = bytes;
+    Ok(())
+}
+
+/// File systems on which every first touch of a mapped page is a request over a network, by the
+/// magic numbers of `statfs(2)`: NFS, SMB (three), FUSE, Ceph, Lustre, 9P, AFS, GPFS, BeeGFS.
+#[cfg(target_os = "linux")]
+const NETWORK_FILE_SYSTEMS: [u64; 11] = [
+    0x6969,
+    0x517b,
+    0xff53_4d42,
+    0xfe53_4d42,
+    0x6573_5546,
+    0x00c3_6400,
+    0x0bd0_0bd0,
+    0x0102_1997,
+    0x5346_414f,
+    0x4750_4653,
+    0x1983_0326,
+];
+
+/// Whether a file is on a disk of this machine, or in its memory.
+pub fn is_local(file: &File) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        let mut info = std::mem::MaybeUninit::<libc::statfs>::uninit();
+        // SAFETY: the call fills the structure when it returns 0, and only then is it read.
+        let kind = unsafe {
+            if libc::fstatfs(file.as_raw_fd(), info.as_mut_ptr()) != 0 {
+                return false;
+            }
+            info.assume_init().f_type
+        };
+        // The width and sign of the field differ between platforms; the low 32 bits do not.
+        #[allow(clippy::useless_conversion)]
+        let kind = u64::from_ne_bytes(i64::from(kind).to_ne_bytes()) & 0xffff_ffff;
+        !NETWORK_FILE_SYSTEMS.contains(&kind)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        false
+    }
 }
 
 /// Size of a page in bytes.

@@ -138,8 +138,12 @@ mod tests {
             .collect();
         let headers: Vec<Vec<u8>> = (0..data.len()).map(|i| vec![i as u8; 50 + i * 9]).collect();
         for count in 0..=data.len() {
-            let tensors: Vec<(&[u8], &[u8])> =
-                headers.iter().zip(&data).take(count).map(|(h, d)| (h.as_slice(), d.as_slice())).collect();
+            let tensors: Vec<(&[u8], &[u8])> = headers
+                .iter()
+                .zip(&data)
+                .take(count)
+                .map(|(h, d)| (h.as_slice(), d.as_slice()))
+                .collect();
             let expected: Vec<Digests> = tensors.iter().map(|(h, d)| digest(h, d)).collect();
             assert_eq!(digest_all(&tensors), expected);
         }

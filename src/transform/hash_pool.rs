@@ -133,7 +133,8 @@ impl<'a> HashPool<'a> {
                 return false;
             }
             queue.idle += 1;
-            queue = self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+            queue =
+                self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner).0;
             queue.idle -= 1;
         }
         // At the end, a thread that has nothing to do is better than a second stream.
@@ -146,9 +147,10 @@ impl<'a> HashPool<'a> {
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
                 let len = a.rest.len().min(b.rest.len()).min(QUANTUM);
-                let [(now_a, later_a), (now_b, later_b)] =
-                    [&*a, &*b].map(|work| work.rest.split_at_checked(len).unwrap_or((work.rest, &[])));
-                let [left_a, left_b] = Sha256::update_pair([&mut a.sha, &mut b.sha], [now_a, now_b]);
+                let [(now_a, later_a), (now_b, later_b)] = [&*a, &*b]
+                    .map(|work| work.rest.split_at_checked(len).unwrap_or((work.rest, &[])));
+                let [left_a, left_b] =
+                    Sha256::update_pair([&mut a.sha, &mut b.sha], [now_a, now_b]);
                 a.sha.update(left_a);
                 b.sha.update(left_b);
                 (a.rest, b.rest) = (later_a, later_b);

@@ -10,7 +10,13 @@ use super::sha256_pair;
 const BLOCK: usize = 64;
 /// The initial hash value of FIPS 180-4, section 5.3.3.
 const INITIAL: [u32; 8] = [
-    0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab,
+    0x6a09_e667,
+    0xbb67_ae85,
+    0x3c6e_f372,
+    0xa54f_f53a,
+    0x510e_527f,
+    0x9b05_688c,
+    0x1f83_d9ab,
     0x5be0_cd19,
 ];
 
@@ -133,16 +139,24 @@ mod tests {
                 let (head, tail) = bytes.split_at(cut.min(len));
                 sha.update(head);
                 sha.update(tail);
-                assert_eq!(sha.finish(), <[u8; 32]>::from(sha2::Sha256::digest(&bytes)), "{len} {cut}");
+                assert_eq!(
+                    sha.finish(),
+                    <[u8; 32]>::from(sha2::Sha256::digest(&bytes)),
+                    "{len} {cut}"
+                );
             }
         }
     }
 
     #[test]
     fn pairs_agree_with_the_library() {
-        for (len_a, len_b, skew_a, skew_b) in
-            [(0, 0, 0, 0), (1000, 1000, 0, 0), (1000, 50, 3, 61), (70_001, 9_999, 64, 1), (63, 64, 1, 0)]
-        {
+        for (len_a, len_b, skew_a, skew_b) in [
+            (0, 0, 0, 0),
+            (1000, 1000, 0, 0),
+            (1000, 50, 3, 61),
+            (70_001, 9_999, 64, 1),
+            (63, 64, 1, 0),
+        ] {
             let (a, b) = (data(len_a, 1), data(len_b, 2));
             let (mut first, mut second) = (Sha256::default(), Sha256::default());
             let (head_a, mut rest_a) = a.split_at(skew_a.min(len_a));

@@ -48,7 +48,7 @@ def old():
         pytest.skip("tensorizer 2.12.1 is not installed: run make test")
 
     def run(body, *args, timeout=120):
-        code = "import pickle, sys, tensorizer, torch\n" "assert tensorizer.__version__ == '2.12.1'\n"
+        code = "import pickle, sys, tensorizer, torch\nassert tensorizer.__version__ == '2.12.1'\n"
         code += "args = pickle.load(sys.stdin.buffer)\ndef body():\n"
         code += "".join(f"    {line}\n" for line in body.strip().splitlines())
         code += "result = body()\npickle.dump(result, sys.stdout.buffer)\n"

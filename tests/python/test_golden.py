@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from conftest import MANIFEST, bits, golden_files
-
 from tensorizer import CryptographyError, TensorDeserializer, TensorSerializer, TensorType
 from tensorizer.serialization import (
     FormatError,
@@ -212,9 +211,9 @@ def test_saving_the_same_again_gives_the_same_bytes(file, unpack, tmp_path):
         serializer.write_state_dict(rebuild(entries))
     else:
         for (index, kind, name, tensor), length in zip(entries, lengths, strict=True):
-            if length == 0 and tensor.numel():
-                tensor = torch.empty_like(tensor, device="meta")
-            serializer.write_tensor(index, name, kind, tensor)
+            meta = length == 0 and tensor.numel()
+            stored = torch.empty_like(tensor, device="meta") if meta else tensor
+            serializer.write_tensor(index, name, kind, stored)
     serializer.close()
     assert again.read_bytes() == path.read_bytes()
 

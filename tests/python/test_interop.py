@@ -2,20 +2,55 @@
 
 import numpy as np
 import pytest
+import tensorizer
 import torch
 from conftest import assert_same, bits
-
-import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
 
 #: Every dtype of the table, without torch's prefix.
-DTYPES = """
-    bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64
-    complex32 complex64 complex128 bfloat16
-    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
-    int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7
-    bits1x8 bits2x4 bits4x2 bits8 bits16
-""".split()
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "int1",
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int7",
+    "uint1",
+    "uint2",
+    "uint3",
+    "uint4",
+    "uint5",
+    "uint6",
+    "uint7",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "bits8",
+    "bits16",
+]
 
 
 def sample(name, shape=(3, 5)):

@@ -4,10 +4,9 @@ import asyncio
 import threading
 
 import pytest
+import tensorizer
 import torch
 from conftest import assert_same
-
-import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType, utils
 
 
@@ -188,7 +187,7 @@ def test_convert_bytes():
 def test_memory_figures():
     usage = utils.MemoryUsage.now()
     assert usage.cpu.maxrss > 50 << 20
-    assert 0 < usage.cpu.free
+    assert usage.cpu.free > 0
     text = utils.get_mem_usage()
     assert text.startswith("CPU: (maxrss: ")
     assert "MiB F: " in text

@@ -1,10 +1,9 @@
 """``torch.ops.tensorizer``: eager and TorchScript."""
 
 import pytest
+import tensorizer
 import torch
 from conftest import assert_same, run_python
-
-import tensorizer
 
 ops = torch.ops.tensorizer
 

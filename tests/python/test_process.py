@@ -8,10 +8,9 @@ import sys
 import time
 
 import pytest
+import tensorizer
 import torch
 from conftest import run_python
-
-import tensorizer
 
 INTERRUPTED = """
 import sys, time, torch, tensorizer
@@ -142,7 +141,15 @@ def test_the_import_is_light():
     found = json.loads(done.stdout)
     assert not found["cuda"]
     assert found["threads"] == 0
-    heavy = ("torch._dynamo", "torch._inductor", "numpy", "boto3", "redis", "psutil", "transformers")
+    heavy = (
+        "torch._dynamo",
+        "torch._inductor",
+        "numpy",
+        "boto3",
+        "redis",
+        "psutil",
+        "transformers",
+    )
     assert not [name for name in found["new"] if name.startswith(heavy)]
     others = [name for name in found["new"] if not name.startswith("tensorizer")]
     assert len(others) <= 15, others

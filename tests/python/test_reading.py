@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorizer
 import torch
 from conftest import GOLDEN, assert_same
-
-import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
 from tensorizer.serialization import (
     FormatError,
@@ -23,7 +22,7 @@ from tensorizer.serialization import (
 
 TENSORS = {
     "a": torch.arange(10.0),
-    "b.weight": torch.randn(300, 500),
+    "b.weight": torch.randn(600, 500),
     "c": torch.arange(7, dtype=torch.int64),
     "d": torch.ones(3, dtype=torch.bfloat16),
     "e": torch.tensor([True, False]),
@@ -113,7 +112,8 @@ def test_a_file_object_whose_descriptor_has_other_bytes(path):
     """``GzipFile.fileno()`` is that of the compressed file."""
     packed = path.with_suffix(".gz")
     packed.write_bytes(gzip.compress(path.read_bytes(), 1))
-    check(TensorDeserializer(gzip.open(packed), "cpu"))
+    with gzip.open(packed) as file:
+        check(TensorDeserializer(file, "cpu"))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -250,7 +250,7 @@ def test_dtype_casts_floating_point_only(lazy, path):
 def test_devices(path, monkeypatch):
     with TensorDeserializer(path, device="meta") as file:
         assert all(tensor.is_meta for tensor in file.values())
-        assert file["b.weight"].shape == (300, 500)
+        assert file["b.weight"].shape == (600, 500)
     if not torch.cuda.is_available():
         assert TensorDeserializer(path)["a"].device.type == "cpu"
         with pytest.raises(RuntimeError, match="CUDA is not available"):
@@ -470,7 +470,9 @@ def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
     before = path.read_bytes()
     with TensorDeserializer(path, "cpu", mmap=True, verify_hash=True) as file:
         check(file)
-        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        mapped = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
+        ]
         assert mapped
         with torch.no_grad():
             file["b.weight"].fill_(7)
@@ -478,6 +480,25 @@ def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
     assert file["b.weight"].unique().tolist() == [7]
     path.unlink()
     assert_same(file["a"].detach(), TENSORS["a"])
+
+
+def test_when_a_file_is_mapped(path):
+    def mapped(**options):
+        file = TensorDeserializer(path, "cpu", **options)
+        check(file)
+        maps = Path("/proc/self/maps").read_text()
+        return str(path) in maps
+
+    assert mapped()
+    assert mapped(mmap=True, verify_hash=True)
+    assert mapped(mmap=True, lazy_load=True)
+    assert not mapped(mmap=False)
+    # What was verified must not change when somebody writes to the file.
+    assert not mapped(verify_hash=True)
+    # Small loads are not worth a mapping each.
+    small = TensorDeserializer(path, "cpu", lambda name: name != "b.weight", mmap=True)
+    assert small["a"].sum() == TENSORS["a"].sum()
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_mapped_file_of_the_old_writer_is_read(unpack):

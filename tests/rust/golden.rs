@@ -1,5 +1,6 @@
 //! Every golden file, through the core alone.
-#![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use std::io::Read as _;
 use std::path::Path;
@@ -10,7 +11,7 @@ use tensorizer::format::crypt_info::{Cipher, CryptInfo};
 use tensorizer::format::header::Header;
 use tensorizer::format::name::Component;
 use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
-use tensorizer::{Error, LoadOptions, TensorFile, load};
+use tensorizer::{Error, LoadOptions, Mapping, TensorFile, load};
 
 fn manifest() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json");
@@ -36,7 +37,9 @@ fn without_lone_surrogates(json: &str) -> String {
 fn read(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     let mut bytes = Vec::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap()).read_to_end(&mut bytes).unwrap();
+    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap())
+        .read_to_end(&mut bytes)
+        .unwrap();
     bytes
 }
 
@@ -81,10 +84,15 @@ fn check_entries(file: &TensorFile, expected: &Value, name: &str) {
         if !tensor["name"].to_string().contains('\u{fffd}') {
             assert_eq!(name_json(&entry.name), tensor["name"], "{name}");
         }
-        let shape: Vec<u64> = tensor["shape"].as_array().unwrap().iter().map(|d| d.as_u64().unwrap()).collect();
+        let shape: Vec<u64> =
+            tensor["shape"].as_array().unwrap().iter().map(|d| d.as_u64().unwrap()).collect();
         assert_eq!(entry.shape, shape, "{name}");
         assert_eq!(Value::from(entry.dtype.stored()), tensor["dtype"], "{name}");
-        assert_eq!(entry.kind as u8, tensor["type"].as_str().unwrap().as_bytes()[0] - b'0', "{name}");
+        assert_eq!(
+            entry.kind as u8,
+            tensor["type"].as_str().unwrap().as_bytes()[0] - b'0',
+            "{name}"
+        );
         assert_eq!(Value::from(entry.header_offset), tensor["header_offset"], "{name}");
         assert_eq!(Value::from(entry.data_offset), tensor["data_offset"], "{name}");
         assert_eq!(Value::from(entry.data_len), tensor["data_length"], "{name}");
@@ -96,7 +104,13 @@ fn sound_files_hold_what_the_manifest_says() {
     let mut seen = 0;
     for file in manifest() {
         let name = file["file"].as_str().unwrap().to_owned();
-        let broken = ["defect_empty_name", "defect_no_tensors", "defect_rs_name_invalid", "defect_rs_name_collides", "defect_meta_scalar"];
+        let broken = [
+            "defect_empty_name",
+            "defect_no_tensors",
+            "defect_rs_name_invalid",
+            "defect_rs_name_collides",
+            "defect_meta_scalar",
+        ];
         if name.starts_with("v1_many_full_metadata") {
             check_full_index(&file, &name);
             seen += 1;
@@ -116,7 +130,7 @@ fn sound_files_hold_what_the_manifest_says() {
         let all: Vec<usize> = (0..opened.entries().len()).collect();
         let verify = !name.starts_with("hand_no_hashes");
         for readers in [1, 3] {
-            let options = LoadOptions { verify, readers: Some(readers), map: false };
+            let options = LoadOptions { verify, readers: Some(readers), map: Mapping::Never };
             let loaded = load(&opened, &all, &options, &|| Ok(())).unwrap();
             for (tensor, expected) in loaded.iter().zip(file["tensors"].as_array().unwrap()) {
                 let entry = opened.entry(tensor.number).unwrap();
@@ -125,7 +139,11 @@ fn sound_files_hold_what_the_manifest_says() {
                 } else {
                     assert_eq!(digest(tensor.memory.bytes()), expected["data_sha256"], "{name}");
                 }
-                assert_eq!(u64::from(tensor.header.module_index), expected["module_idx"].as_u64().unwrap(), "{name}");
+                assert_eq!(
+                    u64::from(tensor.header.module_index),
+                    expected["module_idx"].as_u64().unwrap(),
+                    "{name}"
+                );
             }
         }
     }
@@ -163,7 +181,8 @@ fn check_full_index(file: &Value, name: &str) {
 }
 
 fn check_crypt(info: &CryptInfo, chunks: &Value, name: &str) {
-    let hex = |bytes: &[u8]| Value::from(bytes.iter().map(|b| format!("{b:02x}")).collect::<String>());
+    let hex =
+        |bytes: &[u8]| Value::from(bytes.iter().map(|b| format!("{b:02x}")).collect::<String>());
     let mut derivations = 0;
     for chunk in chunks.as_array().unwrap() {
         match (chunk["t"].as_str().unwrap(), &info.cipher) {
@@ -171,10 +190,18 @@ fn check_crypt(info: &CryptInfo, chunks: &Value, name: &str) {
                 assert_eq!(Value::from(*piece_len), chunk["chunk"], "{name}");
                 assert_eq!(hex(nonce), chunk["nonce"], "{name}");
                 let expected = chunk["macs"].as_array().unwrap();
-                assert_eq!(macs.iter().map(|mac| hex(mac)).collect::<Vec<_>>(), *expected, "{name}");
+                assert_eq!(
+                    macs.iter().map(|mac| hex(mac)).collect::<Vec<_>>(),
+                    *expected,
+                    "{name}"
+                );
             }
             ("seq", Some(Cipher::Sequential { nonce, mac })) => {
-                assert_eq!((hex(nonce), hex(mac)), (chunk["nonce"].clone(), chunk["mac"].clone()), "{name}");
+                assert_eq!(
+                    (hex(nonce), hex(mac)),
+                    (chunk["nonce"].clone(), chunk["mac"].clone()),
+                    "{name}"
+                );
             }
             ("kdf", _) => {
                 derivations += 1;
@@ -204,7 +231,7 @@ fn damaged_files_give_an_error_or_the_right_data() {
             let (bytes, at) = contents(file);
             let result = open(bytes, at, name).and_then(|opened| {
                 let all: Vec<usize> = (0..opened.entries().len()).collect();
-                let options = LoadOptions { verify, readers: None, map: false };
+                let options = LoadOptions { verify, readers: None, map: Mapping::Never };
                 let loaded = load(&opened, &all, &options, &|| Ok(()))?;
                 Ok((opened, loaded))
             });
@@ -225,7 +252,11 @@ fn damaged_files_give_an_error_or_the_right_data() {
                         assert_eq!(Value::from(entry.shape.clone()), expected["shape"], "{name}");
                         assert_eq!(Value::from(entry.dtype.stored()), expected["dtype"], "{name}");
                         if verify && !entry.is_meta() {
-                            assert_eq!(digest(tensor.memory.bytes()), expected["data_sha256"], "{name}");
+                            assert_eq!(
+                                digest(tensor.memory.bytes()),
+                                expected["data_sha256"],
+                                "{name}"
+                            );
                         }
                     }
                     if verify {

@@ -1,5 +1,6 @@
 //! What is written is read back, and is what the old package writes where that is asked for.
-#![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use std::io::Read as _;
 use std::path::Path;
@@ -12,14 +13,18 @@ use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::source::{FileSource, MemorySource, PipeSource, ReadAt};
-use tensorizer::{Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Writer, load, load_into};
+use tensorizer::{
+    Data, Error, LoadOptions, Mapping, SaveOptions, SaveTensor, TensorFile, Writer, load, load_into,
+};
 
 const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
 
 fn golden(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     let mut bytes = Vec::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap()).read_to_end(&mut bytes).unwrap();
+    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap())
+        .read_to_end(&mut bytes)
+        .unwrap();
     bytes
 }
 
@@ -62,7 +67,9 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
 
 #[test]
 fn old_files_are_reproduced_to_the_byte() {
-    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json"));
+    let text = std::fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json"),
+    );
     let text = text.unwrap().replace("\\ud800\"", "\\ufffd\"");
     let manifest: Value = serde_json::from_str(&text).unwrap();
     let mut reproduced = 0;
@@ -100,7 +107,13 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 /// Loads a file in every way that there is and compares the bytes.
 fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
     for verify in [false, true] {
-        for (readers, map) in [(None, false), (Some(1), false), (Some(5), false), (None, true)] {
+        for (readers, map) in [
+            (None, Mapping::Never),
+            (Some(1), Mapping::Never),
+            (Some(5), Mapping::Never),
+            (None, Mapping::Always),
+            (Some(2), Mapping::Auto),
+        ] {
             let file = TensorFile::open(path).unwrap();
             let options = LoadOptions { readers, verify, map };
             // In reverse, to show that the order of the selection does not matter.
@@ -110,14 +123,17 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
             let loaded = load(&file, &selection, &options, NEVER).unwrap();
             assert_eq!(loaded.len(), data.len());
             for (tensor, expected) in loaded.iter().zip(data.iter().rev()) {
-                assert!(tensor.memory.bytes() == expected, "verify {verify} map {map}");
+                assert!(tensor.memory.bytes() == expected, "verify {verify} map {map:?}");
             }
         }
-        let pipe: Arc<dyn ReadAt> = Arc::new(PipeSource::new(std::fs::File::open(path).unwrap(), "pipe"));
+        let pipe: Arc<dyn ReadAt> =
+            Arc::new(PipeSource::new(std::fs::File::open(path).unwrap(), "pipe"));
         let file = TensorFile::from_source(pipe, 0).unwrap();
         let options = LoadOptions { verify, ..LoadOptions::default() };
         let loaded = load(&file, &all(&file), &options, NEVER).unwrap();
-        assert!(loaded.iter().zip(data).all(|(tensor, expected)| tensor.memory.bytes() == expected));
+        assert!(
+            loaded.iter().zip(data).all(|(tensor, expected)| tensor.memory.bytes() == expected)
+        );
     }
 }
 
@@ -154,12 +170,14 @@ proptest! {
 fn the_index_grows_without_a_ceiling() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("many.tensors");
-    let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
+    let mut writer =
+        Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
     let big = pattern(3_000_000, 1);
     writer.write(vec![tensor("big", &big)], NEVER).unwrap();
     let values: Vec<[u8; 4]> = (0..20_000u32).map(u32::to_le_bytes).collect();
     for (call, chunk) in values.chunks(2_000).enumerate() {
-        let tensors = chunk.iter().enumerate().map(|(i, v)| tensor(&format!("{call}.{i}"), v)).collect();
+        let tensors =
+            chunk.iter().enumerate().map(|(i, v)| tensor(&format!("{call}.{i}"), v)).collect();
         writer.write(tensors, NEVER).unwrap();
     }
     writer.finish().unwrap();
@@ -185,7 +203,8 @@ fn nothing_appears_until_the_file_is_finished() {
     assert!(path.exists());
 
     std::fs::write(&path, b"old").unwrap();
-    let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
+    let mut writer =
+        Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
     writer.write(vec![tensor("a", b"1")], NEVER).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
     drop(writer);
@@ -202,10 +221,13 @@ fn bad_calls_are_refused_and_can_be_corrected() {
         let options = SaveOptions { alignment, threads: None };
         assert!(matches!(Writer::new(sink, 0, options), Err(Error::InvalidArgument(_))));
     }
-    let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
+    let mut writer =
+        Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
     writer.write(vec![tensor("a", b"1")], NEVER).unwrap();
     let conflict = writer.write(vec![tensor("b", b"2"), tensor("a", b"3")], NEVER);
-    assert!(matches!(conflict, Err(Error::InvalidArgument(text)) if text.contains("Conflicting tensor paths")));
+    assert!(
+        matches!(conflict, Err(Error::InvalidArgument(text)) if text.contains("Conflicting tensor paths"))
+    );
     writer.write(vec![tensor("b", b"2")], NEVER).unwrap();
     writer.finish().unwrap();
     writer.finish().unwrap();
@@ -214,8 +236,14 @@ fn bad_calls_are_refused_and_can_be_corrected() {
     let file = TensorFile::open(&path).unwrap();
     assert!(matches!(file.select(&["a", "a"]), Err(Error::InvalidArgument(_))));
     assert!(matches!(file.select(&["x"]), Err(Error::TensorNotFound { .. })));
-    assert!(matches!(load(&file, &[0, 0], &LoadOptions::default(), NEVER), Err(Error::InvalidArgument(_))));
-    assert!(matches!(load(&file, &[7], &LoadOptions::default(), NEVER), Err(Error::InvalidArgument(_))));
+    assert!(matches!(
+        load(&file, &[0, 0], &LoadOptions::default(), NEVER),
+        Err(Error::InvalidArgument(_))
+    ));
+    assert!(matches!(
+        load(&file, &[7], &LoadOptions::default(), NEVER),
+        Err(Error::InvalidArgument(_))
+    ));
     let mut memory = [9u8; 2];
     let short = load_into(&file, &[0], vec![&mut memory], &LoadOptions::default(), NEVER);
     assert!(matches!(short, Err(Error::InvalidArgument(text)) if text.contains("needs 1 bytes")));
@@ -243,7 +271,11 @@ impl ReadAt for Scripted {
         inner.traits()
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [std::io::IoSliceMut<'_>]) -> tensorizer::Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [std::io::IoSliceMut<'_>],
+    ) -> tensorizer::Result<usize> {
         let end = self.bytes.len().min(self.shrink_to as usize);
         let first = buffers.iter_mut().find(|buffer| !buffer.is_empty()).unwrap();
         let start = (offset as usize).min(end);
@@ -264,7 +296,8 @@ fn short_reads_are_continued_and_a_shrunken_source_is_an_error() {
         load(&file, &all(&file), &options, NEVER).unwrap();
     }
     for missing in [9, 30, 100] {
-        let source = Arc::new(Scripted { bytes: bytes.clone(), shrink_to: size - missing, step: 1000 });
+        let source =
+            Arc::new(Scripted { bytes: bytes.clone(), shrink_to: size - missing, step: 1000 });
         let file = TensorFile::from_source(source, 0).unwrap();
         let result = load(&file, &all(&file), &LoadOptions::default(), NEVER);
         assert!(matches!(result, Err(Error::Truncated { .. })), "{missing}");
@@ -293,7 +326,7 @@ fn an_interrupt_ends_a_load_and_a_save() {
     assert!(!path.exists());
     tensorizer::save(&path, one(), SaveOptions::default(), NEVER).unwrap();
     let file = TensorFile::open(&path).unwrap();
-    let options = LoadOptions { verify: true, readers: Some(1), map: false };
+    let options = LoadOptions { verify: true, readers: Some(1), map: Mapping::Never };
     assert!(matches!(load(&file, &[0], &options, &interrupt), Err(Error::Cancelled)));
 }
 

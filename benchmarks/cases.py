@@ -1,0 +1,82 @@
+"""What is measured: models as shapes, and which engines do what with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Model:
+    """Tensors of one dtype and size; bytes come from a seed."""
+
+    name: str
+    count: int
+    total_bytes: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Make them: normal-looking float16 weights, the same on every call."""
+        generator = torch.Generator().manual_seed(17)
+        each = self.total_bytes // self.count // 2 // 32 * 32
+        block = torch.randint(-(2**62), 2**62, (self.count * each // 4,), generator=generator)
+        flat = block.view(torch.float16)
+        return {
+            f"model.layers.{i}.mlp.down_proj.weight": flat[i * each : (i + 1) * each].view(32, -1)
+            for i in range(self.count)
+        }
+
+
+#: The sizes that the goals of the project name, and smaller ones to try the programs.
+FULL = {
+    "large": Model("large", 201, 2_200_000_000),
+    "3k": Model("3k", 3_000, 254_000_000),
+    "20k": Model("20k", 20_000, 256_000_000),
+}
+QUICK = {
+    "large": Model("large", 21, 42_000_000),
+    "3k": Model("3k", 300, 5_000_000),
+    "20k": Model("20k", 1_000, 6_000_000),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. The first engine is ours; the limit is a measurement of the machine."""
+
+    name: str
+    title: str
+    model: str
+    engines: tuple[str, ...]
+    limit: str | None = None
+    cold: bool = False
+
+
+LOADERS = (
+    "tensorizer 2.12.1",
+    "safetensors",
+    "torch.load",
+    "torch.load mmap",
+    "run:ai",
+    "fastsafetensors",
+)
+#: These leave the bytes in memory of their own, as opposed to a mapping of the file.
+PRIVATE = ("tensorizer 2.12.1", "torch.load", "run:ai", "fastsafetensors")
+
+CASES = [
+    Case("load", "load, every byte touched", "large", ("ours", *LOADERS)),
+    Case("read", "read into private memory, every byte touched", "large",
+         ("ours read", *PRIVATE), "read"),
+    Case("open", "open a mapping, nothing touched", "large",
+         ("ours mmap=True open", "safetensors open")),
+    Case("verify", "load and verify SHA-256", "large", ("ours verify", "2.12.1 verify"), "sha256"),
+    Case("load-3k", "3,000 tensors, touched", "3k", ("ours", "ours read", *LOADERS), "read"),
+    Case("load-20k", "20,000 tensors, touched", "20k", ("ours", "ours read", *LOADERS), "read"),
+    Case("cold", "load, nothing in the page cache", "large",
+         ("ours", "ours read", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai"),
+         "direct", cold=True),
+    Case("save", "save with fsync", "large",
+         ("ours save", "2.12.1 save", "safetensors save", "torch.save"), None),
+    Case("import", "import, after torch", "3k",
+         ("ours import", "2.12.1 import", "safetensors import")),
+]  # fmt: skip

@@ -1,0 +1,209 @@
+"""One engine, one run, one process: prints one line of JSON.
+
+    python engines.py ENGINE FOLDER MODEL [--quick]
+
+Loading ends when every byte has been read by the CPU once, by hashing or by touching it:
+engines that map a file have done nothing before that. Touching adds all 64-bit words of each
+tensor; the sums are compared with those that were computed when the files were made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import FULL, QUICK
+
+
+def status(field: str) -> int:
+    """Return a size of this process in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
+
+
+def checksum(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Read every byte: one sum a tensor, modulo 2^64."""
+    return {
+        name: int(tensor.detach().flatten().view(torch.int64).sum())
+        for name, tensor in tensors.items()
+    }
+
+
+def load_ours(path: Path, **options) -> dict[str, torch.Tensor]:
+    import tensorizer
+
+    return dict(tensorizer.TensorDeserializer(f"{path}.tensors", device="cpu", **options).items())
+
+
+def load_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(f"{path}.safetensors")
+
+
+def load_torch(path: Path, **options) -> dict[str, torch.Tensor]:
+    return torch.load(f"{path}.pt", weights_only=True, **options)
+
+
+def load_runai(path: Path) -> dict[str, torch.Tensor]:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(f"{path}.safetensors")
+        return dict(streamer.get_tensors())
+
+
+def load_fastsafetensors(path: Path) -> dict[str, torch.Tensor]:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open(filenames=[f"{path}.safetensors"], nogds=True, device="cpu") as file:
+        # The memory is gone when the file is closed, so this engine must copy to be compared.
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
+    "ours": load_ours,
+    "ours read": lambda path: load_ours(path, mmap=False),
+    "ours verify": lambda path: load_ours(path, verify_hash=True),
+    "tensorizer 2.12.1": load_ours,
+    "2.12.1 verify": lambda path: load_ours(path, verify_hash=True),
+    "safetensors": load_safetensors,
+    "torch.load": load_torch,
+    "torch.load mmap": lambda path: load_torch(path, mmap=True),
+    "run:ai": load_runai,
+    "fastsafetensors": load_fastsafetensors,
+}
+OPENERS = {
+    "ours mmap=True open": lambda path: load_ours(path, mmap=True),
+    "safetensors open": load_safetensors,
+}
+
+
+def sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_ours(tensors: dict[str, torch.Tensor], path: str) -> None:
+    import tensorizer
+
+    serializer = tensorizer.TensorSerializer(path)
+    serializer.write_state_dict(tensors)
+    serializer.close()
+
+
+def save_safetensors(tensors: dict[str, torch.Tensor], path: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+    sync(path)
+
+
+def save_old(tensors: dict[str, torch.Tensor], path: str) -> None:
+    save_ours(tensors, path)
+    sync(path)
+
+
+def save_torch(tensors: dict[str, torch.Tensor], path: str) -> None:
+    torch.save(tensors, path)
+    sync(path)
+
+
+#: Ours syncs by itself; the others return before the disk has the bytes.
+SAVERS = {
+    "ours save": save_ours,
+    "2.12.1 save": save_old,
+    "safetensors save": save_safetensors,
+    "torch.save": save_torch,
+}
+#: What each imports, beside the torch that is there already.
+IMPORTS = {
+    "ours import": "tensorizer",
+    "2.12.1 import": "tensorizer",
+    "safetensors import": "safetensors.torch",
+}
+
+
+def warm_up(engine: str) -> None:
+    """Import what the engine needs, so that imports are not measured."""
+    import importlib
+
+    if "2.12.1" in engine or "ours" in engine:
+        module = importlib.import_module("tensorizer")
+        assert module.__version__.startswith("2.12.1") == ("2.12.1" in engine), module.__file__
+    elif "run:ai" in engine:
+        importlib.import_module("runai_model_streamer")
+    elif "fast" in engine:
+        importlib.import_module("fastsafetensors")
+    elif "safetensors" in engine:
+        importlib.import_module("safetensors.torch")
+
+
+def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]:
+    import importlib
+
+    path = Path(folder) / model
+    if engine in IMPORTS:
+        start = time.perf_counter()
+        importlib.import_module(IMPORTS[engine])
+        return {"seconds": time.perf_counter() - start, "verified": True}
+    warm_up(engine)
+    if engine in SAVERS:
+        tensors = (QUICK if quick else FULL)[model].tensors()
+        total = sum(t.nbytes for t in tensors.values())
+        out = f"{path}.{engine.split(maxsplit=1)[0]}.saved"
+        os.sync()
+        reset_peak()
+        before = status("VmHWM")
+        start = time.perf_counter()
+        SAVERS[engine](tensors, out)
+        seconds = time.perf_counter() - start
+        extra = status("VmHWM") - before
+        size = os.path.getsize(out)
+        assert size >= total
+        os.remove(out)
+        return {"seconds": seconds, "bytes": total, "extra_bytes": extra, "verified": True}
+    expected = json.loads(Path(f"{path}.json").read_text())
+    reset_peak()
+    before = status("VmHWM")
+    cpu = time.process_time()
+    start = time.perf_counter()
+    tensors = (OPENERS | LOADERS)[engine](path)
+    loaded = time.perf_counter() - start
+    if engine in OPENERS:
+        verified = checksum(tensors) == expected
+        return {"seconds": loaded, "verified": verified}
+    sums = checksum(tensors)
+    # Hashing has touched every byte by itself.
+    seconds = loaded if "verify" in engine else time.perf_counter() - start
+    cpu = time.process_time() - cpu
+    total = sum(t.nbytes for t in tensors.values())
+    extra = status("VmHWM") - before - total
+    return {
+        "seconds": seconds,
+        "load_seconds": loaded,
+        "cpu_seconds": cpu,
+        "bytes": total,
+        "extra_bytes": extra,
+        "verified": sums == expected,
+    }
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    arguments = [argument for argument in sys.argv[1:] if argument != "--quick"]
+    print(json.dumps(main(*arguments, quick="--quick" in sys.argv)))
+    sys.stdout.flush()
+    # Freeing memory is not part of what is measured.
+    os._exit(0)

@@ -1,0 +1,177 @@
+"""Run the benchmarks: every engine in a process of its own, in turns, bytes verified.
+
+    python benchmarks/run.py [--quick] [--rounds N] [--only CASE ...] [--record]
+
+``--record`` keeps the figures under ``benchmarks/records`` and renews the table and the plot of
+the README. ``--quick`` uses toy sizes, to try the programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from cases import CASES, FULL, QUICK, Case, Model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+
+
+def prepare(folder: Path, models: dict[str, Model]) -> None:
+    """Write each model once in every format, with the sums that verify what is loaded."""
+    import tensorizer
+    from engines import checksum
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in models.values():
+        path = folder / model.name
+        if Path(f"{path}.json").exists():
+            continue
+        print(f"making {model.name}: {model.count} tensors, {model.total_bytes:,} bytes")
+        tensors = model.tensors()
+        tensorizer.save(tensors, f"{path}.tensors")
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.safetensors")
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.pt")
+        Path(f"{path}.json").write_text(json.dumps(checksum(tensors)))
+
+
+def forget(folder: Path, model: str) -> None:
+    """Take the files of a model out of the page cache."""
+    os.sync()
+    for path in folder.glob(f"{model}.*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def warm(folder: Path, model: str) -> None:
+    """Bring the files of a model into the page cache."""
+    for path in folder.glob(f"{model}.*"):
+        with path.open("rb") as file:
+            while file.read(64 << 20):
+                pass
+
+
+def run(script: str, name: str, folder: Path, model: str, quick: bool) -> dict[str, object]:
+    python = str(OLD_PYTHON) if "2.12.1" in name else sys.executable
+    command = [python, str(HERE / script), name, str(folder), model]
+    if quick and script == "engines.py":
+        command.append("--quick")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    if not result["verified"]:
+        raise RuntimeError(f"{name} loaded other bytes than were written")
+    return result
+
+
+def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str, object]]:
+    """Let all engines and the limit take turns, so that a noisy minute hits all of them."""
+    todo = [("engines.py", engine) for engine in case.engines]
+    if case.limit:
+        todo.append(("limits.py", case.limit))
+    results: dict[str, list[dict[str, object]]] = {name: [] for _, name in todo}
+    if not case.cold:
+        warm(folder, case.model)
+    for round_ in range(rounds):
+        for script, name in todo:
+            if case.cold:
+                forget(folder, case.model)
+            results[name].append(run(script, name, folder, case.model, quick))
+        print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
+    rows = []
+    for _, name in todo:
+        seconds = sorted(float(r["seconds"]) for r in results[name])
+        row = {
+            "case": case.name,
+            "engine": name,
+            "limit": name == case.limit,
+            "n": rounds,
+            "min": seconds[0],
+            "median": seconds[len(seconds) // 2],
+            "max": seconds[-1],
+            "bytes": results[name][0].get("bytes", 0),
+            "extra_bytes": max(int(r.get("extra_bytes", 0)) for r in results[name]),
+            "cpu_seconds": min(float(r.get("cpu_seconds", 0)) for r in results[name]),
+        }
+        rows.append(row)
+    return rows
+
+
+def describe() -> dict[str, object]:
+    """Say what was measured on what."""
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "absent"
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    packages = ("torch", "safetensors", "runai-model-streamer", "fastsafetensors", "tensorizer")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "none",
+        "cpu": f"{os.cpu_count()} x {cpu}",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages} | {"old tensorizer": "2.12.1"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 5)
+    folder = HERE / "data" / ("quick" if options.quick else "full")
+    models = QUICK if options.quick else FULL
+    prepare(folder, models)
+    from report import render, table
+
+    machine = describe()
+    rows: list[dict[str, object]] = []
+    for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
+        print(f"{case.name}: {case.title}")
+        mine = measure(case, folder, rounds, options.quick)
+        rows += mine
+        print(table(case, mine))
+    if options.record:
+        name = f"{os.cpu_count()}-core-{platform.machine()}"
+        target = HERE / "records" / name
+        target.mkdir(parents=True, exist_ok=True)
+        path = target / f"{machine['date']}-{machine['commit']}.jsonl"
+        lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+        render(path)
+        print(f"recorded in {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
