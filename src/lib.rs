@@ -43,6 +43,7 @@ pub mod error;
 mod ffi;
 mod fill;
 pub mod format;
+mod job;
 mod load;
 pub mod plan;
 #[cfg(feature = "python")]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::format::index::{self, Entry};
-use crate::format::name::NameTree;
+use crate::format::name_tree::NameTree;
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
 use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, read_exact_at};
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import logging
 import os
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,6 +15,7 @@ from . import _files, _modules
 from ._errors import CryptographyError
 from ._exchange import cast_dtype, lend, take, without_collections
 from ._native import Reader
+from ._tree import leaves, top_level
 from ._types import FilterFuncType, Name, TensorType
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             self._check_source()
             self._names: list[Name] = self._reader.names()
             self._selection = self._choose(filter_func)
-            self._top = _top_level(self._names, self._selection)
+            self._top = top_level(self._names, self._selection)
             lens = self._reader.data_lens()
             self.total_tensor_bytes: int = sum(lens[number] for number in self._selection)
             if not lazy_load:
@@ -235,7 +236,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             raise KeyError(f"Tensor {name!r} not found in {self._reader.uri}") from None
         if isinstance(node, int) and node in self._cache:
             return self._cache[node]
-        self._load(_leaves(node), self._verify_hash)
+        self._load(leaves(node), self._verify_hash)
         return self._value(node)
 
     def _value(self, node: Any) -> Any:
@@ -283,7 +284,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             if isinstance(node, int) or component not in node:
                 return default
             node = node[component]
-        wanted = [n for n in _leaves(node) if filter_func is None or filter_func(self._names[n])]
+        wanted = [n for n in leaves(node) if filter_func is None or filter_func(self._names[n])]
         if not wanted:
             return default
         self._load(wanted, self._verify_hash)
@@ -295,7 +296,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         children = {
             key: self._plain(child, wanted)
             for key, child in node.items()
-            if not wanted.isdisjoint(_leaves(child))
+            if not wanted.isdisjoint(leaves(child))
         }
         if children and all(isinstance(key, int) for key in children):
             return [children[index] for index in sorted(children)]
@@ -482,27 +483,6 @@ def _check_num_readers(num_readers: int | None) -> None:
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return torch.nn.Parameter(tensor, requires_grad=differentiable)
-
-
-def _top_level(names: list[Name], selection: list[int]) -> dict[Any, Any]:
-    """Return nested dicts of keys, whose leaves are the numbers of tensors."""
-    top: dict[Any, Any] = {}
-    for number in selection:
-        name = names[number]
-        if isinstance(name, str):
-            top[name] = number
-            continue
-        node = top
-        for component in name[:-1]:
-            node = node.setdefault(component, {})
-        node[name[-1]] = number
-    return top
-
-
-def _leaves(node: int | Mapping[Any, Any]) -> list[int]:
-    if isinstance(node, int):
-        return [node]
-    return [leaf for child in node.values() for leaf in _leaves(child)]
 
 
 def _numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:

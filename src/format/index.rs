@@ -2,7 +2,8 @@
 
 use super::bytes::Cursor;
 use super::dtype::DType;
-use super::name::{Component, Name, NameTree};
+use super::name::{Component, Name};
+use super::name_tree::NameTree;
 use super::prologue::{PROLOGUE_LEN, Prologue};
 use super::{TensorKind, element_count};
 use crate::error::{Error, Malformed, Result};

@@ -15,6 +15,7 @@ pub mod dtype;
 pub mod header;
 pub mod index;
 pub mod name;
+pub mod name_tree;
 pub mod prologue;
 
 /// What a tensor was in the object that was saved.

@@ -1,0 +1,17 @@
+"""The examples of the README run, one after another."""
+
+import re
+
+from conftest import ROOT, run_python
+
+
+def test_the_examples_of_the_readme(tmp_path):
+    blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    script = tmp_path / "readme.py"
+    check = "assert torch.equal(model[0].weight, empty[0].weight) and weights['bias'].sum() == 0\n"
+    script.write_text("\n".join(blocks) + check)
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])"
+    done = run_python(code, script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.tensors").exists()
