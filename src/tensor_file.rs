@@ -96,9 +96,7 @@ impl TensorFile {
 
     /// The number of a tensor, by the form in which its name is stored.
     pub fn find(&self, stored: &str) -> Option<usize> {
-        self.names
-            .flat(stored)
-            .or_else(|| self.entries.iter().position(|e| e.name.stored() == stored))
+        self.names.find(stored)
     }
 
     /// The entry with this number.

@@ -60,6 +60,10 @@ pub fn run(
                 // Declared in the closure, so that it runs when the work panics too.
                 let worker = || {
                     let _done = OnDrop(|| {
+                        // A panic must not leave the others waiting for what it would have done.
+                        if thread::panicking() {
+                            control.stopped.store(true, Ordering::Relaxed);
+                        }
                         running.fetch_sub(1, Ordering::Release);
                         caller.unpark();
                     });

@@ -59,7 +59,8 @@ class TensorSerializer:
     ) -> None:
         self._file_obj: Any = None
         self._writer: Writer | None = None
-        self._written = False
+        # Whether there is something to keep if this object is forgotten.
+        self._complete = False
         self._total_tensor_bytes = 0
         if encryption is not None:
             raise NotImplementedError("encryption is not supported by this release")
@@ -98,8 +99,9 @@ class TensorSerializer:
     ) -> None:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
+        self._complete = False
         self._writer.write(lend(tensors), names, [int(kind) for kind in kinds], modules)
-        self._written = True
+        self._complete = True
         self._total_tensor_bytes = self._writer.total_tensor_bytes
 
     def write_tensor(
@@ -235,7 +237,7 @@ class TensorSerializer:
         if getattr(self, "_writer", None) is None:
             return
         try:
-            if self._written:
+            if self._complete:
                 self.close()
             else:
                 self._abandon()

@@ -19,15 +19,40 @@ use crate::error::{Error, Result};
 const HUGE_PAGE: usize = 2 << 20;
 /// Tensors are aligned like those of torch's own allocator.
 pub const ALIGNMENT: usize = 64;
-/// Smaller pieces are not worth a system call when they are freed.
+/// Smaller pieces are not worth a system call when they are freed, nor smaller blocks a mapping.
 const RELEASE_FROM: usize = 1 << 20;
 
 /// A block of memory under construction: exclusively ours until it is frozen.
 pub struct Arena {
-    /// Anonymous, or a private mapping of a file: writes to it are seen by nobody else.
-    memory: MmapMut,
+    memory: Memory,
     start: usize,
     len: usize,
+}
+
+enum Memory {
+    /// Small blocks: a mapping each would soon be more than a process may have.
+    Heap(Vec<Block>),
+    /// Anonymous, or a private mapping of a file: writes to it are seen by nobody else.
+    Mapped(MmapMut),
+}
+
+/// Aligned as tensors are.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Block([u8; ALIGNMENT]);
+
+impl Memory {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Memory::Heap(blocks) => {
+                let len = size_of_val(blocks.as_slice());
+                // SAFETY: blocks are arrays of bytes without padding (their size is their
+                // alignment), all initialised, and borrowed exclusively through `self`.
+                unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast::<u8>(), len) }
+            }
+            Memory::Mapped(map) => map,
+        }
+    }
 }
 
 impl Arena {
@@ -35,8 +60,12 @@ impl Arena {
     pub fn new(len: usize) -> Result<Self> {
         let out_of_memory =
             |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
+        if len < RELEASE_FROM {
+            let blocks = vec![Block([0; ALIGNMENT]); len.div_ceil(ALIGNMENT)];
+            return Ok(Arena { memory: Memory::Heap(blocks), start: 0, len });
+        }
         let huge = len >= HUGE_PAGE;
-        let mapped = if huge { len.saturating_add(HUGE_PAGE) } else { len.max(1) };
+        let mapped = if huge { len.saturating_add(HUGE_PAGE) } else { len };
         let map = MmapOptions::new().len(mapped).map_anon().map_err(out_of_memory)?;
         let address = map.as_ptr().addr();
         let start = if huge { address.next_multiple_of(HUGE_PAGE) - address } else { 0 };
@@ -45,7 +74,7 @@ impl Arena {
         if huge {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
-        Ok(Arena { memory: map, start, len })
+        Ok(Arena { memory: Memory::Mapped(map), start, len })
     }
 
     /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
@@ -61,13 +90,13 @@ impl Arena {
         // the bytes are only ever treated as plain numbers.
         let map = unsafe { MmapOptions::new().len(len).map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
-        Ok(Arena { memory: map, start: 0, len })
+        Ok(Arena { memory: Memory::Mapped(map), start: 0, len })
     }
 
     /// All of the bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let range = self.start..self.start + self.len;
-        self.memory.get_mut(range).unwrap_or_default()
+        self.memory.bytes_mut().get_mut(range).unwrap_or_default()
     }
 
     /// Splits the block into buffers that keep it alive together. Ranges are `(offset, len)`
@@ -99,8 +128,8 @@ impl Arena {
     }
 }
 
-/// Keeps the mapping; nobody reaches its bytes through this.
-struct Owner(#[allow(dead_code)] MmapMut);
+/// Keeps the memory; nobody reaches its bytes through this.
+struct Owner(#[allow(dead_code)] Memory);
 
 /// Bytes that one tensor owns. Dropping it takes no lock and may happen on any thread.
 pub struct HostBuffer {
@@ -143,8 +172,8 @@ impl Drop for HostBuffer {
         let skip = address.next_multiple_of(page) - address;
         let whole = self.len.saturating_sub(skip) / page * page;
         if whole > 0 {
-            // SAFETY: whole pages inside our exclusive range of a private mapping,
-            // and this value, the only way to them, is going away.
+            // SAFETY: whole pages inside our exclusive range of a private mapping (blocks on the
+            // heap are shorter than `RELEASE_FROM`), and this value, the only way to them, is going away.
             unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), whole) };
         }
     }

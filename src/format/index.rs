@@ -221,7 +221,11 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
 
 fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> {
     let fail = |what: String| Err(Malformed::new(at, format!("tensor `{}`: {what}", entry.name)));
-    let Some(memory_len) = entry.memory_len().filter(|&len| i64::try_from(len).is_ok()) else {
+    // torch computes strides from all dimensions, those of empty tensors included.
+    let extent =
+        entry.shape.iter().try_fold(entry.dtype.size(), |n, &dim| n.checked_mul(dim.max(1)));
+    let fits = extent.is_some_and(|extent| i64::try_from(extent).is_ok());
+    let Some(memory_len) = entry.memory_len().filter(|_| fits) else {
         return fail(format!("shape {:?} of {} is too large", entry.shape, entry.dtype));
     };
     if entry.data_len == 0 && memory_len > 0 {

@@ -10,6 +10,9 @@ const MARK: char = '\u{1e}';
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
 
+/// Most steps of a path. Real structures have a handful; what walks the tree may recurse.
+pub const MAX_DEPTH: usize = 256;
+
 /// One step of a path.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Component {
@@ -79,6 +82,11 @@ impl Name {
                 "tensor name is too long: expected at most {MAX_NAME_LEN} bytes, found {} ({})",
                 stored.len(),
                 preview(stored.as_bytes())
+            ));
+        }
+        if let Some(depth) = path.as_ref().map(|path| path.len()).filter(|&len| len > MAX_DEPTH) {
+            return Err(format!(
+                "tensor name is nested too deeply: expected at most {MAX_DEPTH} levels, found {depth}"
             ));
         }
         Ok(Name { stored, path })
@@ -384,6 +392,9 @@ mod tests {
         ] {
             assert!(Name::parse(text.as_bytes()).is_err(), "{text:?}");
         }
+        let deep = |levels: usize| format!("\u{1e}[{}]", vec!["0"; levels].join(","));
+        assert!(Name::parse(deep(MAX_DEPTH).as_bytes()).is_ok());
+        assert!(Name::parse(deep(MAX_DEPTH + 1).as_bytes()).is_err());
         assert!(Name::parse(&[0xff]).is_err());
         assert!(Name::from_key(&"x".repeat(MAX_NAME_LEN + 1)).is_err());
         assert!(Name::from_key(&"x".repeat(MAX_NAME_LEN)).is_ok());

@@ -9,6 +9,7 @@ use super::name::{Component, Name};
 #[derive(Default)]
 pub struct NameTree {
     flat: HashMap<Box<str>, usize>,
+    structured: HashMap<Box<str>, usize>,
     root: Level,
 }
 
@@ -57,14 +58,15 @@ impl NameTree {
                 if !fresh {
                     return Err(conflict());
                 }
+                self.structured.insert(name.stored().into(), index);
             }
         }
         Ok(())
     }
 
-    /// The number of a flat name.
-    pub fn flat(&self, stored: &str) -> Option<usize> {
-        self.flat.get(stored).copied()
+    /// The number of a name, by the form in which it is stored.
+    pub fn find(&self, stored: &str) -> Option<usize> {
+        self.flat.get(stored).or_else(|| self.structured.get(stored)).copied()
     }
 }
 

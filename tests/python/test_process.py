@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -249,3 +250,13 @@ def test_many_threads_load_at_once(large):
         thread.join()
     assert len(results) == 8
     assert all(torch.equal(result["giant"], results[0]["giant"]) for result in results)
+
+
+def test_more_tensors_one_by_one_than_a_process_may_have_mappings(tmp_path):
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    block = torch.arange(70_000 * 300).view(70_000, 300)
+    tensorizer.save({str(i): row for i, row in enumerate(block)}, tmp_path / "f")
+    with tensorizer.TensorDeserializer(tmp_path / "f", "cpu", lazy_load=True, mmap=True) as file:
+        assert len(file) > limit
+        assert all(torch.equal(file[str(i)], row) for i, row in enumerate(block))
+        assert len(Path("/proc/self/maps").read_text().splitlines()) < limit // 10
