@@ -68,7 +68,8 @@ class BuildRust(build_rust):
         minor = torch_minor(torch)
         os.environ["TENSORIZER_TORCH"] = str(torch)
         super().run()
-        package = Path("python") if self.inplace else Path(self.build_lib or "build/lib")
+        build_lib = self.get_finalized_command("build").build_lib
+        package = Path("python") if self.inplace else Path(build_lib)
         (package / "tensorizer/_build.py").write_text(
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
         )
