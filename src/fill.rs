@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::job::{Destination, Job};
-use crate::load::{LoadOptions, Mapping};
+use crate::load::LoadOptions;
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
@@ -35,18 +35,22 @@ const fn longest_header(data_len: u64) -> u64 {
 }
 
 /// Reads headers and data of tensors into their slots. Headers come back in the same order.
+///
+/// `source` has the bytes of the file: the file's own source, or a mapping of it. `touched` are
+/// mapped bytes to be brought into memory.
 pub fn fill<'a>(
     file: &TensorFile,
+    source: &dyn ReadAt,
     entries: &[&Entry],
     slots: Vec<Slot<'a>>,
+    touched: Vec<&[u8]>,
     options: &LoadOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<Header>> {
-    let source = file.source();
     let traits = source.traits();
     let pass = Pass {
         file,
-        source: &*source,
+        source,
         entries,
         verify: options.verify,
         headers: entries.iter().map(|_| OnceLock::new()).collect(),
@@ -56,7 +60,6 @@ pub fn fill<'a>(
                 .map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
         ),
     };
-    let touched = if options.map == Mapping::Auto { mapped_chunks(&slots) } else { Vec::new() };
     let jobs = pass.jobs(slots, traits.merge_gap, traits.request_len, traits.max_readers > 1)?;
     let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
@@ -101,16 +104,6 @@ pub fn fill<'a>(
         .collect()
 }
 
-/// The bytes of slots that are in place, in chunks that threads bring into memory.
-fn mapped_chunks<'a>(slots: &[Slot<'a>]) -> Vec<&'a [u8]> {
-    const CHUNK: usize = 8 << 20;
-    let in_place = slots.iter().filter_map(|slot| match slot {
-        Slot::InPlace(bytes) => Some(*bytes),
-        Slot::Read(_) => None,
-    });
-    in_place.flat_map(|bytes| bytes.chunks(CHUNK)).collect()
-}
-
 /// Reads the headers of tensors, given by number, and not their data.
 pub fn read_headers(
     file: &TensorFile,
@@ -119,7 +112,8 @@ pub fn read_headers(
 ) -> Result<Vec<Header>> {
     let entries = numbers.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let slots = entries.iter().map(|_| Slot::InPlace(&[])).collect();
-    fill(file, &entries, slots, &LoadOptions::default(), interrupt)
+    let options = LoadOptions::default();
+    fill(file, &*file.source(), &entries, slots, Vec::new(), &options, interrupt)
 }
 
 /// What the threads of one pass share.

@@ -8,6 +8,7 @@ use crate::fill::{Slot, fill};
 use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::plan::pack;
+use crate::source::{MemorySource, ReadAt};
 use crate::tensor_file::TensorFile;
 use crate::workers::Interrupt;
 
@@ -78,8 +79,15 @@ pub fn load(
     let mut arena = Arena::new(packed_len)?;
     let mut mapping = map_tensors(file, &entries, &in_place)?;
 
-    let slots = slots(arena.bytes_mut(), &packed, mapping.as_mut(), &entries, &in_place)?;
-    let headers = fill(file, &entries, slots, options, interrupt)?;
+    let mapped: &[u8] = mapping.as_mut().map(|m| &*m.bytes_mut()).unwrap_or_default();
+    let slots = slots(arena.bytes_mut(), &packed, mapped, &entries, &in_place)?;
+    let touched = match options.map {
+        Mapping::Auto => mapped_chunks(mapped, mapped_ranges(&entries, &in_place)?),
+        Mapping::Always | Mapping::Never => Vec::new(),
+    };
+    let (of_file, of_mapping) = (file.source(), MemorySource::new(mapped, file.uri()));
+    let source: &dyn ReadAt = if mapped.is_empty() { &*of_file } else { &of_mapping };
+    let headers = fill(file, source, &entries, slots, touched, options, interrupt)?;
 
     let mapped = match mapping {
         Some(mapping) => mapping.freeze(&mapped_ranges(&entries, &in_place)?)?,
@@ -135,7 +143,7 @@ pub fn load_into(
         Slot::Read(destination)
     });
     let slots = slots.collect();
-    fill(file, &entries, slots, options, interrupt)
+    fill(file, &*file.source(), &entries, slots, Vec::new(), options, interrupt)
 }
 
 fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
@@ -173,12 +181,12 @@ fn can_be_mapped(entry: &Entry) -> bool {
     entry.data_len > 0 && entry.data_offset.is_multiple_of(MAPPED_ALIGNMENT.max(entry.dtype.size()))
 }
 
-/// Maps as much of the file as the tensors that are used in place need.
+/// Maps the file from its start to the end of the last tensor, if any tensor is used in place.
 fn map_tensors(file: &TensorFile, entries: &[&Entry], in_place: &[bool]) -> Result<Option<Arena>> {
-    let ends =
-        entries.iter().zip(in_place).filter(|(_, in_place)| **in_place).map(|(e, _)| e.end());
+    let end = entries.iter().map(|entry| entry.end()).max();
+    let end = end.filter(|_| in_place.contains(&true));
     let source = file.source();
-    let (Some(handle), Some(end)) = (source.file(), ends.max()) else {
+    let (Some(handle), Some(end)) = (source.file(), end) else {
         return Ok(None);
     };
     // A file that has shrunk since its index was read must fail here, not when it is touched.
@@ -202,15 +210,31 @@ fn mapped_ranges(entries: &[&Entry], in_place: &[bool]) -> Result<Vec<(usize, us
         .collect()
 }
 
+/// The bytes of ranges in chunks that threads bring into memory. Headers and paddings between
+/// tensors go along, so that small tensors do not cost a call each.
+fn mapped_chunks(mapped: &[u8], mut ranges: Vec<(usize, usize)>) -> Vec<&[u8]> {
+    const CHUNK: usize = 8 << 20;
+    const MERGE_GAP: usize = 64 << 10;
+    ranges.sort_unstable();
+    let mut merged: Vec<(usize, usize)> = Vec::new();
+    for (start, len) in ranges {
+        match merged.last_mut().filter(|(_, end)| start.saturating_sub(*end) <= MERGE_GAP) {
+            Some((_, end)) => *end = start + len,
+            None => merged.push((start, start + len)),
+        }
+    }
+    let bytes = merged.iter().filter_map(|&(start, end)| mapped.get(start..end));
+    bytes.flat_map(|bytes| bytes.chunks(CHUNK)).collect()
+}
+
 /// Hands each tensor its part of the block or of the mapping.
 fn slots<'a>(
     block: &'a mut [u8],
     packed: &[(usize, usize)],
-    mapping: Option<&'a mut Arena>,
+    mapped: &'a [u8],
     entries: &[&Entry],
     in_place: &[bool],
 ) -> Result<Vec<Slot<'a>>> {
-    let mapped: &'a [u8] = mapping.map(|m| &*m.bytes_mut()).unwrap_or_default();
     let mut ranges = mapped_ranges(entries, in_place)?.into_iter();
     let (mut rest, mut position) = (block, 0);
     let mut slots = Vec::with_capacity(entries.len());
