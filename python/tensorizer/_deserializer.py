@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from . import _files, _modules
+from . import _modules
 from ._errors import CryptographyError
 from ._exchange import cast_dtype, lend, take, without_collections
-from ._native import Reader
+from ._reading import (
+    as_numpy,
+    check_num_readers,
+    checked_dtype,
+    open_reader,
+    parameter,
+    resolve_device,
+)
 from ._tree import leaves, top_level
 from ._types import FilterFuncType, Name, TensorType
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -100,14 +106,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self._mmap = mmap
         self._bytes_read = 0
         try:
-            self._device = _resolve_device(device)
-            self._dtype = _checked_dtype(dtype)
+            self._device = resolve_device(device)
+            self._dtype = checked_dtype(dtype)
             # Tensors are used as they come, without a copy.
             self._unchanged = dtype is None and self._device.type == "cpu"
-            _check_num_readers(num_readers)
+            check_num_readers(num_readers)
             if encryption is not None:
                 raise NotImplementedError("decryption is not supported by this release")
-            self._reader = _open(file_obj)
+            self._reader = open_reader(file_obj)
             self._check_source()
             self._names: list[Name] = self._reader.names()
             self._selection = self._choose(filter_func)
@@ -184,7 +190,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             with without_collections():
                 tensors, modules = self._read(batch, verify)
                 for number, tensor in zip(batch, tensors, strict=True):
-                    self._cache[number] = _parameter(self._placed(tensor))
+                    self._cache[number] = parameter(self._placed(tensor))
                 self._module_indices.update(zip(batch, modules, strict=True))
 
     def _plain_tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
@@ -376,7 +382,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             else:
                 (tensor,), (self._module_indices[number],) = self._read([number], verify)
             kind = TensorType(kinds[number])
-            array = _numpy(tensor, opaque)
+            array = as_numpy(tensor, opaque)
             torch_dtype = f"torch.{dtype}" if opaque else None
             yield self._module_indices[number], kind, name, array, opaque, torch_dtype
 
@@ -439,56 +445,3 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         results = [(name, verdict.get(name, False)) for _, name in chosen]
         results += [(name, False) for name in own if name not in verdict]
         return all(ok for _, ok in results), results
-
-
-def _open(file_obj: Any) -> Reader:
-    target = _files.classify(file_obj)
-    if isinstance(target, _files.LocalPath):
-        return Reader.from_path(target.path)
-    if not isinstance(file_obj, int):
-        readable = getattr(file_obj, "readable", None)
-        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
-            raise ValueError(f"expected a readable file: {target.uri}")
-    if isinstance(target, _files.Descriptor):
-        return Reader.from_fd(target.number, target.uri, target.base)
-    return Reader.from_object(target.file, target.uri, target.base, target.size)
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
-
-
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
-    return dtype
-
-
-def _check_num_readers(num_readers: int | None) -> None:
-    if num_readers is None:
-        return
-    if not isinstance(num_readers, int) or isinstance(num_readers, bool):
-        raise TypeError(f"num_readers must be an int or None, not {num_readers!r}")
-    if num_readers < 1:
-        raise ValueError(f"num_readers must be at least 1, not {num_readers}")
-
-
-def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return torch.nn.Parameter(tensor, requires_grad=differentiable)
-
-
-def _numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
-    if not opaque:
-        array: npt.NDArray[Any] = tensor.numpy()
-        return array
-    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw: npt.NDArray[np.int64] = tensor.view(same_width[tensor.element_size()]).numpy()
-    return raw

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_reader(file_obj: Any) -> Reader:
+    """Open what a caller gave as a file."""
     target = _files.classify(file_obj)
     if isinstance(target, _files.LocalPath):
         return Reader.from_path(target.path)
@@ -28,6 +29,7 @@ def open_reader(file_obj: Any) -> Reader:
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return the device that an argument stands for; None is CUDA if there is any."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
@@ -39,12 +41,14 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype, which must be one."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
     return dtype
 
 
 def check_num_readers(num_readers: int | None) -> None:
+    """Refuse numbers of readers that are none."""
     if num_readers is None:
         return
     if not isinstance(num_readers, int) or isinstance(num_readers, bool):
@@ -54,11 +58,13 @@ def check_num_readers(num_readers: int | None) -> None:
 
 
 def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """Return a tensor as a parameter; those that can have a gradient require one."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return torch.nn.Parameter(tensor, requires_grad=differentiable)
 
 
 def as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
+    """Return the array of a CPU tensor; integers of the same width if its dtype is opaque."""
     if not opaque:
         array: npt.NDArray[Any] = tensor.numpy()
         return array

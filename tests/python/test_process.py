@@ -187,12 +187,15 @@ if sys.argv[2] == "save":
     tensorizer.save({"big": big, "strided": view[:64].t()}, sys.argv[1] + ".saved")
     print(peak() - before)
 else:
-    loaded = tensorizer.load(sys.argv[1], verify_hash=sys.argv[2] == "verify")
+    options = {"mapped": {}, "read": {"mmap": False}, "verify": {"verify_hash": True}}[sys.argv[2]]
+    loaded = tensorizer.load(sys.argv[1], **options)
+    for tensor in loaded.values():
+        tensor.sum()
     print(peak() - before - sum(t.nbytes for t in loaded.values()))
 """
 
 
-@pytest.mark.parametrize("way", ["plain", "verify", "save"])
+@pytest.mark.parametrize("way", ["mapped", "read", "verify", "save"])
 def test_peak_memory(way, large):
     """At most 16 MiB more than the tensors; a save holds one strided tensor more."""
     done = run_python(MEMORY, large, way)
@@ -200,18 +203,19 @@ def test_peak_memory(way, large):
     assert int(done.stdout) < 16 << 20
 
 
-def test_memory_of_large_tensors_returns_when_they_go(large):
+@pytest.mark.parametrize("mmap", [None, False])
+def test_memory_of_large_tensors_returns_when_they_go(mmap, large):
     code = """
 import sys, tensorizer
 def resident():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmRSS")) << 10
-loaded = tensorizer.load(sys.argv[1])
+loaded = tensorizer.load(sys.argv[1], mmap=eval(sys.argv[2]))
 full = resident()
 kept = loaded.pop("5")
 loaded.clear()
 print(full - resident(), kept.unique().tolist())
 """
-    done = run_python(code, large)
+    done = run_python(code, large, mmap)
     assert done.returncode == 0, done.stderr
     released, kept = done.stdout.split(maxsplit=1)
     assert int(released) > 440 << 20

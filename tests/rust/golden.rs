@@ -2,11 +2,13 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
-use std::io::Read as _;
+mod support;
+
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
+use support::golden;
 use tensorizer::format::crypt_info::{Cipher, CryptInfo};
 use tensorizer::format::header::Header;
 use tensorizer::format::name::Component;
@@ -34,23 +36,14 @@ fn without_lone_surrogates(json: &str) -> String {
     out
 }
 
-fn read(name: &str) -> Vec<u8> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
-    let mut bytes = Vec::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap())
-        .read_to_end(&mut bytes)
-        .unwrap();
-    bytes
-}
-
 /// The bytes of a file, and where in them it begins.
 fn contents(file: &Value) -> (Vec<u8>, u64) {
     let name = file["file"].as_str().unwrap();
     if file["category"] != "corrupt" {
         let base = if name.starts_with("v1_at_offset_100") { 100 } else { 0 };
-        return (read(name), base);
+        return (golden(name), base);
     }
-    (read(name), 0)
+    (golden(name), 0)
 }
 
 fn open(bytes: Vec<u8>, base: u64, name: &str) -> Result<TensorFile, Error> {
@@ -280,7 +273,7 @@ fn no_changed_byte_gives_wrong_data() {
         "v4_meta.tensors.gz",
         "v5_long_upgrade.tensors.gz",
     ] {
-        let sound = read(name);
+        let sound = golden(name);
         let file = open(sound.clone(), 0, name).unwrap();
         let all: Vec<usize> = (0..file.entries().len()).collect();
         let options = LoadOptions { verify: true, ..LoadOptions::default() };

@@ -2,12 +2,14 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
-use std::io::Read as _;
+mod support;
+
 use std::path::Path;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use serde_json::Value;
+use support::golden;
 use tensorizer::format::TensorKind;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
@@ -18,15 +20,6 @@ use tensorizer::{
 };
 
 const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
-
-fn golden(name: &str) -> Vec<u8> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
-    let mut bytes = Vec::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap())
-        .read_to_end(&mut bytes)
-        .unwrap();
-    bytes
-}
 
 fn all(file: &TensorFile) -> Vec<usize> {
     (0..file.entries().len()).collect()
