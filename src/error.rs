@@ -104,9 +104,6 @@ pub enum Error {
     /// The call's own arguments are wrong.
     #[error("{0}")]
     InvalidArgument(String),
-    /// The call's own arguments are of the wrong type.
-    #[error("{0}")]
-    InvalidType(String),
     /// The object was closed before.
     #[error("{0}")]
     Closed(String),

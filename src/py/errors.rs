@@ -22,7 +22,6 @@ impl From<Error> for PyErr {
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
             Error::Unsupported(_) => builtin::PyNotImplementedError::new_err(text),
             Error::InvalidArgument(_) => builtin::PyValueError::new_err(text),
-            Error::InvalidType(_) => builtin::PyTypeError::new_err(text),
             Error::Closed(_) => own("ClosedError", (text,)),
             Error::Cancelled => builtin::PyKeyboardInterrupt::new_err(()),
             Error::Caller(cause) => match cause.downcast::<PyErr>() {
