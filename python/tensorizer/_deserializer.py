@@ -57,13 +57,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             reading them into memory of their own. Changes to such a tensor are seen by nobody
             else. None maps where the file system is local and no hashes are verified, and brings
             all bytes into memory at once: from a warm page cache that was 2.8 times as fast as
-            reading, from a cold one about as fast (``benchmarks/records``). True maps always and leaves it to the first
-            touch to bring bytes into memory, so that opening costs nothing. False reads: choose
-            it where others may truncate or overwrite the file in place (touching a mapped tensor
-            would then end the process with SIGBUS, or show other bytes), where weights will be
-            changed as a whole, or to take load off a slow disk. Network file systems are only
-            mapped by True. Tensors whose data are not aligned (files of older writers) are
-            always read.
+            reading, from a cold one about as fast (``benchmarks/records``). True maps always and
+            leaves it to the first touch to bring bytes into memory, so that opening costs
+            nothing. False reads: choose it where others may truncate or overwrite the file in
+            place (touching a mapped tensor would then end the process with SIGBUS, or show other
+            bytes), where weights will be changed as a whole, or to take load off a slow disk.
+            Network file systems are only mapped by True. Tensors whose data are not aligned
+            (files of older writers) are always read.
 
     Raises:
         OSError: The file cannot be opened or read.
