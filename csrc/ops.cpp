@@ -7,8 +7,10 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -24,6 +26,7 @@ namespace {
 
 using Names = std::vector<std::string>;
 using OptionalDevice = std::optional<at::Device>;
+using Readers = std::optional<std::int64_t>;
 using Dict = c10::Dict<std::string, at::Tensor>;
 
 // CONSERVATIVE cannot be combined with (a!), hence the separate in-place forms: load.into for
@@ -33,16 +36,32 @@ struct Schema {
   bool conservative;
 };
 
+#define LOAD_OPTIONS "bool verify=False, int? num_readers=None"
+
 constexpr Schema kSchemas[] = {
-    {"load(str uri, *, Device? device=None) -> Dict(str, Tensor)", true},
-    {"load.list(str uri, str[] names, *, Device? device=None) -> Tensor[]", true},
-    {"load.into(str uri, str[] names, Tensor(a!)[] out) -> ()", false},
-    {"load.into_one(str uri, str name, Tensor(a!) out) -> ()", false},
-    {"load_(str uri, str[] names, Tensor[] out) -> ()", true},
+    {"load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)", true},
+    {"load.list(str uri, str[] names, *, Device? device=None, " LOAD_OPTIONS ") -> Tensor[]", true},
+    {"load.checked(str uri, str[] names, str[] expected, *, Device? device=None, " LOAD_OPTIONS
+     ") -> Tensor[]",
+     true},
+    {"load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()", false},
+    {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
+    {"load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()", true},
     {"names(str uri) -> str[]", true},
     {"save(str uri, Dict(str, Tensor) tensors) -> ()", true},
     {"save.list(str uri, str[] names, Tensor[] tensors) -> ()", true},
+    // What load.into becomes in a graph. A tracer orders operators that have effects, but those
+    // that change their arguments may not have any: a fence before and one after, tied to it by
+    // the tensors that they pass on, keep loads in their place among saves.
+    {"_load_into(str uri, str[] names, Tensor(a!)[] out, Tensor after, *, " LOAD_OPTIONS ") -> ()",
+     false},
+    {"_begin(str uri) -> Tensor", true},
+    {"_end(Tensor[] after) -> ()", true},
+    // What load.checked is to expect: dtype and shape of tensors, such as float32[40,30].
+    {"_describe(str uri, str[] names) -> str[]", true},
 };
+
+#undef LOAD_OPTIONS
 
 // Rust strings are UTF-8; others are refused with the text that is not.
 template <typename T>
@@ -63,6 +82,24 @@ rust::Vec<rust::String> strings(const Names& names) {
   return out;
 }
 
+OpOptions options(bool verify, Readers num_readers) {
+  TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ",
+                    num_readers.value_or(0), ", expected at least 1");
+  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0))};
+}
+
+// Whether a tracer, or another dispatch mode, watches what this thread calls. Then the operators
+// that are made of others call those through the dispatcher, and otherwise do the work at once.
+bool watched() {
+  return c10::impl::dispatch_mode_enabled() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
+}
+
+template <typename Signature>
+auto find(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).template typed<Signature>();
+}
+
 // The tensors where the caller wants them. Without data to move, none are read.
 std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
   auto tensors = take_tensors(loaded);
@@ -73,59 +110,121 @@ std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
   return tensors;
 }
 
-std::vector<at::Tensor> load_list(std::string uri, Names names, OptionalDevice device) {
-  auto loaded = checked([&] { return op_load(str(uri), strings(names)); });
+std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expected,
+                                     OptionalDevice device, bool verify, Readers num_readers) {
+  const auto given = options(verify, num_readers);
+  auto loaded = checked([&] {
+    return op_load_checked(str(uri), strings(names), strings(expected), given);
+  });
   return place(*loaded, device);
 }
 
-Dict load(std::string uri, OptionalDevice device) {
-  auto loaded = checked([&] { return op_load_all(str(uri)); });
-  Names names;
-  names.reserve(loaded->size());
-  for (std::size_t at = 0; at < loaded->size(); ++at) names.emplace_back(loaded->name(at));
-  auto tensors = place(*loaded, device);
-  Dict out;
-  out.reserve(tensors.size());
-  for (std::size_t at = 0; at < tensors.size(); ++at) {
-    out.insert(std::move(names[at]), std::move(tensors[at]));
+Names describe(std::string uri, Names names) {
+  Names out;
+  for (const auto& text : checked([&] { return op_describe(str(uri), strings(names)); })) {
+    out.emplace_back(text);
   }
   return out;
 }
 
-// Fills `out`. Bytes go straight into tensors that are contiguous in host memory; others get
-// them by way of a copy.
-void load_into(std::string uri, Names names, at::TensorList out) {
-  const c10::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
-                    " tensors");
-  std::vector<at::Tensor> host;
-  host.reserve(out.size());
-  for (const auto& tensor : out) {
-    TORCH_CHECK(!tensor.is_meta(), "a tensor on the meta device cannot be loaded into");
-    const bool direct =
-        tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-    host.push_back(direct ? tensor.detach()
-                          : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
-  }
-  const TensorList destinations(host);
-  checked([&] { op_load_into(str(uri), strings(names), destinations); });
-  for (std::size_t at = 0; at < out.size(); ++at) {
-    if (host[at].const_data_ptr() == out[at].const_data_ptr()) {
-      out[at].unsafeGetTensorImpl()->bump_version();
-    } else {
-      at::Tensor(out[at]).copy_(host[at]);
-    }
-  }
+// In a graph, together with what the file holds while it is traced, so that the graph needs no
+// file to know its shapes and another file is an error when it runs.
+std::vector<at::Tensor> load_watched(const std::string& uri, Names names, OptionalDevice device,
+                                     bool verify, Readers num_readers) {
+  static const auto op = find<std::vector<at::Tensor>(std::string, Names, Names, OptionalDevice,
+                                                      bool, Readers)>("tensorizer::load", "checked");
+  auto expected = describe(uri, names);
+  return op.call(uri, std::move(names), std::move(expected), device, verify, num_readers);
 }
 
-void load_into_one(std::string uri, std::string name, at::Tensor out) {
-  load_into(std::move(uri), {std::move(name)}, {out});
+std::vector<at::Tensor> load_list(std::string uri, Names names, OptionalDevice device, bool verify,
+                                  Readers num_readers) {
+  if (watched()) return load_watched(uri, std::move(names), device, verify, num_readers);
+  const auto given = options(verify, num_readers);
+  auto loaded = checked([&] { return op_load(str(uri), strings(names), given); });
+  return place(*loaded, device);
 }
 
 Names names(std::string uri) {
   Names out;
   for (const auto& name : checked([&] { return op_names(str(uri)); })) out.emplace_back(name);
   return out;
+}
+
+Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers) {
+  Names keys;
+  std::vector<at::Tensor> tensors;
+  if (watched()) {
+    keys = names(uri);
+    tensors = load_watched(uri, keys, device, verify, num_readers);
+  } else {
+    const auto given = options(verify, num_readers);
+    auto loaded = checked([&] { return op_load_all(str(uri), given); });
+    keys.reserve(loaded->size());
+    for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
+    tensors = place(*loaded, device);
+  }
+  Dict out;
+  out.reserve(tensors.size());
+  for (std::size_t at = 0; at < tensors.size(); ++at) {
+    out.insert(std::move(keys[at]), std::move(tensors[at]));
+  }
+  return out;
+}
+
+// Fills `out`. Bytes go straight into tensors that are contiguous in host memory; others get
+// them by way of a copy.
+void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
+                   Readers num_readers) {
+  const c10::NoGradGuard no_grad;
+  const auto given = options(verify, num_readers);
+  TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
+                    " tensors");
+  std::vector<at::Tensor> host;
+  host.reserve(out.size());
+  for (std::size_t at = 0; at < out.size(); ++at) {
+    const auto& tensor = out[at];
+    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+                    !tensor.is_nested() && !tensor.is_meta(),
+                "tensor `", names[at], "`: expected a strided tensor with data to load into, found ",
+                tensor.defined() ? tensor.toString() : "an undefined one");
+    const bool direct =
+        tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    host.push_back(direct ? tensor.detach()
+                          : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
+  }
+  const TensorList destinations(host);
+  checked([&] { op_load_into(str(uri), strings(names), destinations, given); });
+  for (std::size_t at = 0; at < out.size(); ++at) {
+    if (host[at].const_data_ptr() != out[at].const_data_ptr()) {
+      at::Tensor(out[at]).copy_(host[at]);
+    } else if (!out[at].is_inference()) {
+      out[at].unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+at::Tensor begin(std::string) { return at::empty({0}); }
+
+void end(std::vector<at::Tensor>) {}
+
+void load_into(std::string uri, Names names, at::TensorList out, bool verify, Readers num_readers) {
+  const bool plain = std::none_of(out.begin(), out.end(), [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  });
+  if (plain && !watched()) return load_into_now(uri, names, out, {}, verify, num_readers);
+  static const auto op = find<void(std::string, Names, at::TensorList, at::Tensor, bool, Readers)>(
+      "tensorizer::_load_into", "");
+  static const auto before = find<at::Tensor(std::string)>("tensorizer::_begin", "");
+  static const auto after = find<void(std::vector<at::Tensor>)>("tensorizer::_end", "");
+  const auto begun = before.call(uri);
+  op.call(std::move(uri), std::move(names), out, begun, verify, num_readers);
+  if (!out.empty()) after.call(out.vec());
+}
+
+void load_into_one(std::string uri, std::string name, at::Tensor out, bool verify,
+                   Readers num_readers) {
+  load_into(std::move(uri), {std::move(name)}, {out}, verify, num_readers);
 }
 
 void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors) {
@@ -141,13 +240,12 @@ void save(std::string uri, Dict tensors) {
     values.push_back(item.value());
   }
   // Through the dispatcher, so that what traces or functionalizes save.list sees it.
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tensorizer::save", "list")
-                             .typed<void(std::string, Names, std::vector<at::Tensor>)>();
+  static const auto op =
+      find<void(std::string, Names, std::vector<at::Tensor>)>("tensorizer::save", "list");
   op.call(std::move(uri), std::move(names), std::move(values));
 }
 
-void no_effect_into(std::string, Names, at::TensorList) {}
+void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers) {}
 void no_effect_save(std::string, Names, std::vector<at::Tensor>) {}
 
 #ifdef TENSORIZER_PYTHON
@@ -176,21 +274,35 @@ void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) 
 }
 
 void define(torch::Library& library) {
+  const auto implicit = c10::DispatchKey::CompositeImplicitAutograd;
   for (const auto& schema : kSchemas) {
     auto parsed = torch::jit::parseSchema(std::string("tensorizer::") + schema.text);
     parsed.setAliasAnalysis(schema.conservative ? c10::AliasAnalysisKind::CONSERVATIVE
                                                 : c10::AliasAnalysisKind::FROM_SCHEMA);
     library.def(std::move(parsed));
   }
-  const auto implicit = c10::DispatchKey::CompositeImplicitAutograd;
   const auto explicit_ = c10::DispatchKey::CompositeExplicitAutograd;
   const auto meta = c10::DispatchKey::Meta;
+  // Made of others, or of strings only: no tracer sees these, only what they are made of. One
+  // that keeps composites would have to put dicts and strings into its graph.
+  for (const char* name :
+       {"load", "load.list", "load.into", "load.into_one", "load_", "save", "names", "_describe"}) {
+    for (const auto key : {c10::DispatchKey::PreDispatch, c10::DispatchKey::Python}) {
+      library.impl(name, torch::dispatch(key, torch::CppFunction::makeFallthrough()));
+    }
+  }
   library.impl("load", torch::dispatch(implicit, TORCH_FN(load)));
-  library.impl("load.list", torch::dispatch(explicit_, TORCH_FN(load_list)));
-  library.impl("load.into", torch::dispatch(explicit_, TORCH_FN(load_into)));
-  library.impl("load.into", torch::dispatch(meta, TORCH_FN(no_effect_into)));
-  library.impl("load.into_one", torch::dispatch(explicit_, TORCH_FN(load_into_one)));
-  library.impl("load_", torch::dispatch(explicit_, TORCH_FN(load_into)));
+  library.impl("load.list", torch::dispatch(implicit, TORCH_FN(load_list)));
+  library.impl("load.checked", torch::dispatch(explicit_, TORCH_FN(load_checked)));
+  library.impl("load.into", torch::dispatch(implicit, TORCH_FN(load_into)));
+  library.impl("load.into_one", torch::dispatch(implicit, TORCH_FN(load_into_one)));
+  library.impl("load_", torch::dispatch(implicit, TORCH_FN(load_into)));
+  library.impl("_load_into", torch::dispatch(explicit_, TORCH_FN(load_into_now)));
+  library.impl("_load_into", torch::dispatch(meta, TORCH_FN(no_effect_into)));
+  library.impl("_begin", torch::dispatch(explicit_, TORCH_FN(begin)));
+  library.impl("_end", torch::dispatch(explicit_, TORCH_FN(end)));
+  library.impl("_end", torch::dispatch(meta, TORCH_FN(end)));
+  library.impl("_describe", torch::dispatch(explicit_, TORCH_FN(describe)));
   library.impl("names", torch::dispatch(explicit_, TORCH_FN(names)));
   library.impl("save", torch::dispatch(implicit, TORCH_FN(save)));
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import torch
 
-from ._native import Reader  # the import of the native module defines the operators
+from . import _native  # noqa: F401  # the import of the native module defines the operators
+from ._dynamo import extend_dynamo
+from ._inductor import keep_order
+from ._late import when_imported
 
 _ordered = torch._library.effects.EffectType.ORDERED
-for _overload in ("save", "save.list", "load.list"):
+for _overload in ("save", "save.list", "load.checked", "_begin", "_end"):
     # Unmarked, a save is deleted from compiled graphs, because nothing reads what it returns.
     torch.library._register_effectful_op(f"tensorizer::{_overload}", _ordered)
 
 
-@torch.library.register_fake("tensorizer::load.list")  # type: ignore[untyped-decorator]
-def _load_list(
-    uri: str, names: list[str], *, device: torch.device | None = None
+@torch.library.register_fake("tensorizer::load.checked")  # type: ignore[untyped-decorator]
+def _load_checked(
+    uri: str,
+    names: list[str],
+    expected: list[str],
+    *,
+    device: torch.device | None = None,
+    verify: bool = False,
+    num_readers: int | None = None,
 ) -> list[torch.Tensor]:
-    """Shapes and dtypes from the index of the file, which must exist when a graph is traced."""
-    reader = Reader.from_path(uri)
-    number = {name: at for at, name in enumerate(reader.stored_names())}
-    missing = [name for name in names if name not in number]
-    if missing:
-        raise RuntimeError(f"Tensor not found: `{missing[0]}` in `{uri}`")
-    described = [reader.describe(number[name]) for name in names]
-    return [
-        torch.empty(shape, dtype=getattr(torch, dtype), device=device or "cpu")
-        for dtype, shape, _ in described
-    ]
+    """Tensors as expected, such as ``float32[40,30]``; the file is not looked at."""
+    tensors = []
+    for text in expected:
+        dtype, _, shape = text.removesuffix("]").partition("[")
+        dims = [int(dim) for dim in shape.split(",") if dim]
+        tensors.append(torch.empty(dims, dtype=getattr(torch, dtype), device=device or "cpu"))
+    return tensors
+
+
+@torch.library.register_fake("tensorizer::_begin")  # type: ignore[untyped-decorator]
+def _begin(uri: str) -> torch.Tensor:
+    return torch.empty(0)
+
+
+when_imported("torch._dynamo.variables.torch", extend_dynamo)
+when_imported("torch._inductor.lowering", keep_order)

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use super::guard::guard;
 use crate::error::{Error, Result};
+use crate::format::index::Entry;
 use crate::load::{LoadOptions, load, load_into};
 use crate::save::{SaveOptions, save};
 use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};
@@ -25,6 +26,13 @@ pub mod bridge {
         meta: bool,
         /// In host memory, in row-major order.
         ready: bool,
+    }
+
+    /// How an operator is to load.
+    struct OpOptions {
+        verify: bool,
+        /// 0 for the source's own number.
+        readers: u64,
     }
 
     unsafe extern "C++" {
@@ -52,10 +60,22 @@ pub mod bridge {
         fn shape(self: &Loaded, at: usize) -> &[i64];
         fn take(self: &mut Loaded, at: usize) -> Box<HostBuffer>;
 
-        fn op_load_all(uri: &str) -> Result<Box<Loaded>>;
-        fn op_load(uri: &str, names: Vec<String>) -> Result<Box<Loaded>>;
-        fn op_load_into(uri: &str, names: Vec<String>, out: &TensorList) -> Result<()>;
+        fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<Loaded>>;
+        fn op_load(uri: &str, names: Vec<String>, options: OpOptions) -> Result<Box<Loaded>>;
+        fn op_load_checked(
+            uri: &str,
+            names: Vec<String>,
+            expected: Vec<String>,
+            options: OpOptions,
+        ) -> Result<Box<Loaded>>;
+        fn op_load_into(
+            uri: &str,
+            names: Vec<String>,
+            out: &TensorList,
+            options: OpOptions,
+        ) -> Result<()>;
         fn op_names(uri: &str) -> Result<Vec<String>>;
+        fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>>;
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList) -> Result<()>;
     }
 
@@ -111,34 +131,92 @@ fn local(uri: &str) -> Result<&Path> {
     }
 }
 
-fn op_load_all(uri: &str) -> Result<Box<Loaded>> {
+impl From<bridge::OpOptions> for LoadOptions {
+    fn from(given: bridge::OpOptions) -> Self {
+        LoadOptions {
+            readers: usize::try_from(given.readers).ok().filter(|&readers| readers > 0),
+            verify: given.verify,
+            ..LoadOptions::default()
+        }
+    }
+}
+
+fn op_load_all(uri: &str, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
-        loaded(&file, &all)
+        loaded(&file, &all, options)
     })
 }
 
-fn op_load(uri: &str, names: Vec<String>) -> Result<Box<Loaded>> {
+fn op_load(uri: &str, names: Vec<String>, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
-        loaded(&file, &file.select(&names)?)
+        loaded(&file, &file.select(&names)?, options)
     })
 }
 
-fn loaded(file: &TensorFile, selection: &[usize]) -> Result<Box<Loaded>> {
-    let loaded = load(file, selection, &LoadOptions::default(), &interrupt)?;
+/// What a tensor is, in the form that graphs carry: `float32[40,30]`.
+fn describe(entry: &Entry) -> String {
+    let shape: Vec<String> = entry.shape.iter().map(u64::to_string).collect();
+    format!("{}[{}]", entry.dtype.name(), shape.join(","))
+}
+
+fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>> {
+    guard(|| {
+        let file = open(uri)?;
+        file.select(&names)?.into_iter().map(|number| file.entry(number).map(describe)).collect()
+    })
+}
+
+fn op_load_checked(
+    uri: &str,
+    names: Vec<String>,
+    expected: Vec<String>,
+    options: bridge::OpOptions,
+) -> Result<Box<Loaded>> {
+    guard(|| {
+        if names.len() != expected.len() {
+            let (names, expected) = (names.len(), expected.len());
+            return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
+        }
+        let file = open(uri)?;
+        let selection = file.select(&names)?;
+        for ((&number, name), expected) in selection.iter().zip(&names).zip(&expected) {
+            let found = describe(file.entry(number)?);
+            if found != *expected {
+                return Err(Error::InvalidArgument(format!(
+                    "tensor `{name}`: expected {expected}, as when the graph was traced, but \
+                     `{uri}` holds {found} now: trace or compile it again"
+                )));
+            }
+        }
+        loaded(&file, &selection, options)
+    })
+}
+
+fn loaded(
+    file: &TensorFile,
+    selection: &[usize],
+    options: bridge::OpOptions,
+) -> Result<Box<Loaded>> {
+    let loaded = load(file, selection, &options.into(), &interrupt)?;
     let memory = loaded.into_iter().map(|tensor| (tensor.number, tensor.memory));
     Loaded::new(file, memory).map(Box::new)
 }
 
-fn op_load_into(uri: &str, names: Vec<String>, out: &bridge::TensorList) -> Result<()> {
+fn op_load_into(
+    uri: &str,
+    names: Vec<String>,
+    out: &bridge::TensorList,
+    options: bridge::OpOptions,
+) -> Result<()> {
     guard(|| {
         let file = open(uri)?;
         let selection = file.select(&names)?;
         // SAFETY: the operator's caller hands `out` over for the length of the call.
         let destinations = unsafe { destinations(&file, &selection, out)? };
-        load_into(&file, &selection, destinations, &LoadOptions::default(), &interrupt).map(drop)
+        load_into(&file, &selection, destinations, &options.into(), &interrupt).map(drop)
     })
 }
 

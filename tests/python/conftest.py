@@ -6,11 +6,18 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+
+# torch keeps compiled graphs on the disk: start without those of earlier runs.
+_compiled = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
+# Compile in this process: a pool of others would be left behind.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"
@@ -77,13 +84,18 @@ def run_python(code, *args, timeout=120, **kwargs):
     )
 
 
+def count_threads():
+    # Importing Dynamo starts one of tqdm's.
+    return sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Fail a test that leaves threads or file descriptors."""
-    threads = threading.active_count()
+    threads = count_threads()
     native = len(os.listdir("/proc/self/task"))
     yield
-    assert threading.active_count() <= threads
+    assert count_threads() <= threads, threading.enumerate()
     # torch starts threads of its own; ours are gone when a call returns.
     names = [
         Path(f"/proc/self/task/{task}/comm").read_text().strip()

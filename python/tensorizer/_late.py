@@ -1,0 +1,59 @@
+"""Work that waits for modules of torch whose import takes far longer than ours."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+_Work = Callable[[ModuleType], None]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as others would, and does some work once it has been executed."""
+
+    def __init__(self, name: str, work: _Work) -> None:
+        self.name, self.work = name, work
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _try(self.work, module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(name: str, work: _Work) -> None:
+    """Do some work with a module: now if it is there, else as soon as it is imported.
+
+    What the work raises becomes a warning, because importing torch must not fail through it.
+    """
+    if module := sys.modules.get(name):
+        _try(work, module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, work))
+
+
+def _try(work: _Work, module: ModuleType) -> None:
+    try:
+        work(module)
+    except Exception as error:
+        warnings.warn(
+            f"tensorizer does not know this release of {module.__name__}, so that torch.compile "
+            f"may not take all of its operators ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
