@@ -83,8 +83,8 @@ rust::Vec<rust::String> strings(const Names& names) {
 }
 
 OpOptions options(bool verify, Readers num_readers) {
-  TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ",
-                    num_readers.value_or(0), ", expected at least 1");
+  TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ", num_readers.value_or(0),
+                    ", expected at least 1");
   return {verify, static_cast<std::uint64_t>(num_readers.value_or(0))};
 }
 
@@ -113,9 +113,8 @@ std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
 std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expected,
                                      OptionalDevice device, bool verify, Readers num_readers) {
   const auto given = options(verify, num_readers);
-  auto loaded = checked([&] {
-    return op_load_checked(str(uri), strings(names), strings(expected), given);
-  });
+  auto loaded =
+      checked([&] { return op_load_checked(str(uri), strings(names), strings(expected), given); });
   return place(*loaded, device);
 }
 
@@ -131,8 +130,9 @@ Names describe(std::string uri, Names names) {
 // file to know its shapes and another file is an error when it runs.
 std::vector<at::Tensor> load_watched(const std::string& uri, Names names, OptionalDevice device,
                                      bool verify, Readers num_readers) {
-  static const auto op = find<std::vector<at::Tensor>(std::string, Names, Names, OptionalDevice,
-                                                      bool, Readers)>("tensorizer::load", "checked");
+  static const auto op =
+      find<std::vector<at::Tensor>(std::string, Names, Names, OptionalDevice, bool, Readers)>(
+          "tensorizer::load", "checked");
   auto expected = describe(uri, names);
   return op.call(uri, std::move(names), std::move(expected), device, verify, num_readers);
 }
@@ -186,7 +186,8 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
     const auto& tensor = out[at];
     TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
                     !tensor.is_nested() && !tensor.is_meta(),
-                "tensor `", names[at], "`: expected a strided tensor with data to load into, found ",
+                "tensor `", names[at],
+                "`: expected a strided tensor with data to load into, found ",
                 tensor.defined() ? tensor.toString() : "an undefined one");
     const bool direct =
         tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();

@@ -5,6 +5,8 @@ same name that this one succeeds. :func:`load` and :func:`save` are the short wa
 ``torch.ops.tensorizer.load`` and ``.save`` work in TorchScript and without Python too.
 """
 
+from pathlib import Path as _Path
+
 from ._native import __version__
 
 from . import _ops  # isort: skip  # defines what torch must know before anything is compiled
@@ -25,10 +27,14 @@ __all__ = [
     "TensorSerializer",
     "TensorType",
     "__version__",
+    "cmake_prefix_path",
     "load",
     "save",
     "serialization",
     "utils",
 ]
+
+#: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.
+cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 del _ops

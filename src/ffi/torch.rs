@@ -290,6 +290,13 @@ mod on_load {
     #[unsafe(link_section = ".init_array")]
     static REGISTER: extern "C" fn() = register;
 
+    /// The version of what `tensorizer.h` assumes of this library.
+    // SAFETY: no other library defines a function of this name.
+    #[unsafe(no_mangle)]
+    pub extern "C" fn tensorizer_abi_version() -> u32 {
+        1
+    }
+
     extern "C" fn register() {
         if let Err(error) = super::guard(super::register) {
             eprintln!("tensorizer: {error}");

@@ -1,0 +1,166 @@
+// A program without Python: loads and saves through the header, runs a scripted module and an
+// AOTInductor package that load by themselves. tests/python/test_cpp.py makes the folder that it
+// is given and reads what it prints: one line for each check that held.
+#include <tensorizer/tensorizer.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/script.h>
+
+#include <algorithm>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+void expect(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error("expected: " + what);
+}
+
+// Runs something that must fail with an error whose text has `text` in it. TorchScript wraps
+// c10::Error into an exception of its own, with the text.
+template <typename Error = c10::Error>
+void expect_error(const std::string& text, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    const std::string found = error.what();
+    expect(found.find(text) != std::string::npos, "`" + text + "` in: " + found);
+    return;
+  }
+  throw std::runtime_error("expected an error with: " + text);
+}
+
+void header(const std::string& folder) {
+  const std::string path = folder + "/from_cpp.tensors";
+  const auto weight = torch::randn({40, 30});
+  const auto bias = torch::arange(5).to(torch::kBFloat16);
+  tensorizer::Tensors tensors;
+  tensors.insert("weight", weight.t());
+  tensors.insert("bias", bias);
+  tensorizer::save(path, tensors);
+  expect(tensorizer::names(path) == std::vector<std::string>{"weight", "bias"}, "two names");
+  tensorizer::LoadOptions options;
+  options.verify = true;
+  options.num_readers = 2;
+  const auto loaded = tensorizer::load(path, options);
+  expect(loaded.at("weight").equal(weight.t()), "the weight as saved");
+  expect(loaded.at("bias").equal(bias), "the bias as saved");
+  const auto one = tensorizer::load(path, std::vector<std::string>{"bias"});
+  expect(one.size() == 1 && one[0].equal(bias), "one tensor by its name");
+  options = {};
+  options.device = c10::Device(c10::kMeta);
+  expect(tensorizer::load(path, options).at("weight").is_meta(), "a tensor on the meta device");
+  tensorizer::save(path, {"x", "y"}, {bias, weight});
+  expect(tensorizer::load(path).at("y").equal(weight), "a list as saved");
+}
+
+void in_place(const std::string& folder) {
+  const auto expected = tensorizer::load(folder + "/weights.tensors");
+  const auto flat = torch::zeros({1300});
+  const auto weight = flat.slice(0, 50, 1250).view({40, 30});
+  const auto bias = torch::zeros({5}, torch::kLong);
+  tensorizer::load_into(folder + "/weights.tensors", {"bias", "weight"}, {bias, weight});
+  expect(weight.equal(expected.at("weight")), "the weight in the flat buffer");
+  expect(bias.equal(expected.at("bias")), "the bias");
+  expect(flat.slice(0, 0, 50).eq(0).all().item<bool>(), "nothing before it");
+}
+
+void errors(const std::string& folder) {
+  const auto weights = folder + "/weights.tensors";
+  expect_error("missing`: No such file", [&] { tensorizer::load(folder + "/missing"); });
+  expect_error("missing`: No such file", [&] { tensorizer::names(folder + "/missing"); });
+  const auto bias = torch::full({5}, 9, torch::kLong);
+  expect_error("Tensor not found: `nothing`",
+               [&] { tensorizer::load_into(weights, {"bias", "nothing"}, {bias, bias}); });
+  expect_error("tensor `weight`: the file holds torch.float32 [40, 30]", [&] {
+    tensorizer::load_into(weights, {"bias", "weight"}, {bias, torch::zeros({3, 3})});
+  });
+  expect_error("num_readers is 0", [&] {
+    tensorizer::LoadOptions options;
+    options.num_readers = 0;
+    tensorizer::load(weights, options);
+  });
+  expect(bias.eq(9).all().item<bool>(), "the bias untouched");
+  expect_error("is given twice", [&] { tensorizer::save(weights, {"a", "a"}, {bias, bias}); });
+  expect_error("Not a directory", [&] { tensorizer::save(weights + "/below", {"a"}, {bias}); });
+}
+
+void scripted(const std::string& folder) {
+  auto module = torch::jit::load(folder + "/scripted.pt");
+  const auto x = torch::ones({2, 40});
+  const auto expected = tensorizer::load(folder + "/expected.tensors").at("scripted");
+  for (int round = 0; round < 3; ++round) {
+    expect(module.forward({x}).toTensor().allclose(expected), "what Python computed");
+  }
+  expect_error<std::exception>("missing`: No such file",
+                               [&] { torch::jit::load(folder + "/broken.pt").forward({x}); });
+}
+
+void aot_inductor(const std::string& folder) {
+  torch::inductor::AOTIModelPackageLoader package(folder + "/model.pt2");
+  const auto expected = tensorizer::load(folder + "/expected.tensors").at("compiled");
+  for (int round = 0; round < 3; ++round) {
+    const auto found = package.run({torch::ones({2, 40})});
+    expect(found.size() == 1 && found[0].allclose(expected), "what Python computed");
+  }
+}
+
+void threads(const std::string& folder) {
+  const auto path = folder + "/weights.tensors";
+  const auto expected = tensorizer::load(path).at("weight");
+  std::vector<std::string> failures(4);
+  std::vector<std::thread> running;
+  for (std::size_t at = 0; at < failures.size(); ++at) {
+    running.emplace_back([&, at] {
+      try {
+        for (int round = 0; round < 50; ++round) {
+          expect(tensorizer::load(path).at("weight").equal(expected), "the same weight");
+        }
+      } catch (const std::exception& error) {
+        failures[at] = error.what();
+      }
+    });
+  }
+  for (auto& thread : running) thread.join();
+  for (const auto& failure : failures) expect(failure.empty(), "no failure, found " + failure);
+}
+
+void no_python(const std::string&) {
+  std::ifstream maps("/proc/self/maps");
+  std::string line;
+  bool tensorizer = false;
+  while (std::getline(maps, line)) {
+    expect(line.find("libpython") == std::string::npos, "no Python in the process");
+    expect(line.find("torch_python") == std::string::npos, "no torch_python in the process");
+    tensorizer |= line.find("libtensorizer_torch.so") != std::string::npos;
+  }
+  expect(tensorizer, "libtensorizer_torch.so in the process");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::cerr << "usage: deployment FOLDER\n";
+    return 2;
+  }
+  const std::pair<const char*, void (*)(const std::string&)> checks[] = {
+      {"header", header},       {"in place", in_place},         {"errors", errors},
+      {"scripted", scripted},   {"aot_inductor", aot_inductor}, {"threads", threads},
+      {"no python", no_python},
+  };
+  for (const auto& [name, check] : checks) {
+    try {
+      check(argv[1]);
+    } catch (const std::exception& error) {
+      std::cerr << name << ": " << error.what() << "\n";
+      return 1;
+    }
+    std::cout << name << std::endl;
+  }
+  return 0;
+}

@@ -1,0 +1,179 @@
+"""Programs without Python: the header, the CMake package, scripted and compiled modules."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT
+
+ops = torch.ops.tensorizer
+TORCH = Path(torch.__file__).parent
+
+
+def run(command, **kwargs):
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=280, **kwargs
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def cmake():
+    found = Path(sys.executable).with_name("cmake")
+    found = found if found.exists() else shutil.which("cmake")
+    if not found:
+        if os.environ.get("CI"):
+            pytest.fail("cmake is required in CI")
+        pytest.skip("cmake is not installed: pip install cmake")
+    return found
+
+
+def configure(cmake, source, build, *options, prefix=()):
+    paths = ";".join([tensorizer.cmake_prefix_path, *map(str, prefix)])
+    return run([cmake, "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={paths}", *options])
+
+
+@pytest.fixture(scope="session")
+def program(cmake, tmp_path_factory):
+    """The test program, built with the torch that pip installed."""
+    build = tmp_path_factory.mktemp("cpp")
+    configure(cmake, ROOT / "tests/cpp", build, prefix=[torch.utils.cmake_prefix_path])
+    run([cmake, "--build", build])
+    return build / "deployment"
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self, uri: str):
+        super().__init__()
+        self.uri = uri
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.ops.tensorizer.load(self.uri)
+        return x @ weights["weight"] + weights["bias"].sum()
+
+
+class Compiled(torch.nn.Module):
+    def __init__(self, uri):
+        super().__init__()
+        self.uri = uri
+        self.register_buffer("weight", torch.zeros(40, 30), persistent=False)
+
+    def forward(self, x):
+        bias = torch.ops.tensorizer.load(self.uri)["bias"]
+        weight = torch.empty_like(self.weight)
+        torch.ops.tensorizer.load(self.uri, ["weight"], [weight])
+        torch.ops.tensorizer.save(self.uri + ".seen", {"x": x})
+        seen = torch.ops.tensorizer.load(self.uri + ".seen", ["x"])[0]
+        return torch.relu(seen @ weight) + bias.sum()
+
+
+def test_a_program_without_python(program, tmp_path):
+    weights = {"weight": torch.randn(40, 30), "bias": torch.arange(5)}
+    path = str(tmp_path / "weights.tensors")
+    tensorizer.save(weights, path)
+    x = torch.ones(2, 40)
+    tensorizer.save({"x": x}, path + ".seen")
+    scripted = x @ weights["weight"] + weights["bias"].sum()
+    compiled = torch.relu(x @ weights["weight"]) + weights["bias"].sum()
+    tensorizer.save({"scripted": scripted, "compiled": compiled}, tmp_path / "expected.tensors")
+    torch.jit.script(Scripted(path)).save(str(tmp_path / "scripted.pt"))
+    torch.jit.script(Scripted(str(tmp_path / "missing"))).save(str(tmp_path / "broken.pt"))
+    exported = torch.export.export(Compiled(path), (x,))
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    out = run([program, tmp_path], env={"PATH": os.environ["PATH"]})
+    assert out.split("\n") == ["header", "in place", "errors", "scripted", "aot_inductor",
+                               "threads", "no python", ""]  # fmt: skip
+    # What C++ wrote, read here.
+    assert tensorizer.load(tmp_path / "from_cpp.tensors", verify_hash=True)["y"].shape == (40, 30)
+
+
+@pytest.mark.parametrize("place", ["folder", "variable"])
+def test_a_libtorch_folder(place, cmake, tmp_path):
+    """As unpacked from an archive: a folder with include and lib."""
+    if place == "folder":
+        out = configure(cmake, ROOT / "tests/cpp", tmp_path, prefix=[TORCH])
+    else:
+        out = configure(cmake, ROOT / "tests/cpp", tmp_path, f"-DTENSORIZER_TORCH={TORCH}")
+    assert "Generating done" in out
+
+
+def test_torch_targets_that_are_there_already(cmake, tmp_path):
+    """As find_package(Torch) makes them where it finds CUDA's toolkit."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        """cmake_minimum_required(VERSION 3.18)
+project(targets CXX)
+add_library(torch INTERFACE IMPORTED)
+find_package(tensorizer REQUIRED)
+get_target_property(libraries tensorizer::tensorizer INTERFACE_LINK_LIBRARIES)
+message(STATUS "links [${libraries}]")
+"""
+    )
+    assert "links [torch]" in configure(cmake, tmp_path, tmp_path / "build")
+
+
+def test_no_torch_is_a_sentence(cmake, tmp_path):
+    """The package alone, as where it lies beside no torch."""
+    package = Path(tensorizer.__file__).parent
+    copy = tmp_path / "site/tensorizer"
+    shutil.copytree(package / "share", copy / "share")
+    done = subprocess.run(
+        [str(cmake), "-S", ROOT / "tests/cpp", "-B", tmp_path / "build",
+         f"-DCMAKE_PREFIX_PATH={copy / 'share/cmake'}"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "torch was not found: set TENSORIZER_TORCH to its folder" in " ".join(
+        done.stderr.split()
+    )
+
+
+def test_the_library_has_no_python_in_it():
+    lib = Path(tensorizer.__file__).parent / "lib/libtensorizer_torch.so"
+    symbols = run(["nm", "-D", lib]).splitlines()
+    assert not [line for line in symbols if line.split()[-1].startswith(("Py", "_Py"))]
+    needed = run(["readelf", "-d", lib])
+    assert "[libtensorizer_torch.so]" in needed
+    for other in ("libpython", "torch_python", "torch_cuda"):
+        assert other not in needed
+
+
+@pytest.fixture(scope="session")
+def server(cmake, tmp_path_factory):
+    build = tmp_path_factory.mktemp("server")
+    configure(cmake, ROOT / "examples/cpp-server", build, prefix=[torch.utils.cmake_prefix_path])
+    run([cmake, "--build", build])
+    return build / "server"
+
+
+@pytest.mark.parametrize("form", ["model.pt", "model.pt2"])
+def test_the_example_server(form, server, tmp_path):
+    run([sys.executable, ROOT / "examples/cpp-server/export.py", tmp_path], cwd=tmp_path)
+    expected = [float(word) for word in (tmp_path / "expected.txt").read_text().split()]
+
+    def answer(weights, request):
+        return subprocess.run(
+            [str(server), str(tmp_path / form), str(weights)],
+            input=request, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+
+    request = (tmp_path / "request.txt").read_text()
+    done = answer(tmp_path / "weights.tensors", request)
+    assert done.returncode == 0, done.stderr
+    answers = [float(word) for word in done.stdout.split()]
+    assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    done = answer(tmp_path / "missing.tensors", request)
+    assert done.returncode == 1
+    assert "missing.tensors`: No such file" in done.stderr
+    tensorizer.save({"other": torch.ones(1)}, tmp_path / "other.tensors")
+    done = answer(tmp_path / "other.tensors", request)
+    assert done.returncode == 1
+    assert "Tensor not found: `" in done.stderr
+    done = answer(tmp_path / "weights.tensors", "1 2 x\n")
+    assert done.returncode == 1
+    assert "expected 16 numbers" in done.stderr
