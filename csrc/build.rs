@@ -56,6 +56,9 @@ mod torch {
         if cfg!(feature = "python") {
             build.define("TENSORIZER_PYTHON", None);
         }
+        if cfg!(feature = "tch") {
+            build.define("TENSORIZER_TCH", None);
+        }
         build.try_compile("tensorizer_csrc").map_err(|e| {
             format!(
                 "csrc/ does not compile against torch {version}: {}",

@@ -318,6 +318,14 @@ void define(torch::Library& library) {
 
 }  // namespace
 
+#ifdef TENSORIZER_TCH
+void load_into_list(rust::Str uri, rust::Slice<const rust::String> names, const TensorList& out) {
+  Names list;
+  for (const auto& name : names) list.emplace_back(name);
+  load_into_now(std::string(uri), std::move(list), out.tensors(), {}, false, {});
+}
+#endif
+
 void register_operators() {
   TORCH_CHECK(!c10::Dispatcher::singleton().findSchema({"tensorizer::load", ""}),
               "the tensorizer operators are in this process already, from another library: load "

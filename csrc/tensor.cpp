@@ -93,4 +93,22 @@ std::vector<at::Tensor> take_tensors(Loaded& loaded) {
   return tensors;
 }
 
+#ifdef TENSORIZER_TCH
+std::unique_ptr<TensorList> list_tensors(rust::Slice<const std::size_t> addresses) {
+  std::vector<at::Tensor> tensors;
+  for (const auto address : addresses) {
+    tensors.push_back(*reinterpret_cast<const at::Tensor*>(address));
+  }
+  return std::make_unique<TensorList>(std::move(tensors));
+}
+
+rust::Vec<std::size_t> new_tensors(Loaded& loaded) {
+  rust::Vec<std::size_t> addresses;
+  for (auto& tensor : take_tensors(loaded)) {
+    addresses.push_back(reinterpret_cast<std::size_t>(new at::Tensor(std::move(tensor))));
+  }
+  return addresses;
+}
+#endif
+
 }  // namespace tensorizer

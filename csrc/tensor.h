@@ -21,6 +21,7 @@ class TensorList {
   explicit TensorList(std::vector<at::Tensor> tensors);
 
   std::size_t size() const noexcept;
+  const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
 
   // Type, shape and whether the bytes can be used as they are. Throws for tensors that have no
   // bytes of a fixed layout: sparse, quantized, nested, or of a subclass without storage.
@@ -41,5 +42,13 @@ class TensorList {
 
 // The loaded tensors, which own their memory.
 std::vector<at::Tensor> take_tensors(Loaded& loaded);
+
+#ifdef TENSORIZER_TCH
+// The at::Tensors at these addresses.
+std::unique_ptr<TensorList> list_tensors(rust::Slice<const std::size_t> addresses);
+
+// The addresses of new at::Tensors on the heap, which the caller owns.
+rust::Vec<std::size_t> new_tensors(Loaded& loaded);
+#endif
 
 }  // namespace tensorizer

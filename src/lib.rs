@@ -11,30 +11,33 @@
 //! contiguous range that one call moves, a *piece* the bytes of a part with one destination.
 //!
 //! ```
-//! use tensorizer::format::{TensorKind, dtype::DType, name::Name};
-//! use tensorizer::{Data, LoadOptions, SaveOptions, SaveTensor, TensorFile};
+//! use tensorizer::{SaveTensor, TensorFile, half::bf16};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let folder = tempfile::tempdir()?;
+//! # fn main() -> tensorizer::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
 //! let path = folder.path().join("model.tensors");
-//! let weight = [1.0f32, 2.0].map(f32::to_le_bytes).concat();
-//! let tensor = SaveTensor {
-//!     name: Name::from_key("weight")?,
-//!     kind: TensorKind::StateDict,
-//!     module_index: 0,
-//!     dtype: DType::from_name("float32").ok_or("no such type")?,
-//!     shape: vec![2],
-//!     data: Data::Bytes(&weight),
-//! };
-//! tensorizer::save(&path, vec![tensor], SaveOptions::default(), &|| Ok(()))?;
+//! let bias = [bf16::from_f32(0.5), bf16::from_f32(-1.0)];
+//! tensorizer::write(&path, vec![
+//!     SaveTensor::new("weight", &[2, 3], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?,
+//!     SaveTensor::new("bias", &[2], &bias)?,
+//! ])?;
 //!
 //! let file = TensorFile::open(&path)?;
-//! let selection = file.select(&["weight"])?;
-//! let loaded = tensorizer::load(&file, &selection, &LoadOptions::default(), &|| Ok(()))?;
-//! assert_eq!(loaded[0].memory.bytes(), weight);
+//! for entry in file.entries() {
+//!     println!("{} {} {:?}", entry.name, entry.dtype, entry.shape);
+//! }
+//! let weight = file.read("weight")?; // owns its memory
+//! assert_eq!(weight.shape(), [2, 3]);
+//! assert_eq!(weight.as_slice::<f32>()?[4], 5.0);
+//! let mut mine = [bf16::ZERO; 2]; // memory of the caller
+//! file.read_into("bias", &mut mine)?;
+//! assert_eq!(mine, bias);
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! [`load`], [`load_into`], [`save`] and [`Writer`] do the same with options, by number, and with
+//! an interrupt.
 
 pub mod buffer;
 mod drain;
@@ -52,17 +55,23 @@ mod save;
 pub mod sink;
 pub mod source;
 mod sys;
+#[cfg(feature = "tch")]
+pub use ffi::tch;
 #[cfg(feature = "torch")]
 mod tensor;
 mod tensor_file;
 pub mod transform;
+mod typed;
 mod workers;
+
+pub use half;
 
 pub use error::{Error, Result};
 pub use fill::read_headers;
 pub use load::{LoadOptions, LoadedTensor, Mapping, load, load_into};
 pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save};
 pub use tensor_file::TensorFile;
+pub use typed::{Element, Tensor, write};
 pub use workers::Interrupt;
 
 /// Cores that this process may use; the quota of its control group is respected.

@@ -46,7 +46,7 @@ def _make_handlers(function: type) -> _Handlers:
             return None
         names = ask(ops.names, uri)
         tensors = load_list(_, tx, uri, names, **options).unpack_var_sequence(tx)
-        return ConstDictVariable(dict(zip(names.items, tensors, strict=True)), dict)
+        return ConstDictVariable(dict(zip(names.items, tensors, strict=True)))
 
     def load(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         given = len(args) + sum(name in kwargs for name in ("uri", "names"))

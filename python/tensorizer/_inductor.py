@@ -26,8 +26,11 @@ def keep_order(lowering: ModuleType) -> None:
         result = original(token, op, *args, **kwargs)
         if getattr(op, "namespace", None) == "tensorizer":
             for operation in graph.operations[before:]:
-                noted = graph.additional_star_deps.get(operation.get_name(), ())
-                graph.additional_star_deps[operation.get_operation_name()].update(noted)
+                # The second is what later releases use, with the right name.
+                for table in ("additional_star_deps", "additional_buffer_deps"):
+                    notes = getattr(graph, table, {})
+                    if noted := notes.get(operation.get_name()):
+                        notes[operation.get_operation_name()].update(noted)
         return result
 
     lowering.lowerings[target] = with_effects

@@ -3,4 +3,6 @@
 #[cfg(feature = "python")]
 pub mod exchange;
 pub mod guard;
+#[cfg(feature = "tch")]
+pub mod tch;
 pub mod torch;

@@ -79,6 +79,16 @@ pub mod bridge {
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList) -> Result<()>;
     }
 
+    #[cfg(feature = "tch")]
+    unsafe extern "C++" {
+        /// # Safety
+        /// Each address is that of an `at::Tensor`.
+        unsafe fn list_tensors(addresses: &[usize]) -> Result<UniquePtr<TensorList>>;
+
+        fn new_tensors(loaded: &mut Loaded) -> Result<Vec<usize>>;
+        fn load_into_list(uri: &str, names: &[String], out: &TensorList) -> Result<()>;
+    }
+
     #[cfg(feature = "python")]
     extern "Rust" {
         fn exchange_lend(tensors: UniquePtr<TensorList>) -> Result<i64>;
@@ -141,18 +151,31 @@ impl From<bridge::OpOptions> for LoadOptions {
     }
 }
 
+/// All tensors of a file.
+#[cfg(feature = "tch")]
+pub fn load_all(file: &TensorFile) -> Result<Loaded> {
+    let all: Vec<usize> = (0..file.entries().len()).collect();
+    loaded(file, &all, LoadOptions::default())
+}
+
+/// Some tensors of a file.
+#[cfg(feature = "tch")]
+pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S]) -> Result<Loaded> {
+    loaded(file, &file.select(names)?, LoadOptions::default())
+}
+
 fn op_load_all(uri: &str, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
-        loaded(&file, &all, options)
+        loaded(&file, &all, options.into()).map(Box::new)
     })
 }
 
 fn op_load(uri: &str, names: Vec<String>, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri)?;
-        loaded(&file, &file.select(&names)?, options)
+        loaded(&file, &file.select(&names)?, options.into()).map(Box::new)
     })
 }
 
@@ -191,18 +214,14 @@ fn op_load_checked(
                 )));
             }
         }
-        loaded(&file, &selection, options)
+        loaded(&file, &selection, options.into()).map(Box::new)
     })
 }
 
-fn loaded(
-    file: &TensorFile,
-    selection: &[usize],
-    options: bridge::OpOptions,
-) -> Result<Box<Loaded>> {
-    let loaded = load(file, selection, &options.into(), &interrupt)?;
+fn loaded(file: &TensorFile, selection: &[usize], options: LoadOptions) -> Result<Loaded> {
+    let loaded = load(file, selection, &options, &interrupt)?;
     let memory = loaded.into_iter().map(|tensor| (tensor.number, tensor.memory));
-    Loaded::new(file, memory).map(Box::new)
+    Loaded::new(file, memory)
 }
 
 fn op_load_into(

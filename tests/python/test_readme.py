@@ -7,7 +7,7 @@ from conftest import ROOT, run_python
 
 def test_the_examples_of_the_readme(tmp_path):
     blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     script = tmp_path / "readme.py"
     check = "assert torch.equal(model[0].weight, empty[0].weight) and weights['bias'].sum() == 0\n"
     script.write_text("\n".join(blocks) + check)

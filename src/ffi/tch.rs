@@ -1,0 +1,71 @@
+//! `tch::Tensor`s, for Rust programs on LibTorch.
+//!
+//! Each release of `tch` fits one minor of torch: 0.24 is for torch 2.11.
+#![allow(unsafe_code)]
+
+use std::path::Path;
+
+use cxx::UniquePtr;
+use tch::{Device, Tensor};
+
+use super::torch::{bridge, load_all, load_some};
+use crate::error::{Error, Result};
+use crate::save::{SaveOptions, save as save_tensors};
+use crate::tensor::{Loaded, to_save};
+use crate::tensor_file::TensorFile;
+
+/// The address of an `at::Tensor`, which is what a `tch::Tensor` holds.
+fn address(tensor: &Tensor) -> usize {
+    tensor.as_ptr().expose_provenance()
+}
+
+/// New references to the tensors.
+fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<bridge::TensorList>> {
+    let addresses: Vec<usize> = tensors.map(address).collect();
+    // SAFETY: each is the address of an `at::Tensor` that its `tch::Tensor` keeps alive for 't.
+    Ok(unsafe { bridge::list_tensors(&addresses)? })
+}
+
+fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
+    let names: Vec<String> = (0..loaded.size()).map(|at| loaded.name(at).to_owned()).collect();
+    let tensors = bridge::new_tensors(&mut loaded)?.into_iter().map(|address| {
+        // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
+        let tensor = unsafe { Tensor::from_ptr(std::ptr::with_exposed_provenance_mut(address)) };
+        if device == Device::Cpu { Ok(tensor) } else { tensor.f_to_device(device) }
+    });
+    let tensors = tensors.collect::<std::result::Result<Vec<_>, _>>();
+    let tensors = tensors.map_err(|e| Error::Unsupported(e.to_string()))?;
+    Ok(names.into_iter().zip(tensors).collect())
+}
+
+/// All tensors of a file, with their names, in its order.
+pub fn load(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
+    take(load_all(&TensorFile::open(path)?)?, device)
+}
+
+/// Tensors of these names, in this order.
+pub fn load_named<S: AsRef<str>>(path: &Path, names: &[S], device: Device) -> Result<Vec<Tensor>> {
+    let file = TensorFile::open(path)?;
+    let loaded = take(load_some(&file, names)?, device)?;
+    Ok(loaded.into_iter().map(|(_, tensor)| tensor).collect())
+}
+
+/// Fills tensors that exist, of the same types and shapes, in place, wherever they are. If names,
+/// types or shapes do not fit, none is touched.
+pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Result<()> {
+    let uri = path.to_str().ok_or_else(|| {
+        Error::InvalidArgument(format!("the path {} is not UTF-8", path.display()))
+    })?;
+    let names: Vec<String> = out.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
+    let tensors = list(out.iter().map(|(_, tensor)| &**tensor))?;
+    let tensors = tensors.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
+    Ok(bridge::load_into_list(uri, &names, tensors)?)
+}
+
+/// Writes a file with these tensors: it appears whole, or not at all with the old one left.
+pub fn save<S: AsRef<str>>(path: &Path, tensors: &[(S, &Tensor)]) -> Result<()> {
+    let names: Vec<String> = tensors.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
+    let list = list(tensors.iter().map(|(_, tensor)| *tensor))?;
+    let list = list.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
+    save_tensors(path, to_save(&names, list)?, SaveOptions::default(), &|| Ok(()))
+}
