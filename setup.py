@@ -106,7 +106,7 @@ setup(
         RustExtension(
             "tensorizer.lib.libtensorizer_torch",
             binding=Binding.NoBinding,
-            features=["torch"],
+            features=["torch", "http"],
             args=["--no-default-features"],
             debug=False,
         ),

@@ -336,7 +336,7 @@ impl ReadAt for Stoppable<'_> {
         if self.control.stopped() {
             return Err(Error::Cancelled);
         }
-        self.source.read_at(offset, buffers)
+        self.source.read_at_while(offset, buffers, &|| !self.control.stopped())
     }
 }
 

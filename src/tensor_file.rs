@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
-use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, read_exact_at};
+use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, address, read_exact_at};
 
 /// A file's index, and where its bytes come from.
 pub struct TensorFile {
@@ -25,6 +25,14 @@ impl TensorFile {
         let uri = path.display().to_string();
         let file = std::fs::File::open(path).map_err(|e| Error::io("opening", &uri, e))?;
         Self::from_file(file, uri)
+    }
+
+    /// Opens an address, such as `https://host/model.tensors`, or a local path.
+    pub fn open_uri(uri: &str) -> Result<Self> {
+        match address::scheme(uri) {
+            None => Self::open(Path::new(uri)),
+            Some(_) => Self::from_source(address::open(uri)?, 0),
+        }
     }
 
     /// Reads the index of an open file: from its start if it is a regular file, from where it is

@@ -14,6 +14,7 @@ import torch
 from . import _modules
 from ._errors import CryptographyError
 from ._exchange import cast_dtype, lend, take, without_collections
+from ._files import open_address
 from ._reading import (
     as_numpy,
     check_num_readers,
@@ -38,8 +39,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
     """The tensors of a ``.tensors`` file, as a read-only mapping and as a loader of modules.
 
     Args:
-        file_obj: A path, ``os.PathLike``, file descriptor (which stays the caller's), or binary
-            file object (which is closed with this object). A pipe is read in one pass.
+        file_obj: A path, ``os.PathLike``, ``http://`` or ``https://`` address, file descriptor
+            (which stays the caller's), or binary file object (which is closed with this object;
+            streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and a
+            server without ranges are read in one pass.
         device: Where the tensors go. None: the current CUDA device if there is one, else the CPU.
         filter_func: Called once with each tensor's name; those for which it returns something
             false are left out. Structured names come as tuples.
@@ -95,6 +98,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         encryption: Any = None,
         mmap: bool | None = None,
     ) -> None:
+        file_obj = open_address(file_obj)
         self._file_obj: Any = (
             None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
         )
@@ -171,8 +175,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     @property
     def cache_status(self) -> str | None:
-        """The ``x-cache-status`` that a server answered with; None for local files."""
-        return None
+        """The ``x-cache-status`` that a server answered with; None if there is none."""
+        return next((v for k, v in self._reader.headers() if k.lower() == "x-cache-status"), None)
 
     #: Kept for callers of the old package; always 0 there too.
     read_bytes = 0

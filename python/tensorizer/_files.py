@@ -6,10 +6,15 @@ import io
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: Addresses that this release refuses instead of taking them for local paths.
+if TYPE_CHECKING:
+    from ._native import Source
+
+#: Addresses of servers; every other string is a local path.
 NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
+#: Those that this release reads.
+_READ_SCHEMES = ("http://", "https://")
 
 
 @dataclass
@@ -38,7 +43,25 @@ class PythonFile:
     size: int | None
 
 
-def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
+@dataclass
+class Remote:
+    """A file of a server, from position ``base`` on."""
+
+    source: Source
+    uri: str
+    base: int
+
+
+def open_address(file_obj: Any) -> Any:
+    """Open what is the address of a server; return anything else as it is."""
+    if isinstance(file_obj, str) and file_obj.lower().startswith(_READ_SCHEMES):
+        from .stream_io import open_stream
+
+        return open_stream(file_obj)
+    return file_obj
+
+
+def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     """Say how to open a path, ``os.PathLike``, descriptor or binary file object.
 
     Raises:
@@ -50,6 +73,10 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile:
     if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
         scheme = file_obj.split("://")[0]
         raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
+    native = getattr(file_obj, "_native_source", None)
+    source = native() if native is not None else None
+    if source is not None and (source.size is not None or file_obj.tell() == 0):
+        return Remote(source, file_obj.name, file_obj.tell())
     if isinstance(file_obj, (str, bytes, os.PathLike)):
         return LocalPath(os.fsdecode(file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):

@@ -19,6 +19,8 @@ def open_reader(file_obj: Any) -> Reader:
     target = _files.classify(file_obj)
     if isinstance(target, _files.LocalPath):
         return Reader.from_path(target.path)
+    if isinstance(target, _files.Remote):
+        return Reader.from_source(target.source, target.base)
     if not isinstance(file_obj, int):
         readable = getattr(file_obj, "readable", None)
         if not hasattr(file_obj, "read") or (readable is not None and not readable()):

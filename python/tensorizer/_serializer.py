@@ -247,6 +247,8 @@ class TensorSerializer:
 
 def _open(file_obj: Any, alignment: int, threads: int | None) -> Writer:
     target = _files.classify(file_obj)
+    if isinstance(target, _files.Remote):
+        raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, _files.LocalPath):
         return Writer.to_path(target.path, alignment, threads)
     if not isinstance(file_obj, int):

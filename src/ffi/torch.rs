@@ -4,7 +4,6 @@
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::OnceLock;
 
 use super::guard::guard;
@@ -12,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::index::Entry;
 use crate::load::{LoadOptions, load, load_into};
 use crate::save::{SaveOptions, save};
+use crate::source::address;
 use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};
 use crate::tensor_file::TensorFile;
 
@@ -125,22 +125,6 @@ fn interrupt() -> Result<()> {
     INTERRUPT.get().map_or(Ok(()), |hook| hook())
 }
 
-/// Opens what an operator names: so far a local path.
-fn open(uri: &str) -> Result<TensorFile> {
-    TensorFile::open(local(uri)?)
-}
-
-fn local(uri: &str) -> Result<&Path> {
-    match uri.split_once("://") {
-        Some((scheme @ ("http" | "https" | "s3" | "redis" | "rediss"), _)) => {
-            Err(Error::Unsupported(format!(
-                "`{scheme}://` addresses are not supported by this release"
-            )))
-        }
-        _ => Ok(Path::new(uri)),
-    }
-}
-
 impl From<bridge::OpOptions> for LoadOptions {
     fn from(given: bridge::OpOptions) -> Self {
         LoadOptions {
@@ -166,7 +150,7 @@ pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S]) -> Result<Loaded
 
 fn op_load_all(uri: &str, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
-        let file = open(uri)?;
+        let file = TensorFile::open_uri(uri)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
         loaded(&file, &all, options.into()).map(Box::new)
     })
@@ -174,7 +158,7 @@ fn op_load_all(uri: &str, options: bridge::OpOptions) -> Result<Box<Loaded>> {
 
 fn op_load(uri: &str, names: Vec<String>, options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
-        let file = open(uri)?;
+        let file = TensorFile::open_uri(uri)?;
         loaded(&file, &file.select(&names)?, options.into()).map(Box::new)
     })
 }
@@ -187,7 +171,7 @@ fn describe(entry: &Entry) -> String {
 
 fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>> {
     guard(|| {
-        let file = open(uri)?;
+        let file = TensorFile::open_uri(uri)?;
         file.select(&names)?.into_iter().map(|number| file.entry(number).map(describe)).collect()
     })
 }
@@ -203,7 +187,7 @@ fn op_load_checked(
             let (names, expected) = (names.len(), expected.len());
             return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
         }
-        let file = open(uri)?;
+        let file = TensorFile::open_uri(uri)?;
         let selection = file.select(&names)?;
         for ((&number, name), expected) in selection.iter().zip(&names).zip(&expected) {
             let found = describe(file.entry(number)?);
@@ -231,7 +215,7 @@ fn op_load_into(
     options: bridge::OpOptions,
 ) -> Result<()> {
     guard(|| {
-        let file = open(uri)?;
+        let file = TensorFile::open_uri(uri)?;
         let selection = file.select(&names)?;
         // SAFETY: the operator's caller hands `out` over for the length of the call.
         let destinations = unsafe { destinations(&file, &selection, out)? };
@@ -281,7 +265,13 @@ unsafe fn destinations<'t>(
 }
 
 fn op_names(uri: &str) -> Result<Vec<String>> {
-    guard(|| Ok(open(uri)?.entries().iter().map(|entry| entry.name.stored().to_owned()).collect()))
+    guard(|| {
+        Ok(TensorFile::open_uri(uri)?
+            .entries()
+            .iter()
+            .map(|entry| entry.name.stored().to_owned())
+            .collect())
+    })
 }
 
 fn op_save(uri: &str, names: Vec<String>, tensors: &bridge::TensorList) -> Result<()> {
@@ -290,7 +280,7 @@ fn op_save(uri: &str, names: Vec<String>, tensors: &bridge::TensorList) -> Resul
         if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
             return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));
         }
-        let path = local(uri)?;
+        let path = address::local(uri)?;
         save(path, to_save(&names, tensors)?, SaveOptions::default(), &interrupt)
     })
 }

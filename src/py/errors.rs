@@ -57,6 +57,15 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }
         (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),
+        (None, io::ErrorKind::NotFound) => builtin::PyFileNotFoundError::new_err(text),
+        (None, io::ErrorKind::PermissionDenied) => builtin::PyPermissionError::new_err(text),
+        (None, io::ErrorKind::TimedOut) => builtin::PyTimeoutError::new_err(text),
+        (
+            None,
+            io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted,
+        ) => builtin::PyConnectionError::new_err(text),
         (None, _) => builtin::PyOSError::new_err(text),
     }
 }

@@ -3,6 +3,7 @@
 mod errors;
 mod file;
 mod reader;
+mod source;
 mod writer;
 
 use pyo3::prelude::*;
@@ -28,6 +29,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
     module.add_class::<reader::Reader>()?;
+    module.add_class::<source::Source>()?;
     module.add_class::<writer::Writer>()?;
     Ok(())
 }

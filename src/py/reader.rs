@@ -10,6 +10,7 @@ use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 
 use super::file::PyFile;
 use super::signals;
+use super::source::Source;
 use crate::error::{Error, Result};
 use crate::ffi::exchange::{borrow, offer};
 use crate::fill::read_headers;
@@ -70,6 +71,18 @@ impl Reader {
             Some(_) => TensorFile::from_source(Arc::new(file), base),
             None => TensorFile::from_source(Arc::new(PipeSource::new(file, uri)), 0),
         })?))
+    }
+
+    /// Reads a source from `base` on.
+    #[staticmethod]
+    fn from_source(py: Python<'_>, source: &Source, base: u64) -> PyResult<Self> {
+        let source = source.shared()?;
+        Ok(Self::new(py.detach(|| TensorFile::from_source(source, base))?))
+    }
+
+    /// What a server sent along when the file was opened.
+    fn headers(&self) -> Vec<(String, String)> {
+        self.file.source().headers().to_vec()
     }
 
     fn close(&self, py: Python<'_>) {

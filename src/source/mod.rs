@@ -1,7 +1,10 @@
 //! Where bytes come from. Every source can be read at a position; some only in rising order.
 
+pub mod address;
 mod closed;
 mod file;
+#[cfg(feature = "http")]
+pub mod http;
 mod memory;
 mod pipe;
 
@@ -39,6 +42,21 @@ pub trait ReadAt: Send + Sync {
 
     /// Reads some bytes at `offset` into the buffers in order; 0 only at the end of the source.
     fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize>;
+
+    /// The same, given up soon after `go_on` says no; for sources that may wait long.
+    fn read_at_while(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        _go_on: &dyn Fn() -> bool,
+    ) -> Result<usize> {
+        self.read_at(offset, buffers)
+    }
+
+    /// Fields that a server sent along, by name.
+    fn headers(&self) -> &[(String, String)] {
+        &[]
+    }
 
     /// The file behind it, where it is a local regular file that can be mapped.
     fn file(&self) -> Option<&std::fs::File> {

@@ -1,0 +1,101 @@
+//! `tensorizer._C.Source`: an open address for `stream_io`.
+
+use std::io::IoSliceMut;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::{Error, Result};
+use crate::source::ReadAt;
+use crate::source::http::{self, HttpOptions, Trust};
+
+/// Bytes of a server. All methods may be called from several threads.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Source {
+    source: Mutex<Option<Arc<dyn ReadAt>>>,
+    uri: String,
+}
+
+impl Source {
+    fn new(source: Arc<dyn ReadAt>) -> Self {
+        Source { uri: source.uri().to_owned(), source: Mutex::new(Some(source)) }
+    }
+
+    /// The source, unless it was closed.
+    pub fn shared(&self) -> Result<Arc<dyn ReadAt>> {
+        let source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        source
+            .clone()
+            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+    }
+}
+
+#[pymethods]
+impl Source {
+    /// Opens an address. Certificates that are trusted: those of the system, or of the file or
+    /// the folder, or all.
+    #[staticmethod]
+    #[pyo3(signature = (uri, headers, *, ca_file=None, ca_folder=None, trust_all=false))]
+    fn http(
+        py: Python<'_>,
+        uri: String,
+        headers: Vec<(String, String)>,
+        ca_file: Option<PathBuf>,
+        ca_folder: Option<PathBuf>,
+        trust_all: bool,
+    ) -> PyResult<Self> {
+        let trust = match (ca_file, ca_folder, trust_all) {
+            (Some(file), ..) => Trust::File(file),
+            (_, Some(folder), _) => Trust::Folder(folder),
+            (.., true) => Trust::Anything,
+            _ => Trust::System,
+        };
+        let source = py.detach(|| -> Result<_> {
+            http::open(&uri, HttpOptions { headers, trust, ..HttpOptions::from_environment()? })
+        })?;
+        Ok(Self::new(source))
+    }
+
+    /// Up to `len` bytes at a position: fewer only at the end.
+    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let source = self.shared()?;
+        let bytes = py.detach(|| -> Result<_> {
+            let known = source.traits().len.unwrap_or(u64::MAX).saturating_sub(offset);
+            let mut bytes = vec![0; len.min(usize::try_from(known).unwrap_or(len))];
+            let mut done = 0;
+            while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+                let at = offset.saturating_add(done as u64);
+                match source.read_at(at, &mut [IoSliceMut::new(rest)])? {
+                    0 => break,
+                    read => done += read,
+                }
+            }
+            bytes.truncate(done);
+            Ok(bytes)
+        })?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn close(&self) {
+        self.source.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    /// The address, without its secrets.
+    #[getter]
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// Size in bytes; None for a server that can only be read front to back.
+    #[getter]
+    fn size(&self) -> PyResult<Option<u64>> {
+        Ok(self.shared()?.traits().len)
+    }
+
+    /// What the server sent along.
+    fn headers(&self) -> PyResult<Vec<(String, String)>> {
+        Ok(self.shared()?.headers().to_vec())
+    }
+}

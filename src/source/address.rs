@@ -1,0 +1,40 @@
+//! Which source an address names.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{FileSource, ReadAt};
+use crate::error::{Error, Result};
+
+/// Schemes of addresses; everything else is a local path.
+const SCHEMES: [&str; 5] = ["http", "https", "s3", "redis", "rediss"];
+
+/// The scheme of an address in lower case, or None for a local path.
+pub fn scheme(uri: &str) -> Option<String> {
+    let scheme = uri.split_once("://")?.0.to_ascii_lowercase();
+    SCHEMES.contains(&scheme.as_str()).then_some(scheme)
+}
+
+/// Refuses what is not a local path.
+pub fn local(uri: &str) -> Result<&Path> {
+    match scheme(uri) {
+        Some(scheme) => Err(unsupported(&scheme)),
+        None => Ok(Path::new(uri)),
+    }
+}
+
+fn unsupported(scheme: &str) -> Error {
+    Error::Unsupported(format!("`{scheme}://` addresses are not supported here by this release"))
+}
+
+/// Opens an address or a local path for reading, with the options of the environment.
+pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
+    match scheme(uri) {
+        None => Ok(Arc::new(FileSource::open(Path::new(uri))?)),
+        #[cfg(feature = "http")]
+        Some(scheme) if scheme.starts_with("http") => {
+            super::http::open(uri, super::http::HttpOptions::from_environment()?)
+        }
+        Some(scheme) => Err(unsupported(&scheme)),
+    }
+}
