@@ -41,6 +41,7 @@ test-rust: $(STAMPS)/torch
 	@if cargo tree --no-default-features -e normal --prefix none \
 	  | grep -E '^(cxx|pyo3|tch|torch-sys|tokio|hyper|reqwest|aws-|redis|cudarc)'; \
 	  then echo "the core alone depends on the above"; exit 1; fi
+	cargo test --no-default-features --features http --lib
 	LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) cargo test --no-default-features --features torch --lib
 	cargo build --no-default-features --features python
 	@if $(BIN)/python -c "import sys, torch; sys.exit(torch.__version__[:5] != '2.11.')"; then set -x; \
@@ -54,6 +55,7 @@ test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --check
 	cargo clippy --no-default-features --all-targets -- -D warnings
+	cargo clippy --no-default-features --features http --all-targets -- -D warnings
 	cargo clippy --no-default-features --features python --all-targets -- -D warnings
 	$(TCH) cargo clippy --no-default-features --features tch --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features torch

@@ -60,9 +60,10 @@ pub fn fill<'a>(
                 .map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
         ),
     };
-    let jobs = pass.jobs(slots, traits.merge_gap, traits.request_len, traits.max_readers > 1)?;
-    let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
+    let part_len = part_len(&slots, wanted, traits.request_len);
+    let jobs = pass.jobs(slots, traits.merge_gap, part_len, traits.max_readers > 1)?;
+    let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
 
     let touched = Mutex::new(touched.into_iter());
@@ -102,6 +103,13 @@ pub fn fill<'a>(
                 .ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
         })
         .collect()
+}
+
+/// Bytes a part: as many as suit the source, but something for every reader.
+fn part_len(slots: &[Slot<'_>], readers: usize, request_len: u64) -> u64 {
+    let total: u64 =
+        slots.iter().map(|slot| if let Slot::Read(b) = slot { b.len() as u64 } else { 0 }).sum();
+    (total / readers as u64).max(INLINE_LEN).min(request_len)
 }
 
 /// Reads the headers of tensors, given by number, and not their data.

@@ -15,3 +15,12 @@ def test_the_examples_of_the_readme(tmp_path):
     done = run_python(code, script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.tensors").exists()
+
+
+def test_every_environment_variable_is_in_the_readme():
+    table = (ROOT / "src/source/http/options.rs").read_text()
+    rows = re.findall(r'name: "(\w+)",\s+default: (\d+),\s+meaning: "(.+?)"', table)
+    assert len(rows) == table.count("Variable {") - 1
+    readme = (ROOT / "README.md").read_text()
+    for name, default, meaning in rows:
+        assert f"| `{name}` | {default} | {meaning} |" in readme

@@ -1,0 +1,219 @@
+"""Servers on loopback: nginx, and one that fails as it is told."""
+
+import http.server
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+
+def need(program):
+    """Return the path of a server; without it the test is skipped, in CI it fails."""
+    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
+    if path is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{program} is required in CI")
+        pytest.skip(f"{program} is not installed")
+    return path
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wait_for(port, process):
+    for _ in range(200):
+        assert process.poll() is None, "the server did not start"
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError("the server does not listen")
+
+
+CONF = """daemon off;
+pid {folder}/nginx.pid;
+error_log {folder}/error.log;
+worker_processes 1;
+events {{ worker_connections 512; }}
+http {{
+  access_log {folder}/access.log;
+  sendfile on;
+  client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
+  uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
+  server {{
+    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{tls} ssl http2;
+    server_name localhost;
+    ssl_certificate {folder}/server.pem;
+    ssl_certificate_key {folder}/server.key;
+    root {folder}/root;
+    location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
+    location /auth/ {{ alias {folder}/root/; auth_basic on; auth_basic_user_file {folder}/users; }}
+    location /token/ {{
+      if ($http_x_token != "secret") {{ return 403; }}
+      alias {folder}/root/;
+    }}
+    location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
+    location /elsewhere/ {{ return 307 http://localhost:{port}/token/f.tensors; }}
+    location /loop/ {{ return 302 /loop/again; }}
+  }}
+}}
+"""
+
+
+class Nginx:
+    """nginx with a folder of files, over HTTP and over TLS with HTTP/2."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.root = self.folder / "root"
+        self.root.mkdir()
+        self.port, self.tls_port = free_port(), free_port()
+        self.http = f"http://127.0.0.1:{self.port}"
+        self.https = f"https://localhost:{self.tls_port}"
+        make_certificates(self.folder)
+        # The password is `word`.
+        (self.folder / "users").write_text("user:{PLAIN}word\n")
+        conf = self.folder / "nginx.conf"
+        conf.write_text(CONF.format(folder=self.folder, port=self.port, tls=self.tls_port))
+        # Its workers run as another user, who must reach the files.
+        for path in (self.folder, *self.folder.parents[:3]):
+            if path.stat().st_uid == os.getuid() and str(path).startswith("/tmp/"):
+                path.chmod(path.stat().st_mode | 0o755)
+        self.process = subprocess.Popen(
+            [need("nginx"), "-c", conf, "-p", folder], stderr=subprocess.DEVNULL
+        )
+        wait_for(self.port, self.process)
+
+    def requests(self):
+        """Return the requests so far, one line each."""
+        time.sleep(0.05)
+        return (self.folder / "access.log").read_text().splitlines()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
+
+
+def make_certificates(folder):
+    """Make a private authority and a certificate for localhost."""
+    openssl = need("openssl")
+
+    def run(*command):
+        subprocess.run([openssl, *command], cwd=folder, check=True, capture_output=True)
+
+    run("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "ca.key",
+        "-out", "ca.pem", "-subj", "/CN=Test authority")  # fmt: skip
+    run("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key", "-out", "server.csr",
+        "-subj", "/CN=localhost")  # fmt: skip
+    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    run("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+        "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", "server.pem")  # fmt: skip
+
+
+class FaultServer:
+    """Serves one file with ranges. Each request is given to ``script`` with its number and range,
+    which returns None, or the name of a fault with what belongs to it.
+    """
+
+    def __init__(self, data, script=lambda number, start, end: None, ranges=True, etag='"one"'):
+        self.data, self.script, self.ranges, self.etag = data, script, ranges, etag
+        self.requests, self.sent, self.lock = [], 0, threading.Lock()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                outer.answer(self)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.block_on_close = False
+        self.url = f"http://127.0.0.1:{self.server.server_port}/f.tensors"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+        self.stopping = threading.Event()
+
+    def answer(self, handler):  # noqa: PLR0915
+        start, end, size = 0, len(self.data), len(self.data)
+        field = handler.headers.get("Range")
+        if field and self.ranges:
+            first, last = field.removeprefix("bytes=").split("-")
+            start, end = int(first), min(int(last) + 1, size)
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append((start, end, dict(handler.headers)))
+        fault, *given = self.script(number, start, end) or ("none",)
+        ranged = field is not None and self.ranges
+        body = self.data[start:end]
+        cut, extra = len(body), {}
+        if fault == "status":
+            status, extra, body = given[0], (given[1] if len(given) > 1 else {}), b"<html>no</html>"
+            cut, ranged = len(body), False
+        elif fault == "page":
+            status, body = 200, b"<html>a proxy's page</html>"
+            cut, ranged = len(body), False
+        else:
+            status = 206 if ranged else 200
+        handler.send_response(status)
+        shown = (start, end)
+        if fault == "range":
+            shown = (start + 7, end + 7)
+        if ranged:
+            handler.send_header("Content-Range", f"bytes {shown[0]}-{shown[1] - 1}/{size}")
+        handler.send_header("ETag", given[0] if fault == "etag" else self.etag)
+        for name, value in extra.items():
+            handler.send_header(name, value)
+        if fault == "chunked":
+            handler.send_header("Transfer-Encoding", "chunked")
+        elif fault != "unknown":
+            handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        if fault in ("cut", "reset", "stall"):
+            cut = min(given[0], len(body))
+        try:
+            if fault == "chunked":
+                for at in range(0, len(body), 100_000):
+                    piece = body[at : at + 100_000]
+                    handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                handler.wfile.write(b"0\r\n\r\n")
+            else:
+                handler.wfile.write(body[:cut])
+            with self.lock:
+                self.sent += cut
+            handler.wfile.flush()
+        except OSError:
+            pass
+        if fault == "stall":
+            self.stopping.wait(30)
+        if fault == "reset":
+            linger = struct.pack("ii", 1, 0)
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            handler.connection.close()
+        if fault in ("cut", "reset", "stall", "unknown"):
+            handler.close_connection = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.stopping.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(10)
