@@ -50,6 +50,7 @@ class Case:
     engines: tuple[str, ...]
     limit: str | None = None
     cold: bool = False
+    server: bool = False
 
 
 LOADERS = (
@@ -75,6 +76,10 @@ CASES = [
     Case("cold", "load, nothing in the page cache", "large",
          ("ours", "ours read", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai"),
          "direct", cold=True),
+    Case("http", "load from nginx on this machine, touched", "large",
+         ("ours http", "2.12.1 http"), "curl", server=True),
+    Case("http-3k", "3,000 tensors from nginx, touched", "3k",
+         ("ours http", "2.12.1 http"), "curl", server=True),
     Case("save", "save with fsync", "large",
          ("ours save", "2.12.1 save", "safetensors save", "torch.save"), None),
     Case("import", "import, after torch", "3k",

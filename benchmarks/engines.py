@@ -42,6 +42,15 @@ def load_ours(path: Path, **options) -> dict[str, torch.Tensor]:
     return dict(tensorizer.TensorDeserializer(f"{path}.tensors", device="cpu", **options).items())
 
 
+def load_http(path: Path) -> dict[str, torch.Tensor]:
+    """Load from the server that the caller has started over the folder."""
+    import tensorizer
+    from tensorizer.stream_io import open_stream
+
+    stream = open_stream(f"{os.environ['BENCHMARK_SERVER']}/{path.name}.tensors")
+    return dict(tensorizer.TensorDeserializer(stream, device="cpu").items())
+
+
 def load_safetensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -71,6 +80,8 @@ def load_fastsafetensors(path: Path) -> dict[str, torch.Tensor]:
 LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "ours": load_ours,
     "ours read": lambda path: load_ours(path, mmap=False),
+    "ours http": load_http,
+    "2.12.1 http": load_http,
     "ours verify": lambda path: load_ours(path, verify_hash=True),
     "tensorizer 2.12.1": load_ours,
     "2.12.1 verify": lambda path: load_ours(path, verify_hash=True),
@@ -174,7 +185,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
     expected = json.loads(Path(f"{path}.json").read_text())
     reset_peak()
     before = status("VmHWM")
-    cpu = time.process_time()
+    cpu = sum(os.times()[:4])
     start = time.perf_counter()
     tensors = (OPENERS | LOADERS)[engine](path)
     loaded = time.perf_counter() - start
@@ -184,7 +195,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
     sums = checksum(tensors)
     # Hashing has touched every byte by itself.
     seconds = loaded if "verify" in engine else time.perf_counter() - start
-    cpu = time.process_time() - cpu
+    cpu = sum(os.times()[:4]) - cpu
     total = sum(t.nbytes for t in tensors.values())
     extra = status("VmHWM") - before - total
     return {

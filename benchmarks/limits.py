@@ -6,6 +6,7 @@ read     two threads read the file from the page cache into fresh, huge-page-adv
          the bytes are touched as every engine's are
 sha256   two threads hash memory
 direct   four threads read the file with O_DIRECT
+curl     two curl processes fetch the halves of the file and drop them
 copy     one thread copies memory to touched memory
 """
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import mmap
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -78,6 +80,20 @@ def direct(path: Path) -> dict[str, float]:
             os.preadv(descriptor, [buffer], offset)
 
     return {"seconds": in_threads(4, work), "bytes": size}
+
+
+def curl(path: Path) -> dict[str, float]:
+    size = path.stat().st_size
+    url = f"{os.environ['BENCHMARK_SERVER']}/{path.name}"
+    ranges = (f"0-{size // 2 - 1}", f"{size // 2}-{size - 1}")
+    start = time.perf_counter()
+    for process in [
+        subprocess.Popen(["curl", "--silent", "--fail", "--output", "/dev/null", "--range", r, url])
+        for r in ranges
+    ]:
+        if process.wait() != 0:
+            raise RuntimeError("curl failed")
+    return {"seconds": time.perf_counter() - start, "bytes": size}
 
 
 def copy(path: Path) -> dict[str, float]:

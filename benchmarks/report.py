@@ -1,6 +1,6 @@
-"""Tables and the plot of the README, made from a record.
+"""Tables and the plot of the README, made from the newest records of a machine.
 
-python benchmarks/report.py benchmarks/records/MACHINE/DATE-COMMIT.jsonl
+python benchmarks/report.py benchmarks/records/MACHINE
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",
     "direct": "limit: four-thread O_DIRECT",
+    "curl": "limit: two curl processes that keep nothing",
 }
 
 
@@ -25,9 +26,9 @@ def table(case: Case, rows: list[dict]) -> str:
     """Return a Markdown table; ratios are of median times, above 1 where ours is faster."""
     ours = next(row for row in rows if row["engine"] == case.engines[0])
     lines = [
-        "| engine | median s | min to max | the call alone s | GB/s | ours is faster by "
+        "| engine | median s | min to max | the call alone s | CPU s | GB/s | ours is faster by "
         "| memory beyond tensors |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         rate = f"{row['bytes'] / row['median'] / 1e9:.2f}" if row["bytes"] else "-"
@@ -38,24 +39,38 @@ def table(case: Case, rows: list[dict]) -> str:
             shown = f"{ratio:.2f} of it"
         else:
             shown = "-" if row is ours else f"{row['median'] / ours['median']:.2f}"
+        cpu = f"{row['cpu_seconds']:.2f}" if row["cpu_seconds"] else "-"
         extra = f"{row['extra_bytes'] / 1e6:.0f} MB" if not row["limit"] and row["bytes"] else "-"
         lines.append(
             f"| {name} | {row['median']:.3f} | {row['min']:.3f} to {row['max']:.3f} "
-            f"| {row['call_median']:.3f} | {rate} | {shown} | {extra} |"
+            f"| {row.get('call_median', row['median']):.3f} | {cpu} | {rate} | {shown} | {extra} |"
         )
     return "\n".join(lines)
 
 
-def render(path: Path) -> None:
+def newest(folder: Path) -> tuple[dict[str, dict], list[dict]]:
+    """Return, by case, the machine of the newest record that has it, and those rows."""
+    machines: dict[str, dict] = {}
+    found: dict[str, list[dict]] = {}
+    texts = (path.read_text().splitlines() for path in folder.glob("*.jsonl"))
+    records = [[json.loads(line) for line in lines] for lines in texts]
+    for machine, *rows in sorted(records, key=lambda record: record[0]["date"]):
+        for case in {row["case"] for row in rows}:
+            machines[case] = machine
+            found[case] = [row for row in rows if row["case"] == case]
+    return machines, [row for rows in found.values() for row in rows]
+
+
+def render(folder: Path) -> None:
     """Renew the part of the README that is between the two marks, and the plot."""
-    machine, *rows = (json.loads(line) for line in path.read_text().splitlines())
+    machines, rows = newest(folder)
+    machine = max(machines.values(), key=lambda machine: machine["date"])
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    rounds = rows[0]["n"]
     out = [
         BEGIN,
-        f"Measured on {machine['date']} on {machine['cpu']}, {machine['memory']}, kernel "
-        f"{machine['kernel']}, with {versions}. {rounds} rounds, engines in turns, each in a "
-        "process of its own, every byte compared with what was written. CPU only.",
+        f"Measured on {machine['cpu']}, {machine['memory']}, kernel {machine['kernel']}, with "
+        f"{versions}. Engines in turns, each in a process of its own, every byte compared with "
+        "what was written. CPU only.",
         "",
     ]
     for case in CASES:
@@ -65,8 +80,10 @@ def render(path: Path) -> None:
         model = FULL[case.model]
         size = f"{model.count:,} tensors, {model.total_bytes / 1e9:.2f} GB"
         state = "cold cache" if case.cold else "warm cache"
-        detail = "" if case.name == "import" else f" ({size}, {state})"
-        out += [f"**{case.title[0].upper()}{case.title[1:]}**{detail}", "", table(case, mine), ""]
+        parts = [] if case.name == "import" else [size, state]
+        parts += [f"{mine[0]['n']} rounds", machines[case.name]["date"][:10]]
+        title = case.title[0].upper() + case.title[1:]
+        out += [f"**{title}** ({', '.join(parts)})", "", table(case, mine), ""]
     out += ["![rates of loading](benchmarks/records/load.svg)", "", END]
     text = README.read_text()
     head, _, rest = text.partition(BEGIN)
@@ -85,7 +102,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
     names = [
         name
-        for name in ("load", "read", "load-3k", "load-20k", "cold")
+        for name in ("load", "read", "load-3k", "load-20k", "cold", "http")
         if any(r["case"] == name for r in rows)
     ]
     figure, axes = pyplot.subplots(

@@ -9,6 +9,7 @@ the README. ``--quick`` uses toy sizes, to try the programs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 from cases import CASES, FULL, QUICK, Case, Model
+from serve import nginx
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -133,7 +135,7 @@ def describe() -> dict[str, object]:
     ).stdout.strip()
     packages = ("torch", "safetensors", "runai-model-streamer", "fastsafetensors", "tensorizer")
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now().isoformat(timespec="minutes"),
         "commit": commit or "none",
         "cpu": f"{os.cpu_count()} x {cpu}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB",
@@ -162,17 +164,22 @@ def main() -> None:
         if options.only and case.name not in options.only:
             continue
         print(f"{case.name}: {case.title}")
-        mine = measure(case, folder, rounds, options.quick)
+        with nginx(folder) if case.server else contextlib.nullcontext() as address:
+            if case.server and address is None:
+                print("nginx is not installed: not measured")
+                continue
+            os.environ["BENCHMARK_SERVER"] = address or ""
+            mine = measure(case, folder, rounds, options.quick)
         rows += mine
         print(table(case, mine))
     if options.record:
         name = f"{os.cpu_count()}-core-{platform.machine()}"
         target = HERE / "records" / name
         target.mkdir(parents=True, exist_ok=True)
-        path = target / f"{machine['date']}-{machine['commit']}.jsonl"
+        path = target / f"{machine['date'][:10]}-{machine['commit']}.jsonl"
         lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
         path.write_text("\n".join(lines) + "\n")
-        render(path)
+        render(target)
         print(f"recorded in {path.relative_to(ROOT)}")
 
 

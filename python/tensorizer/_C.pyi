@@ -1,8 +1,17 @@
 from collections.abc import Sequence
 from typing import Any, final
 
-__all__ = ["TORCH_VERSION", "Reader", "Source", "Writer", "__version__", "cpu_count"]
+__all__ = [
+    "DEFAULT_S3_ENDPOINT",
+    "TORCH_VERSION",
+    "Reader",
+    "Source",
+    "Writer",
+    "__version__",
+    "cpu_count",
+]
 
+DEFAULT_S3_ENDPOINT: str
 TORCH_VERSION: str
 __version__: str
 cpu_count: int
@@ -52,6 +61,20 @@ class Source:
         uri: str,
         headers: Sequence[tuple[str, str]],
         *,
+        ca_file: str | None = None,
+        ca_folder: str | None = None,
+        trust_all: bool = False,
+    ) -> Source: ...
+    @staticmethod
+    def s3(
+        uri: str,
+        *,
+        access_key: str | None,
+        secret_key: str | None,
+        endpoint: str | None,
+        config_path: str | None,
+        force_http: bool | None,
+        region: str | None,
         ca_file: str | None = None,
         ca_folder: str | None = None,
         trust_all: bool = False,

@@ -39,7 +39,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
     """The tensors of a ``.tensors`` file, as a read-only mapping and as a loader of modules.
 
     Args:
-        file_obj: A path, ``os.PathLike``, ``http://`` or ``https://`` address, file descriptor
+        file_obj: A path, ``os.PathLike``, ``http(s)://`` or ``s3://`` address, file descriptor
             (which stays the caller's), or binary file object (which is closed with this object;
             streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and a
             server without ranges are read in one pass.

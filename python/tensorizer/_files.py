@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Addresses of servers; every other string is a local path.
 NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
 #: Those that this release reads.
-_READ_SCHEMES = ("http://", "https://")
+_READ_SCHEMES = ("http://", "https://", "s3://")
 
 
 @dataclass

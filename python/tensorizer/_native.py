@@ -17,6 +17,6 @@ if _found != TORCH_MINOR:
         "build it again with `pip install --force-reinstall --no-deps --no-cache-dir tensorizer`."
     )
 
-from ._C import Reader, Source, Writer, __version__, cpu_count  # noqa: E402
+from ._C import DEFAULT_S3_ENDPOINT, Reader, Source, Writer, __version__, cpu_count  # noqa: E402
 
-__all__ = ["Reader", "Source", "Writer", "__version__", "cpu_count"]
+__all__ = ["DEFAULT_S3_ENDPOINT", "Reader", "Source", "Writer", "__version__", "cpu_count"]

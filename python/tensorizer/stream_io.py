@@ -1,7 +1,7 @@
 """Files behind addresses, as Python file objects.
 
-:func:`open_stream` opens local paths and ``http://`` and ``https://`` addresses. A stream that is
-handed to :class:`tensorizer.TensorDeserializer` as it was opened is not read through Python: its
+:func:`open_stream` opens local paths and ``http://``, ``https://`` and ``s3://`` addresses. A
+stream that is handed to :class:`tensorizer.TensorDeserializer` is not read through Python: its
 tensors are fetched by parallel requests, straight into their memory.
 """
 
@@ -13,15 +13,23 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
-from ._native import Source
+from ._native import DEFAULT_S3_ENDPOINT, Source
 
 __all__ = ["CAInfo", "CURLStreamFile", "open_stream"]
 
+#: Where objects are read from if nothing says otherwise.
+default_s3_read_endpoint = DEFAULT_S3_ENDPOINT
 #: Bytes that a stream asks of its server at a time when it is read from Python.
 _READ_AHEAD = 8 << 20
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
+
+
+class _Trust(TypedDict):
+    ca_file: str | None
+    ca_folder: str | None
+    trust_all: bool
 
 
 class CAInfo:
@@ -69,6 +77,29 @@ class CAInfo:
         return f"CAInfo({', '.join(shown) or 'allow_untrusted=True'})"
 
 
+def _trust(certificate_handling: CAInfo | None) -> _Trust:
+    """Return what the native code is told about certificates."""
+    if certificate_handling is None:
+        return {"ca_file": None, "ca_folder": None, "trust_all": False}
+    if not isinstance(certificate_handling, CAInfo):
+        raise TypeError(
+            f"certificate_handling must be a CAInfo, not {type(certificate_handling).__name__}"
+        )
+    given = certificate_handling
+    return {
+        "ca_file": given.cacert,
+        "ca_folder": given.capath,
+        "trust_all": given.allow_untrusted,
+    }
+
+
+def _check_range(begin: int | None, end: int | None) -> None:
+    if begin is not None and begin < 0:
+        raise ValueError(f"begin must not be negative, but is {begin}")
+    if end is not None and end <= (begin or 0):
+        raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
+
+
 class CURLStreamFile(io.BufferedIOBase):
     """A file of an HTTP server, for reading. The name is kept from the time when it ran ``curl``.
 
@@ -103,23 +134,15 @@ class CURLStreamFile(io.BufferedIOBase):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        super().__init__()
-        if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
-            raise TypeError(
-                f"certificate_handling must be a CAInfo, not {type(certificate_handling).__name__}"
-            )
-        if begin is not None and begin < 0:
-            raise ValueError(f"begin must not be negative, but is {begin}")
-        if end is not None and end <= (begin or 0):
-            raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
-        trust = certificate_handling
-        self._source = Source.http(
-            uri,
-            [(name, str(value)) for name, value in (headers or {}).items()],
-            ca_file=trust.cacert if trust else None,
-            ca_folder=trust.capath if trust else None,
-            trust_all=trust.allow_untrusted if trust else False,
-        )
+        trust = _trust(certificate_handling)
+        _check_range(begin, end)
+        fields = [(name, str(value)) for name, value in (headers or {}).items()]
+        self._over(Source.http(uri, fields, **trust), begin, end, buffer_size)
+
+    def _over(
+        self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
+    ) -> None:
+        self._source = source
         self._end = end
         self._position = begin or 0
         self._ahead = buffer_size or _READ_AHEAD
@@ -237,6 +260,25 @@ class CURLStreamFile(io.BufferedIOBase):
         return part
 
 
+def _open_s3(
+    uri: str,
+    begin: int | None,
+    end: int | None,
+    buffer_size: int | None,
+    certificate_handling: CAInfo | None,
+    *,
+    signature: str | None,
+    **given: Any,
+) -> CURLStreamFile:
+    if signature not in (None, "v4", "s3v4"):
+        raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
+    _check_range(begin, end)
+    stream = CURLStreamFile.__new__(CURLStreamFile)
+    source = Source.s3(uri, **given, **_trust(certificate_handling))
+    stream._over(source, begin, end, buffer_size)
+    return stream
+
+
 def open_stream(  # noqa: PLR0917  # the order is that of the old package
     path_uri: str | os.PathLike[Any],
     mode: str = "rb",
@@ -258,22 +300,27 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
         mode: A binary mode. Addresses of servers are for reading.
-        s3_access_key_id: Not used yet, like all of ``s3_...`` and ``force_http``.
-        s3_secret_access_key: See there.
-        s3_endpoint: See there.
-        s3_config_path: See there.
+        s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
+            AWS's own chain: environment, shared files and profiles, web identity, instance roles.
+            If nothing is found, or both keys are empty, the object is read as anybody may.
+        s3_secret_access_key: Its secret key.
+        s3_endpoint: A host or an address; without it ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``,
+            ``AWS_ENDPOINT_URL``, the profile, :data:`default_s3_read_endpoint`.
+        s3_config_path: A file to use instead of ``~/.s3cfg``; it must be there.
         buffer_size: Bytes that are read at a time.
-        force_http: See ``s3_access_key_id``.
+        force_http: Use ``http://`` for S3. None decides by the endpoint: ``http://`` from the
+            environment or a profile is taken, from ``s3_endpoint`` it is refused.
         begin: Position at which to begin.
         end: For servers: position at which the stream ends.
-        s3_region_name: See ``s3_access_key_id``.
-        s3_signature_version: See there.
+        s3_region_name: The region; without it that of AWS's chain, else ``us-east-1``.
+        s3_signature_version: ``"v4"`` or ``"s3v4"``, which are the same.
         certificate_handling: Which certificates to trust.
 
     Raises:
         ValueError: The mode does not fit.
         OSError: The file cannot be opened.
-        NotImplementedError: ``s3://`` and ``redis://`` are not supported by this release.
+        NotImplementedError: Writing to ``s3://``, and ``redis://``, are not supported by this
+            release.
 
     """
     normal = "".join(sorted(mode, key="rwxab+".find))
@@ -290,6 +337,21 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 end,
                 buffer_size=buffer_size,
                 certificate_handling=certificate_handling,
+            )
+        if scheme == "s3" and normal == "rb":
+            return _open_s3(
+                path_uri,
+                begin,
+                end,
+                buffer_size,
+                certificate_handling,
+                access_key=s3_access_key_id,
+                secret_key=s3_secret_access_key,
+                endpoint=s3_endpoint,
+                config_path=None if s3_config_path is None else os.fspath(s3_config_path),
+                force_http=force_http,
+                region=s3_region_name,
+                signature=s3_signature_version,
             )
         if scheme in ("s3", "redis", "rediss"):
             raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")

@@ -26,6 +26,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     register().map_err(|e| pyo3::exceptions::PyImportError::new_err(e.to_string()))?;
     set_interrupt(signals_in_operator);
     module.add("TORCH_VERSION", env!("TENSORIZER_TORCH_VERSION"))?;
+    module.add("DEFAULT_S3_ENDPOINT", crate::source::s3::DEFAULT_ENDPOINT)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
     module.add_class::<reader::Reader>()?;

@@ -10,6 +10,7 @@ use pyo3::types::PyBytes;
 use crate::error::{Error, Result};
 use crate::source::ReadAt;
 use crate::source::http::{self, HttpOptions, Trust};
+use crate::source::s3::{self, S3Options};
 
 /// Bytes of a server. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -32,6 +33,15 @@ impl Source {
     }
 }
 
+fn trust(file: Option<PathBuf>, folder: Option<PathBuf>, all: bool) -> Trust {
+    match (file, folder, all) {
+        (Some(file), ..) => Trust::File(file),
+        (_, Some(folder), _) => Trust::Folder(folder),
+        (.., true) => Trust::Anything,
+        _ => Trust::System,
+    }
+}
+
 #[pymethods]
 impl Source {
     /// Opens an address. Certificates that are trusted: those of the system, or of the file or
@@ -46,14 +56,36 @@ impl Source {
         ca_folder: Option<PathBuf>,
         trust_all: bool,
     ) -> PyResult<Self> {
-        let trust = match (ca_file, ca_folder, trust_all) {
-            (Some(file), ..) => Trust::File(file),
-            (_, Some(folder), _) => Trust::Folder(folder),
-            (.., true) => Trust::Anything,
-            _ => Trust::System,
-        };
+        let trust = trust(ca_file, ca_folder, trust_all);
         let source = py.detach(|| -> Result<_> {
             http::open(&uri, HttpOptions { headers, trust, ..HttpOptions::from_environment()? })
+        })?;
+        Ok(Self::new(source))
+    }
+
+    /// Opens an object of S3.
+    #[staticmethod]
+    #[pyo3(signature = (uri, *, access_key, secret_key, endpoint, config_path, force_http, region,
+                        ca_file=None, ca_folder=None, trust_all=false))]
+    #[allow(clippy::too_many_arguments)] // keywords
+    fn s3(
+        py: Python<'_>,
+        uri: String,
+        access_key: Option<String>,
+        secret_key: Option<String>,
+        endpoint: Option<String>,
+        config_path: Option<PathBuf>,
+        force_http: Option<bool>,
+        region: Option<String>,
+        ca_file: Option<PathBuf>,
+        ca_folder: Option<PathBuf>,
+        trust_all: bool,
+    ) -> PyResult<Self> {
+        let trust = trust(ca_file, ca_folder, trust_all);
+        let options =
+            S3Options { access_key, secret_key, endpoint, config_path, force_http, region };
+        let source = py.detach(|| -> Result<_> {
+            s3::open(&uri, &options, HttpOptions { trust, ..HttpOptions::from_environment()? })
         })?;
         Ok(Self::new(source))
     }

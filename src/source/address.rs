@@ -35,6 +35,12 @@ pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
         Some(scheme) if scheme.starts_with("http") => {
             super::http::open(uri, super::http::HttpOptions::from_environment()?)
         }
+        #[cfg(feature = "s3")]
+        Some(scheme) if scheme == "s3" => super::s3::open(
+            uri,
+            &super::s3::S3Options::default(),
+            super::http::HttpOptions::from_environment()?,
+        ),
         Some(scheme) => Err(unsupported(&scheme)),
     }
 }

@@ -7,6 +7,8 @@ mod file;
 pub mod http;
 mod memory;
 mod pipe;
+#[cfg(feature = "s3")]
+pub mod s3;
 
 use std::io::IoSliceMut;
 

@@ -24,6 +24,13 @@ GOLDEN = ROOT / "tests/golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 #: A Python that has tensorizer 2.12.1, see the Makefile.
 OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+#: What the tests of operators save.
+TENSORS = {
+    "weight": torch.randn(40, 30),
+    "bias": torch.arange(5),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 2),
+}
 
 
 def golden_files(category):
@@ -44,6 +51,14 @@ def unpack(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save them and return the path."""
+    path = str(tmp_path / "f.tensors")
+    torch.ops.tensorizer.save(path, TENSORS)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,12 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same
+from conftest import TENSORS, assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 ops = torch.ops.tensorizer
 
-TENSORS = {
-    "weight": torch.randn(40, 30),
-    "bias": torch.arange(5),
-    "half": torch.ones(3, dtype=torch.bfloat16),
-    "empty": torch.empty(0, 2),
-}
 BACKENDS = ["aot_eager", "inductor"]
 
 
@@ -30,10 +24,8 @@ def without_graphs_of_others():
 
 
 @pytest.fixture
-def path(tmp_path):
-    path = str(tmp_path / "f.tensors")
-    ops.save(path, TENSORS)
-    return path
+def path(saved):
+    return saved
 
 
 # Each takes an address and a tensor, and returns tensors; all overloads are among them.

@@ -183,8 +183,8 @@ def test_a_stream_is_a_file(nginx, data):
         open_stream(f"{nginx.http}/f.tensors", begin=10, end=10)
     with pytest.raises(ValueError, match="only be opened for reading"):
         open_stream(f"{nginx.http}/f.tensors", "wb")
-    with pytest.raises(NotImplementedError, match=r"s3:// addresses"):
-        open_stream("s3://bucket/key")
+    with pytest.raises(NotImplementedError, match=r"redis:// addresses"):
+        open_stream("redis://host/key")
 
 
 def test_others_read_streams(nginx):

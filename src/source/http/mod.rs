@@ -44,6 +44,17 @@ pub fn open(address: &str, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
         Error::InvalidArgument(format!("`{}` is not an address: {e}", without_secrets(address)))
     })?;
     let shown = show(&url);
+    open_url(url, shown, options)
+}
+
+/// The same for an address that messages call something else.
+#[cfg(feature = "s3")]
+pub fn open_as(address: &str, shown: &str, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
+    let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
+    open_url(url, shown.to_owned(), options)
+}
+
+fn open_url(url: Url, shown: String, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
     let target = Target::new(url, options.headers.clone());
     let clients = Clients::new(&options).map_err(Error::InvalidArgument)?;
     let go_on = || true;
