@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,11 @@ def saved(tmp_path):
     path = str(tmp_path / "f.tensors")
     torch.ops.tensorizer.save(path, TENSORS)
     return path
+
+
+def heed_ctrl_c():
+    """For ``preexec_fn``: a shell's background jobs, and so their children, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

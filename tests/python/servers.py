@@ -57,6 +57,11 @@ http {{
     ssl_certificate_key {folder}/server.key;
     root {folder}/root;
     location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
+    location /auth/moved {{
+      auth_basic on; auth_basic_user_file {folder}/users;
+      try_files /nothing @moved;
+    }}
+    location @moved {{ return 302 /auth/f.tensors; }}
     location /auth/ {{ alias {folder}/root/; auth_basic on; auth_basic_user_file {folder}/users; }}
     location /token/ {{
       if ($http_x_token != "secret") {{ return 403; }}

@@ -10,6 +10,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT
+from servers import FaultServer
 
 ops = torch.ops.tensorizer
 TORCH = Path(torch.__file__).parent
@@ -164,6 +165,11 @@ def test_the_example_server(form, server, tmp_path):
 
     request = (tmp_path / "request.txt").read_text()
     done = answer(tmp_path / "weights.tensors", request)
+    assert done.returncode == 0, done.stderr
+    answers = [float(word) for word in done.stdout.split()]
+    assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    with FaultServer((tmp_path / "weights.tensors").read_bytes()) as remote:
+        done = answer(remote.url, request)
     assert done.returncode == 0, done.stderr
     answers = [float(word) for word in done.stdout.split()]
     assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)

@@ -13,7 +13,7 @@ import zipfile
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same, heed_ctrl_c, run_python
 from servers import FaultServer, Nginx
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
@@ -118,6 +118,7 @@ def test_credentials(nginx):
         open_stream(f"{nginx.http}/auth/f.tensors")
     host = nginx.http.removeprefix("http://")
     check(tensorizer.load(f"http://user:word@{host}/auth/f.tensors", "cpu"))
+    check(tensorizer.load(f"http://user:word@{host}/auth/moved", "cpu"))
     with pytest.raises(PermissionError) as refused:
         open_stream(f"http://user:wrong@{host}/auth/f.tensors?key=hidden")
     assert "wrong" not in str(refused.value)
@@ -370,6 +371,7 @@ def test_ctrl_c_ends_a_load_that_waits(data):
         with subprocess.Popen(
             [sys.executable, "-c", code, server.url],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            preexec_fn=heed_ctrl_c,
         ) as process:  # fmt: skip
             process.stdout.readline()
             while len(server.requests) < 2:

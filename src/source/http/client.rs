@@ -53,8 +53,13 @@ impl Target {
 
     /// The target of a redirect. Credentials and other extra headers stay with their host.
     fn moved(&self, to: &str) -> Option<Target> {
-        let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"))?;
+        let mut url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"))?;
         let same = url.origin() == self.url.origin();
+        if same && url.username().is_empty() {
+            // Neither can fail: the address has a host.
+            let _ = url.set_username(self.url.username());
+            let _ = url.set_password(self.url.password());
+        }
         Some(Target { url, headers: if same { self.headers.clone() } else { Vec::new() } })
     }
 
