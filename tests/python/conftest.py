@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+#: First lines of code that is to be interrupted: background jobs of a shell ignore SIGINT.
+HEED_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 #: A Python that has tensorizer 2.12.1, see the Makefile.
 OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
 #: What the tests of operators save.
@@ -60,11 +61,6 @@ def saved(tmp_path):
     path = str(tmp_path / "f.tensors")
     torch.ops.tensorizer.save(path, TENSORS)
     return path
-
-
-def heed_ctrl_c():
-    """For ``preexec_fn``: a shell's background jobs, and so their children, ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

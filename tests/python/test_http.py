@@ -13,7 +13,7 @@ import zipfile
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, heed_ctrl_c, run_python
+from conftest import HEED_CTRL_C, assert_same, run_python
 from servers import FaultServer, Nginx
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
@@ -369,9 +369,8 @@ def test_ctrl_c_ends_a_load_that_waits(data):
     env = {**os.environ, "TENSORIZER_STALL_SECONDS": "60"}
     with FaultServer(data, lambda n, s, e: ("stall", 1000) if n else None) as server:
         with subprocess.Popen(
-            [sys.executable, "-c", code, server.url],
+            [sys.executable, "-c", HEED_CTRL_C + code, server.url],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-            preexec_fn=heed_ctrl_c,
         ) as process:  # fmt: skip
             process.stdout.readline()
             while len(server.requests) < 2:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import heed_ctrl_c, run_python
+from conftest import HEED_CTRL_C, run_python
 
 INTERRUPTED = """
 import sys, time, torch, tensorizer
@@ -54,10 +54,9 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize("way", ["class", "verify", "operator", "save"])
 def test_ctrl_c_stops_within_a_second(way, large):
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, large, way],
+        [sys.executable, "-c", HEED_CTRL_C + INTERRUPTED, large, way],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_ctrl_c,
     )
     try:
         assert process.stdout.readline() == "ready\n"
