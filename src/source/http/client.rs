@@ -53,7 +53,8 @@ impl Target {
 
     /// The target of a redirect. Credentials and other extra headers stay with their host.
     fn moved(&self, to: &str) -> Option<Target> {
-        let mut url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"))?;
+        let mut url =
+            self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"))?;
         let same = url.origin() == self.url.origin();
         if same && url.username().is_empty() {
             // Neither can fail: the address has a host.
