@@ -48,6 +48,8 @@ mod fill;
 pub mod format;
 mod job;
 mod load;
+#[cfg(any(feature = "http", feature = "redis"))]
+pub mod net;
 pub mod plan;
 #[cfg(feature = "python")]
 mod py;

@@ -14,6 +14,7 @@ use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, address, read_
 pub struct TensorFile {
     uri: String,
     source: Mutex<Arc<dyn ReadAt>>,
+    base: u64,
     prologue: Prologue,
     entries: Vec<Entry>,
     names: NameTree,
@@ -73,7 +74,8 @@ impl TensorFile {
         }
         let block = read_growing(&*source, index_at, prologue.index_len)?;
         let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
-        Ok(TensorFile { uri: uri.clone(), source: Mutex::new(source), prologue, entries, names })
+        let source = Mutex::new(source);
+        Ok(TensorFile { uri: uri.clone(), source, base, prologue, entries, names })
     }
 
     /// The path or address.
@@ -95,6 +97,33 @@ impl TensorFile {
     /// What the first bytes say.
     pub fn prologue(&self) -> &Prologue {
         &self.prologue
+    }
+
+    /// Prologue and index of a file that holds only the tensors with these numbers, at the same
+    /// positions: what is not named any more becomes a gap.
+    pub fn head_of(&self, numbers: &[usize]) -> Result<Vec<u8>> {
+        if self.base != 0 {
+            return Err(Error::Unsupported(format!(
+                "`{}` begins at byte {} of another file, and its positions count from there",
+                self.uri, self.base
+            )));
+        }
+        let entries = numbers.iter().map(|&number| self.entry(number).cloned());
+        let entries = entries.collect::<Result<Vec<_>>>()?;
+        let prologue = Prologue {
+            tensor_bytes: entries.iter().map(|entry| entry.data_len).sum(),
+            count: entries.len() as u64,
+            ..self.prologue
+        };
+        let mut head = prologue.encode().to_vec();
+        head.extend(index::encode(&entries, prologue.versioned_entries, prologue.index_len)?);
+        Ok(head)
+    }
+
+    /// Bytes of the file as they are.
+    pub fn raw(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let what = || "a copy of the file".to_owned();
+        read_exact_at(&*self.source(), offset, &mut [IoSliceMut::new(buffer)], &what)
     }
 
     /// The tensors, in the order of the index.

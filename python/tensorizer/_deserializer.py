@@ -23,6 +23,7 @@ from ._reading import (
     parameter,
     resolve_device,
 )
+from ._redis import copy_to_redis
 from ._tree import leaves, top_level
 from ._types import FilterFuncType, Name, TensorType
 
@@ -427,6 +428,23 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         _modules.assign(places, [self._cache[number] for number in chosen])
         self.close()
         return len(chosen)
+
+    def to_redis(self, client: Any, key_prefix: str, force: bool = False) -> None:
+        """Copy the tensors that were chosen to a Redis server.
+
+        They are read back from ``redis://host/<key_prefix>``. Values beyond 512 MiB are split.
+
+        Args:
+            client: A client such as ``redis.Redis``.
+            key_prefix: What all keys begin with, before a colon.
+            force: Store tensors too that are stored already.
+
+        Raises:
+            ValueError: The file was closed, as it is after a load that is not lazy.
+            TypeError: ``client`` is not a client of Redis.
+
+        """
+        copy_to_redis(self._reader, self._selection, client, key_prefix, force)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
         """Compare the tensors of a module with the hashes in the file.

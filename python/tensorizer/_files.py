@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 #: Addresses of servers; every other string is a local path.
 NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
-#: Those that this release reads.
-_READ_SCHEMES = ("http://", "https://", "s3://")
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Remote:
 
 def open_address(file_obj: Any) -> Any:
     """Open what is the address of a server; return anything else as it is."""
-    if isinstance(file_obj, str) and file_obj.lower().startswith(_READ_SCHEMES):
+    if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
         from .stream_io import open_stream
 
         return open_stream(file_obj)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 from ._native import DEFAULT_S3_ENDPOINT, Source
+from ._streams import RemoteFile, check_range
 
-__all__ = ["CAInfo", "CURLStreamFile", "open_stream"]
+__all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 #: Where objects are read from if nothing says otherwise.
 default_s3_read_endpoint = DEFAULT_S3_ENDPOINT
-#: Bytes that a stream asks of its server at a time when it is read from Python.
-_READ_AHEAD = 8 << 20
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
 
 
@@ -93,14 +92,7 @@ def _trust(certificate_handling: CAInfo | None) -> _Trust:
     }
 
 
-def _check_range(begin: int | None, end: int | None) -> None:
-    if begin is not None and begin < 0:
-        raise ValueError(f"begin must not be negative, but is {begin}")
-    if end is not None and end <= (begin or 0):
-        raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
-
-
-class CURLStreamFile(io.BufferedIOBase):
+class CURLStreamFile(RemoteFile):
     """A file of an HTTP server, for reading. The name is kept from the time when it ran ``curl``.
 
     Args:
@@ -135,129 +127,55 @@ class CURLStreamFile(io.BufferedIOBase):
         certificate_handling: CAInfo | None = None,
     ) -> None:
         trust = _trust(certificate_handling)
-        _check_range(begin, end)
+        check_range(begin, end)
         fields = [(name, str(value)) for name, value in (headers or {}).items()]
         self._over(Source.http(uri, fields, **trust), begin, end, buffer_size)
 
     def _over(
         self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
     ) -> None:
-        self._source = source
-        self._end = end
-        self._position = begin or 0
-        self._ahead = buffer_size or _READ_AHEAD
-        self._kept = b""
-        self._kept_at = 0
-        self._context: list[str] = []
-        self.bytes_read = 0
-        self.bytes_skipped = 0
-        self.read_operations = 0
+        super().__init__(source, begin, end, buffer_size)
         self.response_headers = http.client.HTTPMessage()
-        for name, value in self._source.headers():
+        for name, value in source.headers():
             self.response_headers.add_header(name, value)
 
-    @property
-    def name(self) -> str:
-        """The address, without its secrets."""
-        return self._source.uri
 
-    mode = "rb"
+class RedisStreamFile(RemoteFile):
+    """The file that :meth:`tensorizer.TensorDeserializer.to_redis` stored, for reading.
 
-    def _native_source(self) -> Source | None:
-        """Return what the native code reads, unless this stream stops before the file does."""
-        return None if self._end is not None or self.closed else self._source
+    Args:
+        uri: ``redis://[user:password@]host[:port]/prefix[?db=number]``, or ``rediss://`` for TLS.
+        begin: Position in the file at which the stream begins to be read.
+        end: Position at which the stream ends, or None for the end of the file.
+        buffer_size: Bytes asked for at a time; None for a default.
+        certificate_handling: Which certificates to trust.
 
-    def register_error_context(self, msg: str) -> None:
-        """Have a text added to the errors of later reads."""
-        self._context.append(msg)
+    Raises:
+        OSError: The server cannot be read: ``FileNotFoundError`` if no key has the prefix,
+            ``PermissionError`` for refused users and certificates, ``ConnectionError``,
+            ``TimeoutError``.
+        ValueError: The address is none of Redis, or ``begin`` and ``end`` are not a range.
+        TypeError: ``certificate_handling`` is not a :class:`CAInfo`.
 
-    def readable(self) -> bool:
-        """Tell that this can be read."""
-        self._check_open()
-        return True
+    Attributes:
+        bytes_read: Bytes that were read from this object.
 
-    def seekable(self) -> bool:
-        """Tell whether the server sends ranges, so that this can be read anywhere."""
-        self._check_open()
-        return self._source.size is not None
+    """
 
-    def tell(self) -> int:
-        """Return the position of the next byte in the file."""
-        self._check_open()
-        return self._position
-
-    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to another position in the file and return it."""
-        self._check_open()
-        if whence == os.SEEK_CUR:
-            position += self._position
-        elif whence == os.SEEK_END:
-            size = self._source.size
-            if size is None and self._end is None:
-                raise io.UnsupportedOperation(f"the size of {self.name} is not known")
-            position += min(n for n in (size, self._end) if n is not None)
-        elif whence != os.SEEK_SET:
-            raise ValueError(f"unknown whence: {whence}")
-        if position < 0:
-            raise ValueError(f"cannot seek to {position}")
-        self._position = position
-        return position
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return ``size`` bytes, fewer at the end only; all that are left if it is negative."""
-        self._check_open()
-        parts = []
-        left = None if size is None or size < 0 else size
-        while left is None or left > 0:
-            part = self._some(left)
-            if not part:
-                break
-            parts.append(part)
-            left = None if left is None else left - len(part)
-        return b"".join(parts)
-
-    def read1(self, size: int = -1, /) -> bytes:
-        """Return some bytes, at most ``size`` unless it is negative."""
-        self._check_open()
-        return self._some(None if size < 0 else size)
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, except at the end, and return the number of bytes."""
-        with memoryview(buffer).cast("B") as view:
-            data = self.read(len(view))
-            view[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Close the stream. Closing again does nothing."""
-        if not self.closed:
-            self._source.close()
-            self._kept = b""
-        super().close()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError(f"I/O operation on closed file {self.name}")
-
-    def _some(self, most: int | None) -> bytes:
-        """Return some bytes at the position, and keep what was read beyond them."""
-        at = self._position - self._kept_at
-        if not 0 <= at < len(self._kept):
-            wanted = self._ahead if most is None else max(most, self._ahead)
-            if self._end is not None:
-                wanted = min(wanted, max(0, self._end - self._position))
-            try:
-                self._kept = self._source.read(self._position, wanted)
-            except OSError as error:
-                if self._context:
-                    raise type(error)(f"{error} ({'; '.join(self._context)})") from error
-                raise
-            self._kept_at, at = self._position, 0
-            self.read_operations += 1
-        part = self._kept[at:] if most is None else self._kept[at : at + most]
-        self._position += len(part)
-        self.bytes_read += len(part)
-        return part
+    def __init__(
+        self,
+        uri: str,
+        *,
+        begin: int | None = None,
+        end: int | None = None,
+        buffer_size: int | None = None,
+        certificate_handling: CAInfo | None = None,
+    ) -> None:
+        trust = _trust(certificate_handling)
+        check_range(begin, end)
+        if not uri.lower().startswith(("redis://", "rediss://")):
+            raise ValueError(f"expected redis:// or rediss://, found {uri.split('://')[0]!r}")
+        super().__init__(Source.redis(uri, **trust), begin, end, buffer_size)
 
 
 def _open_s3(
@@ -272,7 +190,7 @@ def _open_s3(
 ) -> CURLStreamFile:
     if signature not in (None, "v4", "s3v4"):
         raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
-    _check_range(begin, end)
+    check_range(begin, end)
     stream = CURLStreamFile.__new__(CURLStreamFile)
     source = Source.s3(uri, **given, **_trust(certificate_handling))
     stream._over(source, begin, end, buffer_size)
@@ -294,7 +212,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
     certificate_handling: CAInfo | None = None,
-) -> CURLStreamFile | BinaryIO:
+) -> CURLStreamFile | RedisStreamFile | BinaryIO:
     """Open a local path or an address as a binary file.
 
     Args:
@@ -353,7 +271,20 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 region=s3_region_name,
                 signature=s3_signature_version,
             )
-        if scheme in ("s3", "redis", "rediss"):
+        if scheme in ("redis", "rediss"):
+            if normal != "rb":
+                raise ValueError(
+                    f"{scheme}:// addresses can only be opened for reading: {mode!r}; "
+                    "TensorDeserializer.to_redis writes them"
+                )
+            return RedisStreamFile(
+                path_uri,
+                begin=begin,
+                end=end,
+                buffer_size=buffer_size,
+                certificate_handling=certificate_handling,
+            )
+        if scheme == "s3":
             raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
     path = Path(os.fsdecode(path_uri))
     if normal[0] in "wax":

@@ -147,6 +147,23 @@ impl Reader {
         self.file.entries().iter().map(|entry| entry.data_len).collect()
     }
 
+    /// Every tensor's `(position of its header, position of its data)`.
+    fn offsets(&self) -> Vec<(u64, u64)> {
+        self.file.entries().iter().map(|entry| (entry.header_offset, entry.data_offset)).collect()
+    }
+
+    /// Prologue and index of a file with only these tensors, at the same positions.
+    fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.file.head_of(&numbers)?))
+    }
+
+    /// Bytes of the file as they are.
+    fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+        PyBytes::new_with(py, len, |buffer| {
+            Ok(py.detach(|| self.file.raw(offset, buffer))?)
+        })
+    }
+
     /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
     fn kinds(&self) -> Vec<u8> {
         self.file.entries().iter().map(|entry| entry.kind as u8).collect()

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{Error, Result};
-use crate::source::ReadAt;
-use crate::source::http::{self, HttpOptions, Trust};
+use crate::net::{NetOptions, Trust};
+use crate::source::{ReadAt, http, redis};
 use crate::source::s3::{self, S3Options};
 
 /// Bytes of a server. All methods may be called from several threads.
@@ -58,7 +58,7 @@ impl Source {
     ) -> PyResult<Self> {
         let trust = trust(ca_file, ca_folder, trust_all);
         let source = py.detach(|| -> Result<_> {
-            http::open(&uri, HttpOptions { headers, trust, ..HttpOptions::from_environment()? })
+            http::open(&uri, NetOptions { headers, trust, ..NetOptions::from_environment()? })
         })?;
         Ok(Self::new(source))
     }
@@ -85,7 +85,24 @@ impl Source {
         let options =
             S3Options { access_key, secret_key, endpoint, config_path, force_http, region };
         let source = py.detach(|| -> Result<_> {
-            s3::open(&uri, &options, HttpOptions { trust, ..HttpOptions::from_environment()? })
+            s3::open(&uri, &options, NetOptions { trust, ..NetOptions::from_environment()? })
+        })?;
+        Ok(Self::new(source))
+    }
+
+    /// Opens the values of a Redis server.
+    #[staticmethod]
+    #[pyo3(signature = (uri, *, ca_file=None, ca_folder=None, trust_all=false))]
+    fn redis(
+        py: Python<'_>,
+        uri: String,
+        ca_file: Option<PathBuf>,
+        ca_folder: Option<PathBuf>,
+        trust_all: bool,
+    ) -> PyResult<Self> {
+        let trust = trust(ca_file, ca_folder, trust_all);
+        let source = py.detach(|| -> Result<_> {
+            redis::open(&uri, NetOptions { trust, ..NetOptions::from_environment()? })
         })?;
         Ok(Self::new(source))
     }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use super::{FileSource, ReadAt};
 use crate::error::{Error, Result};
+#[cfg(any(feature = "http", feature = "redis"))]
+use crate::net::NetOptions;
 
 /// Schemes of addresses; everything else is a local path.
 const SCHEMES: [&str; 5] = ["http", "https", "s3", "redis", "rediss"];
@@ -33,14 +35,18 @@ pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
         None => Ok(Arc::new(FileSource::open(Path::new(uri))?)),
         #[cfg(feature = "http")]
         Some(scheme) if scheme.starts_with("http") => {
-            super::http::open(uri, super::http::HttpOptions::from_environment()?)
+            super::http::open(uri, NetOptions::from_environment()?)
         }
         #[cfg(feature = "s3")]
         Some(scheme) if scheme == "s3" => super::s3::open(
             uri,
             &super::s3::S3Options::default(),
-            super::http::HttpOptions::from_environment()?,
+            NetOptions::from_environment()?,
         ),
+        #[cfg(feature = "redis")]
+        Some(scheme) if scheme.starts_with("redis") => {
+            super::redis::open(uri, NetOptions::from_environment()?)
+        }
         Some(scheme) => Err(unsupported(&scheme)),
     }
 }

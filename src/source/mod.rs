@@ -7,8 +7,12 @@ mod file;
 pub mod http;
 mod memory;
 mod pipe;
+#[cfg(feature = "redis")]
+pub mod redis;
 #[cfg(feature = "s3")]
 pub mod s3;
+#[cfg(any(feature = "http", feature = "redis"))]
+mod scatter;
 
 use std::io::IoSliceMut;
 

@@ -1,4 +1,4 @@
-"""Servers on loopback: nginx, and one that fails as it is told."""
+"""Servers on loopback: nginx, redis-server, and one that fails as it is told."""
 
 import http.server
 import os
@@ -123,6 +123,33 @@ def make_certificates(folder):
     (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     run("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
         "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", "server.pem")  # fmt: skip
+
+
+class Redis:
+    """redis-server, with and without TLS; the user `reader` has a password that needs care."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.port, self.tls_port = free_port(), free_port()
+        self.address = f"redis://127.0.0.1:{self.port}"
+        self.tls_address = f"rediss://localhost:{self.tls_port}"
+        make_certificates(self.folder)
+        options = {
+            "port": self.port, "tls-port": self.tls_port, "bind": "127.0.0.1", "save": '""',
+            "tls-cert-file": "server.pem", "tls-key-file": "server.key",
+            "tls-ca-cert-file": "ca.pem", "tls-auth-clients": "no",
+            "user": "reader on >p@ss/word ~* +@read +@connection", "dir": self.folder,
+        }  # fmt: skip
+        conf = self.folder / "redis.conf"
+        conf.write_text("".join(f"{name} {value}\n" for name, value in options.items()))
+        self.process = subprocess.Popen(
+            [need("redis-server"), conf], cwd=self.folder, stdout=subprocess.DEVNULL
+        )
+        wait_for(self.port, self.process)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
 
 
 class FaultServer:

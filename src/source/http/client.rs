@@ -1,44 +1,20 @@
-//! Connections: one client and one event loop for each thread that reads at the moment.
-//!
-//! A thread polls its own connection, so that bytes do not change threads between the socket and
-//! the caller's memory. Clients are handed from thread to thread with their open connections, and
-//! are not used in a process that was forked off.
+//! Requests, redirects and bodies.
 
+use std::error::Error as _;
 use std::future::Future;
 use std::io::{self, ErrorKind};
-use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, LOCATION, RANGE};
 use reqwest::{Certificate, Client, Response, Url};
-use tokio::runtime::Runtime;
 
-use super::Scatter;
-use super::options::HttpOptions;
 use super::reply::Range;
-use super::retry::Failure;
-use crate::error::{Error, Result};
+use crate::source::scatter::Scatter;
+use crate::net::{Failure, Lane, Lanes, NetOptions, Trust};
 
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
-/// How often a read looks whether the call was given up.
-const POLL: Duration = Duration::from_millis(100);
-
-/// Which certificates are believed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Trust {
-    /// Those that the system trusts.
-    System,
-    /// Those signed by the authorities in this file.
-    File(PathBuf),
-    /// Those signed by the authorities in the files of this folder.
-    Folder(PathBuf),
-    /// All of them.
-    Anything,
-}
-
 /// Where a file is now, and what to send there.
 #[derive(Debug, Clone)]
 pub struct Target {
@@ -83,92 +59,62 @@ impl Target {
 
 /// The clients of one source.
 pub struct Clients {
-    idle: Mutex<Vec<OneClient>>,
-    options: HttpOptions,
+    lanes: Lanes<Client>,
+    options: NetOptions,
     certificates: Vec<Certificate>,
 }
 
-/// A client and the event loop that its connections live on.
+/// A client that a thread has for itself.
 pub struct OneClient {
-    runtime: Runtime,
-    client: Client,
-    process: u32,
+    lane: Lane<Client>,
     stall: Duration,
 }
 
 impl Clients {
     /// Reads the certificates; what is wrong with them is the error.
-    pub fn new(options: &HttpOptions) -> std::result::Result<Self, String> {
+    pub fn new(options: &NetOptions) -> std::result::Result<Self, String> {
         let mut certificates = Vec::new();
-        let mut add = |path: PathBuf| -> std::result::Result<(), String> {
-            let named =
-                |e: &dyn std::fmt::Display| format!("certificates of {}: {e}", path.display());
-            let pem = std::fs::read(&path).map_err(|e| named(&e))?;
-            certificates.extend(Certificate::from_pem_bundle(&pem).map_err(|e| named(&e))?);
-            Ok(())
-        };
-        match &options.trust {
-            Trust::System | Trust::Anything => {}
-            Trust::File(path) => add(path.clone())?,
-            Trust::Folder(folder) => {
-                let entries = std::fs::read_dir(folder)
-                    .map_err(|e| format!("certificates in {}: {e}", folder.display()))?;
-                for entry in entries {
-                    let path = entry.map_err(|e| e.to_string())?.path();
-                    let wanted = path.extension().is_some_and(|e| {
-                        e.eq_ignore_ascii_case("pem") || e.eq_ignore_ascii_case("crt") || e == "0"
-                    });
-                    if wanted {
-                        add(path)?;
-                    }
-                }
-            }
+        for pem in options.trust.certificates()? {
+            certificates.extend(
+                Certificate::from_pem_bundle(&pem)
+                    .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
+            );
         }
-        if certificates.is_empty() && matches!(options.trust, Trust::File(_) | Trust::Folder(_)) {
-            return Err(format!("no certificates in {:?}", options.trust));
-        }
-        Ok(Clients { idle: Mutex::default(), options: options.clone(), certificates })
+        Ok(Clients { lanes: Lanes::default(), options: options.clone(), certificates })
     }
 
     /// Lends a client for the length of a call.
-    pub fn with<T>(&self, shown: &str, body: impl FnOnce(&OneClient) -> T) -> Result<T> {
-        let client = self.take().map_err(|e| Error::io("opening", shown, e))?;
+    pub fn with<T>(
+        &self,
+        body: impl FnOnce(&OneClient) -> std::result::Result<T, Failure>,
+    ) -> std::result::Result<T, Failure> {
+        let client = self.take()?;
         let result = body(&client);
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(client);
-        Ok(result)
+        self.lanes.put(client.lane);
+        result
     }
 
     /// Gives a client away.
-    pub fn take(&self) -> io::Result<OneClient> {
-        loop {
-            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            match idle {
-                None => return self.connect(),
-                Some(client) if client.process == std::process::id() => return Ok(client),
-                // Its event loop is the parent's too, which must not notice.
-                Some(inherited) => std::mem::forget(inherited),
-            }
-        }
+    pub fn take(&self) -> std::result::Result<OneClient, Failure> {
+        let lane = self.lanes.take(&|| true, || async {
+            self.connect().map_err(|e| Failure::lasting(ErrorKind::Other, e.to_string()))
+        })?;
+        Ok(OneClient { lane, stall: self.options.stall })
     }
 
-    fn connect(&self) -> io::Result<OneClient> {
-        let mut builder = Client::builder()
+    fn connect(&self) -> reqwest::Result<Client> {
+        let builder = Client::builder()
             .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
             .redirect(reqwest::redirect::Policy::none())
             .connect_timeout(self.options.connect)
             .tcp_nodelay(true)
             .pool_max_idle_per_host(1);
-        builder = match self.options.trust {
+        match self.options.trust {
             Trust::System => builder,
             Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
             Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(self.certificates.clone()),
-        };
-        Ok(OneClient {
-            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build()?,
-            client: builder.build().map_err(io::Error::other)?,
-            process: std::process::id(),
-            stall: self.options.stall,
-        })
+        }
+        .build()
     }
 }
 
@@ -179,17 +125,7 @@ impl OneClient {
         go_on: &dyn Fn() -> bool,
         request: impl Future<Output = std::result::Result<T, Failure>>,
     ) -> std::result::Result<T, Failure> {
-        self.runtime.block_on(async {
-            let mut request = std::pin::pin!(request);
-            loop {
-                if let Ok(result) = tokio::time::timeout(POLL, &mut request).await {
-                    return result;
-                }
-                if !go_on() {
-                    return Err(Failure::lasting(ErrorKind::Interrupted, "given up"));
-                }
-            }
-        })
+        self.lane.run(go_on, request)
     }
 
     /// Asks for a range, or for everything, and follows redirects.
@@ -200,7 +136,7 @@ impl OneClient {
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
-            let mut request = self.client.get(target.url.clone()).headers(target.fields()?);
+            let mut request = self.lane.client.get(target.url.clone()).headers(target.fields()?);
             request = request.header(ACCEPT_ENCODING, "identity");
             if let Some(range) = range {
                 request = request.header(RANGE, range.field());
@@ -282,3 +218,45 @@ async fn timed<T>(
         Failure::passing(ErrorKind::TimedOut, what)
     })
 }
+
+impl From<reqwest::Error> for Failure {
+    fn from(error: reqwest::Error) -> Self {
+        // The texts of all causes: the outermost says little, and would show the whole address.
+        let error = error.without_url();
+        let mut causes = Vec::new();
+        let mut kind = io::ErrorKind::Other;
+        let mut cause = error.source();
+        while let Some(found) = cause {
+            if let Some(io) = found.downcast_ref::<io::Error>() {
+                kind = io.kind();
+            }
+            causes.push(found.to_string());
+            cause = found.source();
+        }
+        causes.dedup();
+        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
+        let lower = text.to_lowercase();
+        if lower.contains("dns error") {
+            let what = format!("the name of the server is not known: {text}; check the address");
+            return Failure::lasting(io::ErrorKind::NotFound, what);
+        }
+        if lower.contains("certificate") || lower.contains("invalid peer") {
+            let what = format!(
+                "the server's certificate is not trusted: {text}; name the authority that signed \
+                 it with certificate_handling=CAInfo(cacert=...)"
+            );
+            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
+        }
+        if error.is_builder() {
+            return Failure::lasting(io::ErrorKind::InvalidInput, text);
+        }
+        if error.is_timeout() {
+            kind = io::ErrorKind::TimedOut;
+        }
+        if kind == io::ErrorKind::Other {
+            kind = io::ErrorKind::ConnectionAborted;
+        }
+        Failure::passing(kind, text)
+    }
+}
+

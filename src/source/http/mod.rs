@@ -1,9 +1,7 @@
 //! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
 
 mod client;
-mod options;
 mod reply;
-mod retry;
 mod sequential;
 
 use std::io::IoSliceMut;
@@ -11,14 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use reqwest::Url;
 
+use super::scatter::Scatter;
 use super::{PipeSource, ReadAt, Traits};
 use crate::error::{Error, Result};
 use client::{Clients, Target};
 use reply::{Identity, Range};
-use retry::Retry;
-
-pub use client::Trust;
-pub use options::{HttpOptions, VARIABLES};
+use crate::net::{NetOptions, Retry, show, show_text};
 
 /// What the first request asks for: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
@@ -32,16 +28,16 @@ pub struct HttpSource {
     shown: String,
     target: Mutex<Arc<Target>>,
     clients: Clients,
-    options: HttpOptions,
+    options: NetOptions,
     identity: Identity,
     head: Vec<u8>,
     headers: Vec<(String, String)>,
 }
 
 /// Opens an address. A server without ranges gives a source that is read front to back.
-pub fn open(address: &str, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open(address: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| {
-        Error::InvalidArgument(format!("`{}` is not an address: {e}", without_secrets(address)))
+        Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let shown = show(&url);
     open_url(url, shown, options)
@@ -49,19 +45,19 @@ pub fn open(address: &str, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
 
 /// The same for an address that messages call something else.
 #[cfg(feature = "s3")]
-pub fn open_as(address: &str, shown: &str, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open_as(address: &str, shown: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
     open_url(url, shown.to_owned(), options)
 }
 
-fn open_url(url: Url, shown: String, options: HttpOptions) -> Result<Arc<dyn ReadAt>> {
+fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
     let target = Target::new(url, options.headers.clone());
     let clients = Clients::new(&options).map_err(Error::InvalidArgument)?;
     let go_on = || true;
     let mut retry = Retry::new(&options, true);
     let head = Range { start: 0, end: HEAD_LEN };
     let (target, reply, head) = loop {
-        let found = clients.with(&shown, |client| {
+        let found = clients.with(|client| {
             client.run(&go_on, async {
                 let (target, response) = client.follow(&target, Some(head)).await?;
                 let reply = reply::first(&response, head)?;
@@ -72,7 +68,7 @@ fn open_url(url: Url, shown: String, options: HttpOptions) -> Result<Arc<dyn Rea
                 client.collect(response, reply.len, &mut bytes).await?;
                 Ok((target, reply, bytes))
             })
-        })?;
+        });
         match found {
             Ok(found) => break found,
             Err(failure) => retry.wait(failure, 0, &shown, &go_on)?,
@@ -92,23 +88,6 @@ fn open_url(url: Url, shown: String, options: HttpOptions) -> Result<Arc<dyn Rea
         head,
         headers: reply.headers,
     }))
-}
-
-/// An address as messages show it: queries, fragments and users may be secrets.
-fn show(url: &Url) -> String {
-    let mut url = url.clone();
-    let query = url.query().is_some();
-    url.set_query(None);
-    url.set_fragment(None);
-    // Neither can fail for addresses that have a host.
-    let _ = url.set_username("");
-    let _ = url.set_password(None);
-    if query { format!("{url}?...") } else { url.to_string() }
-}
-
-fn without_secrets(address: &str) -> &str {
-    let address = address.split(['?', '#']).next().unwrap_or_default();
-    if address.contains('@') { "..." } else { address }
 }
 
 impl ReadAt for HttpSource {
@@ -141,7 +120,7 @@ impl ReadAt for HttpSource {
         if end <= offset {
             return Ok(0);
         }
-        let mut sink = Scatter { buffers, at: 0, within: 0 };
+        let mut sink = Scatter::new(buffers);
         let mut done = offset;
         if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
             done += sink.put(here) as u64;
@@ -150,14 +129,14 @@ impl ReadAt for HttpSource {
         while done < end {
             let target = Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner));
             let range = Range { start: done, end };
-            let outcome = self.clients.with(&self.shown, |client| {
+            let outcome = self.clients.with(|client| {
                 client.run(go_on, async {
                     let (new, response) = client.follow(&target, Some(range)).await?;
                     self.identity.check(&response, range)?;
                     client.scatter(response, range, &mut sink, &mut done).await?;
                     Ok(new)
                 })
-            })?;
+            });
             match outcome {
                 Ok(new) => {
                     *self.target.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
@@ -170,33 +149,5 @@ impl ReadAt for HttpSource {
 
     fn headers(&self) -> &[(String, String)] {
         &self.headers
-    }
-}
-
-/// Buffers that are filled in order.
-struct Scatter<'b, 'a> {
-    buffers: &'b mut [IoSliceMut<'a>],
-    at: usize,
-    within: usize,
-}
-
-impl Scatter<'_, '_> {
-    /// Takes as many of the bytes as there is room for.
-    fn put(&mut self, mut bytes: &[u8]) -> usize {
-        let mut done = 0;
-        while let (Some(buffer), false) = (self.buffers.get_mut(self.at), bytes.is_empty()) {
-            let room = buffer.get_mut(self.within..).unwrap_or_default();
-            let len = room.len().min(bytes.len());
-            let (now, later) = bytes.split_at_checked(len).unwrap_or((bytes, &[]));
-            if let Some(room) = room.get_mut(..len) {
-                room.copy_from_slice(now);
-            }
-            (bytes, done) = (later, done + len);
-            self.within += len;
-            if self.within == buffer.len() {
-                (self.at, self.within) = (self.at + 1, 0);
-            }
-        }
-        done
     }
 }

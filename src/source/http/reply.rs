@@ -9,7 +9,7 @@ use reqwest::header::{
 };
 use reqwest::{Response, StatusCode};
 
-use super::retry::Failure;
+use crate::net::Failure;
 
 /// Bytes `start` to `end`, the latter not included.
 #[derive(Debug, Clone, Copy)]

@@ -5,18 +5,17 @@ use std::io::{self, Read};
 use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
-use super::HttpOptions;
 use super::client::{Clients, OneClient, Target};
 use super::reply::Identity;
-use super::retry::{Failure, Retry};
 use crate::error::Error;
+use crate::net::{Failure, NetOptions, Retry};
 
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
 pub struct Stream {
     target: Target,
     clients: Clients,
-    options: HttpOptions,
+    options: NetOptions,
     identity: Identity,
     shown: String,
     open: Option<(OneClient, Response)>,
@@ -29,7 +28,7 @@ impl Stream {
     pub fn new(
         target: Target,
         clients: Clients,
-        options: HttpOptions,
+        options: NetOptions,
         identity: Identity,
         shown: String,
     ) -> Self {
@@ -43,8 +42,7 @@ impl Stream {
         let (client, mut response, mut skip) = match self.open.take() {
             Some((client, response)) => (client, response, 0),
             None => {
-                let client =
-                    self.clients.take().map_err(|e| Failure::lasting(e.kind(), e.to_string()))?;
+                let client = self.clients.take()?;
                 let (_, response) =
                     client.run(&go_on, async { client.follow(&self.target, None).await })?;
                 self.identity.check_whole(&response)?;

@@ -10,8 +10,9 @@ use aws_sdk_s3::presigning::PresigningConfig;
 use reqwest::Url;
 
 use super::ReadAt;
-use super::http::{self, HttpOptions};
+use super::http;
 use crate::error::{Error, Result};
+use crate::net::NetOptions;
 use config::Resolved;
 
 pub use config::{DEFAULT_ENDPOINT, S3Options};
@@ -20,7 +21,7 @@ pub use config::{DEFAULT_ENDPOINT, S3Options};
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address.
-pub fn open(uri: &str, s3: &S3Options, http: HttpOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open(uri: &str, s3: &S3Options, http: NetOptions) -> Result<Arc<dyn ReadAt>> {
     let (bucket, key) = parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -33,7 +34,7 @@ pub fn open(uri: &str, s3: &S3Options, http: HttpOptions) -> Result<Arc<dyn Read
         }
     })?;
     let headers = http.headers.iter().cloned().chain(headers).collect();
-    http::open_as(&address, &format!("s3://{bucket}/{key}"), HttpOptions { headers, ..http })
+    http::open_as(&address, &format!("s3://{bucket}/{key}"), NetOptions { headers, ..http })
 }
 
 fn parse(uri: &str) -> Result<(&str, &str)> {

@@ -1,10 +1,9 @@
 //! Which failures are worth another try, and how long to wait before it.
 
-use std::error::Error as _;
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::options::HttpOptions;
+use super::NetOptions;
 use crate::error::{Error, Result};
 
 /// The first pause; each further one is twice as long, up to [`LONGEST`], less up to a half.
@@ -34,50 +33,9 @@ impl Failure {
     }
 }
 
-impl From<reqwest::Error> for Failure {
-    fn from(error: reqwest::Error) -> Self {
-        // The texts of all causes: the outermost says little, and would show the whole address.
-        let error = error.without_url();
-        let mut causes = Vec::new();
-        let mut kind = io::ErrorKind::Other;
-        let mut cause = error.source();
-        while let Some(found) = cause {
-            if let Some(io) = found.downcast_ref::<io::Error>() {
-                kind = io.kind();
-            }
-            causes.push(found.to_string());
-            cause = found.source();
-        }
-        causes.dedup();
-        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-        let lower = text.to_lowercase();
-        if lower.contains("dns error") {
-            let what = format!("the name of the server is not known: {text}; check the address");
-            return Failure::lasting(io::ErrorKind::NotFound, what);
-        }
-        if lower.contains("certificate") || lower.contains("invalid peer") {
-            let what = format!(
-                "the server's certificate is not trusted: {text}; name the authority that signed \
-                 it with certificate_handling=CAInfo(cacert=...)"
-            );
-            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
-        }
-        if error.is_builder() {
-            return Failure::lasting(io::ErrorKind::InvalidInput, text);
-        }
-        if error.is_timeout() {
-            kind = io::ErrorKind::TimedOut;
-        }
-        if kind == io::ErrorKind::Other {
-            kind = io::ErrorKind::ConnectionAborted;
-        }
-        Failure::passing(kind, text)
-    }
-}
-
 /// The tries of one request.
 pub struct Retry<'o> {
-    options: &'o HttpOptions,
+    options: &'o NetOptions,
     begun: Instant,
     failed: u32,
     /// No byte has been read yet: a server that is not there is not waited for.
@@ -85,7 +43,7 @@ pub struct Retry<'o> {
 }
 
 impl<'o> Retry<'o> {
-    pub fn new(options: &'o HttpOptions, opening: bool) -> Self {
+    pub fn new(options: &'o NetOptions, opening: bool) -> Self {
         Retry { options, begun: Instant::now(), failed: 0, opening }
     }
 

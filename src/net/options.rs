@@ -1,12 +1,55 @@
 //! The one table of options of network sources, and of the environment variables that set them.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
-use super::client::Trust;
 
-/// How to read from servers.
+/// Which certificates are believed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Trust {
+    /// Those that the system trusts.
+    System,
+    /// Those signed by the authorities in this file.
+    File(PathBuf),
+    /// Those signed by the authorities in the files of this folder.
+    Folder(PathBuf),
+    /// All of them.
+    Anything,
+}
+
+impl Trust {
+    /// The certificates in PEM format, one file each; none if the system's count or all do. What
+    /// is wrong with them is the error.
+    pub fn certificates(&self) -> Result<Vec<Vec<u8>>, String> {
+        let read = |path: PathBuf| {
+            std::fs::read(&path).map_err(|e| format!("certificates of {}: {e}", path.display()))
+        };
+        let found = match self {
+            Trust::System | Trust::Anything => return Ok(Vec::new()),
+            Trust::File(path) => vec![read(path.clone())?],
+            Trust::Folder(folder) => {
+                let named =
+                    |e: std::io::Error| format!("certificates in {}: {e}", folder.display());
+                let mut found = Vec::new();
+                for entry in std::fs::read_dir(folder).map_err(named)? {
+                    let path = entry.map_err(named)?.path();
+                    let wanted = path.extension().is_some_and(|e| {
+                        e.eq_ignore_ascii_case("pem") || e.eq_ignore_ascii_case("crt") || e == "0"
+                    });
+                    if wanted {
+                        found.push(read(path)?);
+                    }
+                }
+                found
+            }
+        };
+        if found.is_empty() { Err(format!("no certificates in {self:?}")) } else { Ok(found) }
+    }
+}
+
+/// How to talk to servers.
 #[derive(Debug, Clone)]
-pub struct HttpOptions {
+pub struct NetOptions {
     /// Sent with every request to the host that the caller named.
     pub headers: Vec<(String, String)>,
     /// Which certificates are believed.
@@ -33,7 +76,7 @@ pub struct Variable {
     pub default: u32,
     /// What it sets, with its unit.
     pub meaning: &'static str,
-    set: fn(&mut HttpOptions, u32),
+    set: fn(&mut NetOptions, u32),
 }
 
 const fn seconds(value: u32) -> Duration {
@@ -74,10 +117,10 @@ pub static VARIABLES: [Variable; 5] = [
     },
 ];
 
-impl HttpOptions {
+impl NetOptions {
     /// The defaults, changed by the environment; an error for a variable that is no number.
     pub fn from_environment() -> crate::error::Result<Self> {
-        let mut options = HttpOptions {
+        let mut options = NetOptions {
             headers: Vec::new(),
             trust: Trust::System,
             connections: 1,

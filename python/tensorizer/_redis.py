@@ -1,0 +1,130 @@
+"""Copies a file into the values of a Redis server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._native import Reader
+    from ._types import Name
+
+#: Redis has no longer values (``proto-max-bulk-len``).
+_LONGEST_VALUE = 512 << 20
+#: Bytes and commands that are sent before their answers are read.
+_BATCH_BYTES = 8 << 20
+_BATCH_COMMANDS = 1000
+#: Values up to this size are sent together with their neighbours.
+_SMALL = 64 << 10
+
+_Value = tuple[str, int, int]
+
+
+def copy_to_redis(
+    reader: Reader, numbers: Sequence[int], client: Any, prefix: str, force: bool
+) -> None:
+    """Store some of a file's tensors under ``<prefix>:<name>:<position in the file>``.
+
+    The head of the file is stored last, so that a copy that failed is not taken for a file.
+    """
+    if not isinstance(prefix, str):
+        raise TypeError(f"the prefix of the keys must be a str, not {type(prefix).__name__}")
+    if not hasattr(client, "pipeline"):
+        raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
+    head = reader.head_of(numbers)
+    wanted = numbers if force else _missing(reader, numbers, client, prefix)
+    with ThreadPoolExecutor(1) as pool:
+        batches = _batches(_values(reader, wanted, prefix))
+        # While one batch is sent, the next is read.
+        coming = pool.submit(_read, reader, next(batches, []))
+        while batch := coming.result():
+            coming = pool.submit(_read, reader, next(batches, []))
+            _store(client, batch)
+    client.set(f"{prefix}:header:0", head)
+
+
+def _key(prefix: str, name: Name, offset: int) -> str:
+    return f"{prefix}:{name}:{offset}"
+
+
+def _missing(reader: Reader, numbers: Sequence[int], client: Any, prefix: str) -> list[int]:
+    """Return the tensors whose headers are not stored yet."""
+    names, offsets = reader.stored_names(), reader.offsets()
+    missing: list[int] = []
+    for start in range(0, len(numbers), _BATCH_COMMANDS):
+        some = numbers[start : start + _BATCH_COMMANDS]
+        pipeline = client.pipeline(transaction=False)
+        for number in some:
+            pipeline.exists(_key(prefix, names[number], offsets[number][0]))
+        missing += [
+            number for number, found in zip(some, pipeline.execute(), strict=True) if not found
+        ]
+    return missing
+
+
+def _values(reader: Reader, numbers: Sequence[int], prefix: str) -> Iterator[_Value]:
+    """Yield key, position and length of each value, in the order of the file."""
+    names, offsets, lens = reader.stored_names(), reader.offsets(), reader.data_lens()
+    for number in sorted(numbers, key=offsets.__getitem__):
+        header, data = offsets[number]
+        yield _key(prefix, names[number], header), header, data - header
+        # Tensors without data have no value: it would share the next one's position.
+        for at in range(data, data + lens[number], _LONGEST_VALUE):
+            length = min(_LONGEST_VALUE, data + lens[number] - at)
+            yield _key(prefix, names[number], at), at, length
+
+
+def _batches(values: Iterator[_Value]) -> Iterator[list[_Value]]:
+    batch: list[_Value] = []
+    size = 0
+    for value in values:
+        if batch and (size + value[2] > _BATCH_BYTES or len(batch) == _BATCH_COMMANDS):
+            yield batch
+            batch, size = [], 0
+        batch.append(value)
+        size += value[2]
+    if batch:
+        yield batch
+
+
+def _read(reader: Reader, batch: list[_Value]) -> list[tuple[str, bytes]]:
+    return [(key, reader.raw(offset, length)) for key, offset, length in batch]
+
+
+def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
+    pool = getattr(client, "connection_pool", None)
+    if pool is None:
+        # Of a cluster: the client knows which server has which key.
+        pipeline = client.pipeline(transaction=False)
+        for key, value in batch:
+            pipeline.set(key, value)
+        pipeline.execute()
+        return
+    connection = pool.get_connection()
+    try:
+        connection.send_packed_command(list(_packed(batch)))
+        for _ in batch:
+            connection.read_response()
+    except BaseException:
+        # Answers may be left that belong to nobody.
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+
+
+def _packed(batch: list[tuple[str, bytes]]) -> Iterator[bytes]:
+    """Yield the commands as a client packs them, but without a copy of each large value."""
+    small = bytearray()
+    for key, value in batch:
+        name = key.encode()
+        small += b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
+        if len(value) <= _SMALL:
+            small += value
+        else:
+            yield bytes(small)
+            yield value
+            small.clear()
+        small += b"\r\n"
+    yield bytes(small)
