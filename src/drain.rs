@@ -82,7 +82,8 @@ pub fn drain(
         .collect();
     let jobs = jobs(&items, &extents);
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
-    let wanted = threads.unwrap_or_else(crate::cpu_count).clamp(1, sink.max_writers().max(1));
+    let wanted =
+        threads.unwrap_or_else(|| sink.default_writers()).clamp(1, sink.max_writers().max(1));
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
     let pass =
         Pass { sink, hashes: HashPool::new(items.iter().map(Item::len_for_pool)), items: &items };
@@ -94,8 +95,8 @@ pub fn drain(
             }
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
-                Some(Job::Part(part)) => pass.write(&part)?,
-                Some(Job::Deferred(tensor)) => pass.write_deferred(tensor)?,
+                Some(Job::Part(part)) => pass.write(&part, control)?,
+                Some(Job::Deferred(tensor)) => pass.write_deferred(tensor, control)?,
                 None if pass.hash(false, control)? => {}
                 None => break,
             }
@@ -159,7 +160,7 @@ impl<'p> Pass<'p> {
 
     /// Writes one part. Small tensors are hashed first, and their headers go with them; the
     /// header of a large one is written when its hash is complete.
-    fn write(&self, part: &Part) -> Result<()> {
+    fn write(&self, part: &Part, control: &Control) -> Result<()> {
         let headers = self.small_headers(part)?;
         let mut headers = headers.into_iter();
         let mut runs: Vec<Run<'p>> = Vec::new();
@@ -201,7 +202,7 @@ impl<'p> Pass<'p> {
         for run in &runs {
             let mut buffers: Vec<IoSlice<'_>> =
                 run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
-            write_all_at(self.sink, run.offset, &mut buffers)?;
+            write_all_at(self.sink, run.offset, &mut buffers, &|| !control.stopped())?;
         }
         for (tensor, covered) in begun {
             self.hashes.header(tensor, &covered);
@@ -240,20 +241,22 @@ impl<'p> Pass<'p> {
             || control.stopped(),
             |tensor, digests| {
                 if outcome.is_ok() {
-                    outcome = self.write_header(tensor, &digests);
+                    outcome = self.write_header(tensor, &digests, control);
                 }
             },
         );
         outcome.map(|()| busy)
     }
 
-    fn write_header(&self, tensor: usize, digests: &Digests) -> Result<()> {
+    fn write_header(&self, tensor: usize, digests: &Digests, control: &Control) -> Result<()> {
         let item = self.item(tensor)?;
         let header = Draft::new(item.entry, item.module_index)?.finish(digests.crc, &digests.sha);
-        write_all_at(self.sink, item.entry.header_offset, &mut [IoSlice::new(&header)])
+        let mut buffers = [IoSlice::new(&header)];
+        let go_on = || !control.stopped();
+        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on)
     }
 
-    fn write_deferred(&self, tensor: usize) -> Result<()> {
+    fn write_deferred(&self, tensor: usize, control: &Control) -> Result<()> {
         let item = self.item(tensor)?;
         let Data::Deferred(bring) = &item.data else {
             return Err(Error::Bug(format!("tensor `{}` is not deferred", item.entry.name)));
@@ -267,7 +270,7 @@ impl<'p> Pass<'p> {
         let digests = digest(&draft.bytes, data);
         let header = draft.finish(digests.crc, &digests.sha);
         let mut buffers = [IoSlice::new(&header), IoSlice::new(data)];
-        write_all_at(self.sink, item.entry.header_offset, &mut buffers)
+        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &|| !control.stopped())
     }
 }
 

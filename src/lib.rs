@@ -71,7 +71,7 @@ pub use half;
 pub use error::{Error, Result};
 pub use fill::read_headers;
 pub use load::{LoadOptions, LoadedTensor, Mapping, load, load_into};
-pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save};
+pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save, save_to};
 pub use tensor_file::TensorFile;
 pub use typed::{Element, Tensor, write};
 pub use workers::Interrupt;

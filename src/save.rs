@@ -64,8 +64,6 @@ impl Default for SaveOptions {
 const MAX_ALIGNMENT: u64 = 2 << 20;
 /// Marks the end of a file.
 const END_MARK: [u8; 8] = [0; 8];
-/// Bytes moved at a time when the index outgrows its space.
-const MOVE_STEP: u64 = 8 << 20;
 
 /// A `.tensors` file under construction.
 ///
@@ -141,7 +139,8 @@ impl Writer {
             .unzip();
         let layout = self.lay_out(placed)?;
         let sink = self.sink()?;
-        sink.reserve(layout.end + END_MARK.len() as u64)?;
+        let head = end_of_index(self.base, self.index_len);
+        sink.reserve(head, layout.end + END_MARK.len() as u64)?;
         let items: Vec<Item<'_>> = layout
             .entries
             .iter()
@@ -153,7 +152,9 @@ impl Writer {
         self.version = self.version.max(layout.version);
         self.end = layout.end;
         self.entries.extend(layout.entries);
-        self.write_index()?;
+        if self.sink()?.shows_early() {
+            self.write_index()?;
+        }
         self.failed = false;
         Ok(())
     }
@@ -164,11 +165,11 @@ impl Writer {
             return Ok(());
         }
         self.usable()?;
+        self.failed = true;
         if self.index_len == 0 {
-            self.failed = true;
             self.reserve_index(MIN_INDEX_LEN)?;
-            self.write_index()?;
         }
+        self.write_index()?;
         let end = self.end();
         if let Some(mut sink) = self.sink.take() {
             sink.publish(end)?;
@@ -238,17 +239,8 @@ impl Writer {
     /// is a multiple of every alignment up to the largest, so that all paddings stay right.
     fn move_data(&mut self, index_len: u64) -> Result<()> {
         let distance = (index_len - self.index_len).next_multiple_of(MAX_ALIGNMENT);
-        let sink = self.sink()?;
         let start = end_of_index(self.base, self.index_len);
-        let mut end = self.end;
-        let mut buffer = Vec::new();
-        while end > start {
-            let from = end.saturating_sub(MOVE_STEP).max(start);
-            buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
-            sink.read_back(from, &mut buffer)?;
-            write_all_at(sink, from + distance, &mut [IoSlice::new(&buffer)])?;
-            end = from;
-        }
+        let distance = self.sink()?.insert(start, self.end, distance)?;
         for entry in &mut self.entries {
             entry.header_offset += distance;
             entry.data_offset += distance;
@@ -271,9 +263,10 @@ impl Writer {
             index_len: self.index_len,
         };
         let block = index::encode(&self.entries, tagged, self.index_len)?;
-        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)])?;
+        let go_on = || true;
+        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], &go_on)?;
         let start = prologue.encode();
-        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)])
+        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], &go_on)
     }
 }
 
@@ -284,7 +277,17 @@ pub fn save(
     options: SaveOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<()> {
-    let mut writer = Writer::new(Box::new(crate::sink::FileSink::create(path)?), 0, options)?;
+    save_to(Box::new(crate::sink::FileSink::create(path)?), tensors, options, interrupt)
+}
+
+/// The same for any sink.
+pub fn save_to(
+    sink: Box<dyn WriteAt>,
+    tensors: Vec<SaveTensor<'_>>,
+    options: SaveOptions,
+    interrupt: Interrupt<'_>,
+) -> Result<()> {
+    let mut writer = Writer::new(sink, 0, options)?;
     writer.write(tensors, interrupt)?;
     writer.finish()
 }

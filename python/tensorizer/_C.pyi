@@ -2,16 +2,19 @@ from collections.abc import Sequence
 from typing import Any, final
 
 __all__ = [
-    "DEFAULT_S3_ENDPOINT",
+    "DEFAULT_S3_READ_ENDPOINT",
+    "DEFAULT_S3_WRITE_ENDPOINT",
     "TORCH_VERSION",
     "Reader",
+    "Sink",
     "Source",
     "Writer",
     "__version__",
     "cpu_count",
 ]
 
-DEFAULT_S3_ENDPOINT: str
+DEFAULT_S3_READ_ENDPOINT: str
+DEFAULT_S3_WRITE_ENDPOINT: str
 TORCH_VERSION: str
 __version__: str
 cpu_count: int
@@ -99,6 +102,28 @@ class Source:
     def headers(self) -> list[tuple[str, str]]: ...
 
 @final
+class Sink:
+    @staticmethod
+    def s3(
+        uri: str,
+        *,
+        access_key: str | None,
+        secret_key: str | None,
+        endpoint: str | None,
+        config_path: str | None,
+        force_http: bool | None,
+        region: str | None,
+        ca_file: str | None = None,
+        ca_folder: str | None = None,
+        trust_all: bool = False,
+    ) -> Sink: ...
+    def write(self, offset: int, data: bytes) -> None: ...
+    def publish(self, len: int) -> None: ...
+    def abandon(self) -> None: ...
+    @property
+    def uri(self) -> str: ...
+
+@final
 class Writer:
     @staticmethod
     def to_path(path: str, alignment: int, threads: int | None) -> Writer: ...
@@ -106,6 +131,8 @@ class Writer:
     def to_fd(
         descriptor: int, uri: str, base: int, alignment: int, threads: int | None
     ) -> Writer: ...
+    @staticmethod
+    def to_sink(sink: Sink, base: int, alignment: int, threads: int | None) -> Writer: ...
     @staticmethod
     def to_object(
         object: Any, uri: str, base: int, alignment: int, threads: int | None

@@ -50,12 +50,12 @@ class Remote:
     base: int
 
 
-def open_address(file_obj: Any) -> Any:
+def open_address(file_obj: Any, mode: str = "rb") -> Any:
     """Open what is the address of a server; return anything else as it is."""
     if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
         from .stream_io import open_stream
 
-        return open_stream(file_obj)
+        return open_stream(file_obj, mode)
     return file_obj
 
 
@@ -65,12 +65,8 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     Raises:
         TypeError: It is none of these.
         ValueError: It is a text file.
-        NotImplementedError: It is an address that this release does not reach.
 
     """
-    if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
-        scheme = file_obj.split("://")[0]
-        raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
     native = getattr(file_obj, "_native_source", None)
     source = native() if native is not None else None
     if source is not None and (source.size is not None or file_obj.tell() == 0):

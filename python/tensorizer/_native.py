@@ -17,6 +17,24 @@ if _found != TORCH_MINOR:
         "build it again with `pip install --force-reinstall --no-deps --no-cache-dir tensorizer`."
     )
 
-from ._C import DEFAULT_S3_ENDPOINT, Reader, Source, Writer, __version__, cpu_count  # noqa: E402
+from ._C import (  # noqa: E402
+    DEFAULT_S3_READ_ENDPOINT,
+    DEFAULT_S3_WRITE_ENDPOINT,
+    Reader,
+    Sink,
+    Source,
+    Writer,
+    __version__,
+    cpu_count,
+)
 
-__all__ = ["DEFAULT_S3_ENDPOINT", "Reader", "Source", "Writer", "__version__", "cpu_count"]
+__all__ = [
+    "DEFAULT_S3_READ_ENDPOINT",
+    "DEFAULT_S3_WRITE_ENDPOINT",
+    "Reader",
+    "Sink",
+    "Source",
+    "Writer",
+    "__version__",
+    "cpu_count",
+]

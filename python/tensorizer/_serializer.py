@@ -13,6 +13,7 @@ import torch
 from . import _files, _modules
 from ._exchange import lend
 from ._native import Writer, cpu_count
+from ._streams import UploadFile
 from ._types import Name, TensorType
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ class TensorSerializer:
     """Writes tensors into a ``.tensors`` file.
 
     A path is written atomically: until :meth:`close` the old file stays, and a temporary file
-    beside it takes the bytes. As a context manager it closes at the end of the block; if the
-    block raises, nothing appears under the path.
+    beside it takes the bytes; an object of S3 appears as a whole too. As a context manager it
+    closes at the end of the block; if the block raises, nothing appears.
 
     Args:
-        file_obj: A path, ``os.PathLike``, file descriptor (which stays the caller's), or binary
-            file object that can be read, written and sought in; the file begins at its position,
-            and it is closed with this object.
+        file_obj: A path, ``os.PathLike``, ``s3://`` address, file descriptor (which stays the
+            caller's), or binary file object that can be read, written and sought in; the file
+            begins at its position, and it is closed with this object. A stream of
+            :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
         encryption: Not supported by this release.
         limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
@@ -79,7 +81,8 @@ class TensorSerializer:
                     f"limit_cpu_concurrency must be at least 1, not {limit_cpu_concurrency}"
                 )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
-        self._writer = _open(file_obj, alignment, limit_cpu_concurrency)
+        file_obj = _files.open_address(file_obj, "wb")
+        self._writer = self._open(file_obj, alignment, limit_cpu_concurrency)
         if not isinstance(file_obj, (str, bytes, os.PathLike, int)):
             self._file_obj = file_obj
 
@@ -87,6 +90,12 @@ class TensorSerializer:
     def total_tensor_bytes(self) -> int:
         """Bytes of tensor data written so far."""
         return self._total_tensor_bytes
+
+    def _open(self, file_obj: Any, alignment: int, threads: int | None) -> Writer:
+        if isinstance(file_obj, UploadFile):
+            sink, base = file_obj._native_sink(self)
+            return Writer.to_sink(sink, base, alignment, threads)
+        return _open(file_obj, alignment, threads)
 
     # Writing
 
@@ -207,7 +216,7 @@ class TensorSerializer:
             return
         try:
             writer.finish()
-            if self._file_obj is not None:
+            if self._file_obj is not None and not isinstance(self._file_obj, UploadFile):
                 self._file_obj.seek(writer.end)
         finally:
             self._close_file_obj()
@@ -220,7 +229,10 @@ class TensorSerializer:
 
     def _close_file_obj(self) -> None:
         file_obj, self._file_obj = self._file_obj, None
-        if file_obj is not None:
+        if isinstance(file_obj, UploadFile):
+            # Published by now, or given up.
+            file_obj.abandon()
+        elif file_obj is not None:
             file_obj.close()
 
     def __enter__(self) -> TensorSerializer:

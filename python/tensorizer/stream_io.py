@@ -1,8 +1,9 @@
 """Files behind addresses, as Python file objects.
 
-:func:`open_stream` opens local paths and ``http://``, ``https://`` and ``s3://`` addresses. A
-stream that is handed to :class:`tensorizer.TensorDeserializer` is not read through Python: its
-tensors are fetched by parallel requests, straight into their memory.
+:func:`open_stream` opens local paths and ``http://``, ``https://``, ``s3://``, ``redis://`` and
+``rediss://`` addresses. A stream that is handed to :class:`tensorizer.TensorDeserializer` or
+:class:`tensorizer.TensorSerializer` is not read or written through Python: tensors travel by
+parallel requests, straight into and out of their memory.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import http.client
 import io
 import os
+import shutil
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
-from ._native import DEFAULT_S3_ENDPOINT, Source
-from ._streams import RemoteFile, check_range
+from ._native import DEFAULT_S3_READ_ENDPOINT, DEFAULT_S3_WRITE_ENDPOINT, Sink, Source
+from ._streams import RemoteFile, UploadFile, check_range
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 #: Where objects are read from if nothing says otherwise.
-default_s3_read_endpoint = DEFAULT_S3_ENDPOINT
+default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
+#: Where objects are written to if nothing says otherwise.
+default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
 
 
@@ -174,26 +178,50 @@ class RedisStreamFile(RemoteFile):
         trust = _trust(certificate_handling)
         check_range(begin, end)
         if not uri.lower().startswith(("redis://", "rediss://")):
-            raise ValueError(f"expected redis:// or rediss://, found {uri.split('://')[0]!r}")
+            raise ValueError(
+                f"expected redis:// or rediss://, found {uri.split('://', maxsplit=1)[0]!r}"
+            )
         super().__init__(Source.redis(uri, **trust), begin, end, buffer_size)
 
 
-def _open_s3(
-    uri: str,
-    begin: int | None,
-    end: int | None,
-    buffer_size: int | None,
-    certificate_handling: CAInfo | None,
-    *,
+class _S3Options(_Trust):
+    access_key: str | None
+    secret_key: str | None
+    endpoint: str | None
+    config_path: str | None
+    force_http: bool | None
+    region: str | None
+
+
+def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
+    access_key: str | None,
+    secret_key: str | None,
+    endpoint: str | None,
+    config_path: str | os.PathLike[Any] | None,
+    force_http: bool | None,
+    region: str | None,
     signature: str | None,
-    **given: Any,
-) -> CURLStreamFile:
+    certificate_handling: CAInfo | None,
+) -> _S3Options:
     if signature not in (None, "v4", "s3v4"):
         raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
+    return {
+        "access_key": access_key,
+        "secret_key": secret_key,
+        "endpoint": endpoint,
+        "config_path": None if config_path is None else os.fspath(config_path),
+        "force_http": force_http,
+        "region": region,
+        **_trust(certificate_handling),
+    }
+
+
+def _open_s3(
+    uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: _S3Options
+) -> CURLStreamFile:
     check_range(begin, end)
     stream = CURLStreamFile.__new__(CURLStreamFile)
-    source = Source.s3(uri, **given, **_trust(certificate_handling))
-    stream._over(source, begin, end, buffer_size)
+    stream._over(Source.s3(uri, **options), begin, end, buffer_size)
     return stream
 
 
@@ -212,18 +240,20 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
     certificate_handling: CAInfo | None = None,
-) -> CURLStreamFile | RedisStreamFile | BinaryIO:
+) -> CURLStreamFile | RedisStreamFile | UploadFile | BinaryIO:
     """Open a local path or an address as a binary file.
 
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
-        mode: A binary mode. Addresses of servers are for reading.
+        mode: A binary mode. ``s3://`` can be read or written; ``"ab"`` does not append, but
+            writes a new object, as before. Other addresses are for reading.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
             AWS's own chain: environment, shared files and profiles, web identity, instance roles.
             If nothing is found, or both keys are empty, the object is read as anybody may.
         s3_secret_access_key: Its secret key.
         s3_endpoint: A host or an address; without it ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``,
-            ``AWS_ENDPOINT_URL``, the profile, :data:`default_s3_read_endpoint`.
+            ``AWS_ENDPOINT_URL``, the profile, and at last :data:`default_s3_read_endpoint` or
+            :data:`default_s3_write_endpoint`.
         s3_config_path: A file to use instead of ``~/.s3cfg``; it must be there.
         buffer_size: Bytes that are read at a time.
         force_http: Use ``http://`` for S3. None decides by the endpoint: ``http://`` from the
@@ -236,9 +266,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
 
     Raises:
         ValueError: The mode does not fit.
-        OSError: The file cannot be opened.
-        NotImplementedError: Writing to ``s3://``, and ``redis://``, are not supported by this
-            release.
+        OSError: The file cannot be opened. An object that is written is sent while it is
+            written, so that writing and closing raise too; then nothing is published.
 
     """
     normal = "".join(sorted(mode, key="rwxab+".find))
@@ -256,21 +285,22 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 buffer_size=buffer_size,
                 certificate_handling=certificate_handling,
             )
-        if scheme == "s3" and normal == "rb":
-            return _open_s3(
-                path_uri,
-                begin,
-                end,
-                buffer_size,
+        if scheme == "s3":
+            options = _s3_options(
+                s3_access_key_id,
+                s3_secret_access_key,
+                s3_endpoint,
+                s3_config_path,
+                force_http,
+                s3_region_name,
+                s3_signature_version,
                 certificate_handling,
-                access_key=s3_access_key_id,
-                secret_key=s3_secret_access_key,
-                endpoint=s3_endpoint,
-                config_path=None if s3_config_path is None else os.fspath(s3_config_path),
-                force_http=force_http,
-                region=s3_region_name,
-                signature=s3_signature_version,
             )
+            if normal == "rb":
+                return _open_s3(path_uri, begin, end, buffer_size, options)
+            if normal[0] not in "wa":
+                raise ValueError(f"s3:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
+            return UploadFile(Sink.s3(path_uri, **options))
         if scheme in ("redis", "rediss"):
             if normal != "rb":
                 raise ValueError(
@@ -284,8 +314,6 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 buffer_size=buffer_size,
                 certificate_handling=certificate_handling,
             )
-        if scheme == "s3":
-            raise NotImplementedError(f"{scheme}:// addresses are not supported by this release")
     path = Path(os.fsdecode(path_uri))
     if normal[0] in "wax":
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,3 +321,64 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     file = path.open(normal, buffering=buffering)
     file.seek(begin or 0)
     return file  # type: ignore[return-value]
+
+
+def s3_upload(  # noqa: PLR0917  # the order is that of the old package
+    path: str | os.PathLike[Any],
+    target_uri: str,
+    s3_access_key_id: str | None,
+    s3_secret_access_key: str | None,
+    s3_endpoint: str | None = default_s3_write_endpoint,
+    s3_region_name: str | None = None,
+    s3_signature_version: str | None = None,
+) -> None:
+    """Upload a local file; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
+    with (
+        Path(path).open("rb") as file,
+        UploadFile(
+            Sink.s3(
+                target_uri,
+                **_s3_options(
+                    s3_access_key_id,
+                    s3_secret_access_key,
+                    s3_endpoint,
+                    None,
+                    _is_plain(s3_endpoint),
+                    s3_region_name,
+                    s3_signature_version,
+                    None,
+                ),
+            )
+        ) as upload,
+    ):
+        shutil.copyfileobj(file, upload, 8 << 20)
+
+
+def s3_download(  # noqa: PLR0917  # the order is that of the old package
+    path_uri: str,
+    s3_access_key_id: str | None,
+    s3_secret_access_key: str | None,
+    s3_endpoint: str | None = default_s3_read_endpoint,
+    s3_region_name: str | None = None,
+    s3_signature_version: str | None = None,
+    buffer_size: int | None = None,
+    begin: int | None = None,
+    end: int | None = None,
+    certificate_handling: CAInfo | None = None,
+) -> CURLStreamFile:
+    """Open an object for reading; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
+    options = _s3_options(
+        s3_access_key_id,
+        s3_secret_access_key,
+        s3_endpoint,
+        None,
+        _is_plain(s3_endpoint),
+        s3_region_name,
+        s3_signature_version,
+        certificate_handling,
+    )
+    return _open_s3(path_uri, begin, end, buffer_size, options)
+
+
+def _is_plain(endpoint: str | None) -> bool | None:
+    return True if endpoint is not None and endpoint.lower().startswith("http://") else None

@@ -10,8 +10,8 @@ use super::guard::guard;
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
 use crate::load::{LoadOptions, load, load_into};
-use crate::save::{SaveOptions, save};
-use crate::source::address;
+use crate::save::{SaveOptions, save_to};
+use crate::sink;
 use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};
 use crate::tensor_file::TensorFile;
 
@@ -280,8 +280,7 @@ fn op_save(uri: &str, names: Vec<String>, tensors: &bridge::TensorList) -> Resul
         if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
             return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));
         }
-        let path = address::local(uri)?;
-        save(path, to_save(&names, tensors)?, SaveOptions::default(), &interrupt)
+        save_to(sink::create(uri)?, to_save(&names, tensors)?, SaveOptions::default(), &interrupt)
     })
 }
 

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-
 /// Which certificates are believed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trust {

@@ -35,6 +35,7 @@ impl Failure {
 
 /// The tries of one request.
 pub struct Retry<'o> {
+    action: &'static str,
     options: &'o NetOptions,
     begun: Instant,
     failed: u32,
@@ -43,8 +44,8 @@ pub struct Retry<'o> {
 }
 
 impl<'o> Retry<'o> {
-    pub fn new(options: &'o NetOptions, opening: bool) -> Self {
-        Retry { options, begun: Instant::now(), failed: 0, opening }
+    pub fn new(action: &'static str, options: &'o NetOptions, opening: bool) -> Self {
+        Retry { action, options, begun: Instant::now(), failed: 0, opening }
     }
 
     /// Waits before the next try, or says why there is none. `position` is the next byte wanted.
@@ -72,7 +73,7 @@ impl<'o> Retry<'o> {
                     self.failed
                 );
             }
-            return Err(Error::io("reading", shown, io::Error::new(kind, what)));
+            return Err(Error::io(self.action, shown, io::Error::new(kind, what)));
         }
         let until = Instant::now() + pause;
         while let Some(left) = until.checked_duration_since(Instant::now()) {

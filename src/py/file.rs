@@ -119,6 +119,10 @@ impl WriteAt for PyFile {
         1
     }
 
+    fn shows_early(&self) -> bool {
+        true
+    }
+
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
         self.locked(|py| {
             self.seek(py, offset)?;

@@ -3,6 +3,7 @@
 mod errors;
 mod file;
 mod reader;
+mod sink;
 mod source;
 mod writer;
 
@@ -26,10 +27,12 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     register().map_err(|e| pyo3::exceptions::PyImportError::new_err(e.to_string()))?;
     set_interrupt(signals_in_operator);
     module.add("TORCH_VERSION", env!("TENSORIZER_TORCH_VERSION"))?;
-    module.add("DEFAULT_S3_ENDPOINT", crate::source::s3::DEFAULT_ENDPOINT)?;
+    module.add("DEFAULT_S3_READ_ENDPOINT", crate::net::s3::DEFAULT_READ_ENDPOINT)?;
+    module.add("DEFAULT_S3_WRITE_ENDPOINT", crate::net::s3::DEFAULT_WRITE_ENDPOINT)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
     module.add_class::<reader::Reader>()?;
+    module.add_class::<sink::Sink>()?;
     module.add_class::<source::Source>()?;
     module.add_class::<writer::Writer>()?;
     Ok(())

@@ -159,9 +159,7 @@ impl Reader {
 
     /// Bytes of the file as they are.
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
-        PyBytes::new_with(py, len, |buffer| {
-            Ok(py.detach(|| self.file.raw(offset, buffer))?)
-        })
+        PyBytes::new_with(py, len, |buffer| Ok(py.detach(|| self.file.raw(offset, buffer))?))
     }
 
     /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.

@@ -8,9 +8,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{Error, Result};
+use crate::net::s3::S3Options;
 use crate::net::{NetOptions, Trust};
-use crate::source::{ReadAt, http, redis};
-use crate::source::s3::{self, S3Options};
+use crate::source::{ReadAt, http, redis, s3};
 
 /// Bytes of a server. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -33,7 +33,8 @@ impl Source {
     }
 }
 
-fn trust(file: Option<PathBuf>, folder: Option<PathBuf>, all: bool) -> Trust {
+/// Which certificates Python's `CAInfo` stands for.
+pub fn trust(file: Option<PathBuf>, folder: Option<PathBuf>, all: bool) -> Trust {
     match (file, folder, all) {
         (Some(file), ..) => Trust::File(file),
         (_, Some(folder), _) => Trust::Folder(folder),

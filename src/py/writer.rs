@@ -10,6 +10,7 @@ use pyo3::sync::MutexExt as _;
 use super::file::PyFile;
 use super::reader::name_from_python;
 use super::signals;
+use super::sink::Sink;
 use crate::error::{Error, Result};
 use crate::ffi::exchange::borrow;
 use crate::format::TensorKind;
@@ -69,6 +70,13 @@ impl Writer {
         let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
         Self::new(sink, base, alignment, threads)
+    }
+
+    /// Writes to a server, from `base` on.
+    #[staticmethod]
+    #[pyo3(signature = (sink, base, alignment, threads))]
+    fn to_sink(sink: &Sink, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads)
     }
 
     /// Writes to a Python object that can seek, from `base` on.

@@ -111,7 +111,11 @@ impl WriteAt for FileSink {
         self.file.read_exact_at(buffer, offset).map_err(|e| Error::io("reading back", &self.uri, e))
     }
 
-    fn reserve(&self, len: u64) -> Result<()> {
+    fn shows_early(&self) -> bool {
+        self.pending.is_none()
+    }
+
+    fn reserve(&self, _head: u64, len: u64) -> Result<()> {
         if self.pending.is_some() {
             crate::sys::reserve(&self.file, len)
                 .map_err(|e| Error::io("reserving space for", &self.uri, e))?;

@@ -1,12 +1,22 @@
 //! Where bytes are written to. Every sink can be written at a position.
 
 mod file;
+#[cfg(feature = "s3")]
+mod s3;
 
 use std::io::IoSlice;
 
 pub use file::FileSink;
+#[cfg(feature = "s3")]
+pub use s3::S3Sink;
 
 use crate::error::{Error, Result};
+#[cfg(feature = "s3")]
+use crate::net::{NetOptions, s3::S3Options};
+use crate::source::address;
+
+/// Bytes moved at a time to make room.
+const MOVE_STEP: u64 = 8 << 20;
 
 /// Random-access writing.
 pub trait WriteAt: Send + Sync {
@@ -16,35 +26,109 @@ pub trait WriteAt: Send + Sync {
     /// The most threads that may write at once.
     fn max_writers(&self) -> usize;
 
-    /// Writes some of the buffers, in order, at `offset`.
+    /// Threads that write unless the caller names a number.
+    fn default_writers(&self) -> usize {
+        crate::cpu_count().min(self.max_writers())
+    }
+
+    /// Whether others see what was written before it is published.
+    fn shows_early(&self) -> bool;
+
+    /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
+    /// of the file's head and, where it shows early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize>;
+
+    /// The same, given up soon after `go_on` says no; for sinks that may wait long.
+    fn write_at_while(
+        &self,
+        offset: u64,
+        buffers: &[IoSlice<'_>],
+        _go_on: &dyn Fn() -> bool,
+    ) -> Result<usize> {
+        self.write_at(offset, buffers)
+    }
 
     /// Reads bytes back that were written before.
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// Announces that the file will be `len` bytes long, so that a full disk shows early.
-    fn reserve(&self, _len: u64) -> Result<()> {
+    /// Announces that the file will be at least `len` bytes long, so that a full disk shows early,
+    /// and that its first `head` bytes are written last.
+    fn reserve(&self, _head: u64, _len: u64) -> Result<()> {
         Ok(())
+    }
+
+    /// Moves what is from `at` to `end` towards the end of the file, by `len` bytes or more: gives
+    /// by how many, a multiple of 2 MiB if `len` is one.
+    fn insert(&self, at: u64, end: u64, len: u64) -> Result<u64> {
+        let mut end = end;
+        let mut buffer = Vec::new();
+        while end > at {
+            let from = end.saturating_sub(MOVE_STEP).max(at);
+            buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
+            self.read_back(from, &mut buffer)?;
+            write_all(self, from + len, &buffer)?;
+            end = from;
+        }
+        Ok(len)
     }
 
     /// Ends the file at `len` bytes and makes it visible under its name.
     fn publish(&mut self, len: u64) -> Result<()>;
 }
 
-/// Writes all of the buffers.
+/// Begins a file at an address or a local path, with the options of the environment.
+pub fn create(uri: &str) -> Result<Box<dyn WriteAt>> {
+    match address::scheme(uri).as_deref() {
+        None => Ok(Box::new(FileSink::create(std::path::Path::new(uri))?)),
+        #[cfg(feature = "s3")]
+        Some("s3") => {
+            let options = NetOptions::from_environment()?;
+            Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options)?))
+        }
+        Some(scheme) => Err(unwritable(scheme)),
+    }
+}
+
+/// Why nothing can be written to addresses with a scheme.
+pub fn unwritable(scheme: &str) -> Error {
+    let instead = match scheme {
+        "redis" | "rediss" => "TensorDeserializer.to_redis copies files there",
+        "s3" => "this build has no S3",
+        _ => "upload a local file by other means, or write to s3://",
+    };
+    Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))
+}
+
+fn write_all<S: WriteAt + ?Sized>(sink: &S, offset: u64, bytes: &[u8]) -> Result<()> {
+    let mut done = 0;
+    while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
+        match sink.write_at(offset + done as u64, &[IoSlice::new(rest)])? {
+            0 => return Err(nothing_written(sink.uri())),
+            written => done += written,
+        }
+    }
+    Ok(())
+}
+
+fn nothing_written(uri: &str) -> Error {
+    Error::io("writing", uri, std::io::Error::from(std::io::ErrorKind::WriteZero))
+}
+
+/// Writes all of the buffers, unless `go_on` says no.
 pub fn write_all_at(
     sink: &dyn WriteAt,
     offset: u64,
     mut buffers: &mut [IoSlice<'_>],
+    go_on: &dyn Fn() -> bool,
 ) -> Result<()> {
     let mut at = offset;
     IoSlice::advance_slices(&mut buffers, 0);
     while !buffers.is_empty() {
         let window = buffers.len().min(crate::sys::MAX_VECTORS);
-        let written = sink.write_at(at, buffers.get(..window).unwrap_or_default())?;
+        let window = buffers.get(..window).unwrap_or_default();
+        let written = sink.write_at_while(at, window, go_on)?;
         if written == 0 {
-            let error = std::io::Error::from(std::io::ErrorKind::WriteZero);
-            return Err(Error::io("writing", sink.uri(), error));
+            return Err(nothing_written(sink.uri()));
         }
         at += written as u64;
         IoSlice::advance_slices(&mut buffers, written);

@@ -40,7 +40,7 @@ pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
         #[cfg(feature = "s3")]
         Some(scheme) if scheme == "s3" => super::s3::open(
             uri,
-            &super::s3::S3Options::default(),
+            &crate::net::s3::S3Options::default(),
             NetOptions::from_environment()?,
         ),
         #[cfg(feature = "redis")]

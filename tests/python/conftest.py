@@ -106,6 +106,17 @@ def count_threads():
     return sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate())
 
 
+@pytest.fixture
+def no_settings_of_the_machine(monkeypatch, tmp_path):
+    """Hide the credentials and proxies of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Fail a test that leaves threads or file descriptors."""

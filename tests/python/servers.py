@@ -1,13 +1,17 @@
-"""Servers on loopback: nginx, redis-server, and one that fails as it is told."""
+"""Servers on loopback: nginx, redis-server, an S3 server, and two that fail as they are told."""
 
+import http.client
 import http.server
+import importlib.util
 import os
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -150,6 +154,128 @@ class Redis:
     def stop(self):
         self.process.terminate()
         self.process.wait(20)
+
+
+class Moto:
+    """An S3 server that keeps objects in memory. Signatures are checked after some requests."""
+
+    def __init__(self, unchecked="inf"):
+        if importlib.util.find_spec("moto") is None:
+            if os.environ.get("CI"):
+                pytest.fail("moto is required in CI")
+            pytest.skip("moto is not installed: pip install 'moto[server]'")
+        port = free_port()
+        self.host = f"127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            env=os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(unchecked)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_for(port, self.process)
+
+    def client(self, service="s3"):
+        import boto3
+
+        return boto3.client(
+            service,
+            endpoint_url=f"http://{self.host}",
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        )
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
+
+
+class Relay:
+    """Hands requests on to another server, as a proxy or as if it were that server. Each one is
+    given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
+    a number and fields, ``"reset"``, or ``"stall"``.
+    """
+
+    def __init__(self, host, script=lambda method, path, number: None):
+        self.to, self.script, self.requests, self.lock = host, script, [], threading.Lock()
+        self.stopping = threading.Event()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 1  # for connections that nobody uses
+
+            def do_GET(self):
+                outer.answer(self)
+
+            do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.block_on_close = False
+        self.host = f"127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+
+    def answer(self, handler):
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        path = handler.path
+        fields = {name: value for name, value in handler.headers.items() if name.lower() != "host"}
+        host = handler.headers["Host"]
+        if "://" in path:  # asked as a proxy
+            parts = urllib.parse.urlsplit(path)
+            host = parts.netloc
+            path = urllib.parse.urlunsplit(("", "", parts.path, parts.query, ""))
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append((handler.command, host, path))
+        fault, *given = self.script(handler.command, path, number) or ("none",)
+        if fault == "stall":
+            self.stopping.wait(30)
+        if fault in ("stall", "reset"):
+            linger = struct.pack("ii", 1, 0)
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            handler.connection.close()
+            handler.close_connection = True
+            return
+        if fault == "status":
+            status, reply, data = (
+                given[0],
+                given[1] if len(given) > 1 else {},
+                b"" if given[0] == 200 else b"<Error/>",
+            )
+        else:
+            connection = http.client.HTTPConnection(self.to, timeout=60)
+            connection.request(handler.command, path, body, fields | {"Host": host})
+            answer = connection.getresponse()
+            data, status = answer.read(), answer.status
+            hidden = ("transfer-encoding", "content-length", "connection")
+            reply = {n: v for n, v in answer.getheaders() if n.lower() not in hidden}
+            connection.close()
+        try:
+            handler.send_response(status)
+            for name, value in reply.items():
+                handler.send_header(name, value)
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data)
+        except OSError:
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.stopping.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(10)
 
 
 class FaultServer:

@@ -1,5 +1,6 @@
 """Values of a Redis server."""
 
+import contextlib
 import io
 import os
 import socket
@@ -167,7 +168,7 @@ def test_users_databases_and_tls(server, client, path):
 def test_streams(server, client, path):
     store(path, client)
     data = path.read_bytes()
-    end = max(int(key.decode().rsplit(":", 1)[1]) + client.strlen(key) for key in client.keys())
+    end = max(int(key.decode().rsplit(":", 1)[1]) + client.strlen(key) for key in client)
     data = data[:end]  # the mark at the end of the file is not stored
     with open_stream(f"{server.address}/m") as stream:
         assert isinstance(stream, RedisStreamFile)
@@ -270,10 +271,8 @@ class Proxy:
         except OSError:
             pass
         for end in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def __enter__(self):
         return self

@@ -1,16 +1,12 @@
 """Objects of an S3 server."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 import urllib.request
 
 import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import free_port, wait_for
+from servers import Moto
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CURLStreamFile, open_stream
 
@@ -32,45 +28,21 @@ def check(loaded):
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory):
-    """A server that keeps objects in memory, with some of ours; yields its host and port."""
-    if importlib.util.find_spec("moto") is None:
-        if os.environ.get("CI"):
-            pytest.fail("moto is required in CI")
-        pytest.skip("moto is not installed: pip install 'moto[server]'")
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    wait_for(port, process)
-    import boto3
-
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{port}",
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-        region_name="us-east-1",
-    )
+    """The host and port of a server that keeps objects in memory, with some of ours."""
+    server = Moto()
+    client = server.client()
     client.create_bucket(Bucket="bucket", ACL="public-read")
     path = tmp_path_factory.mktemp("s3") / "f.tensors"
     tensorizer.save(TENSORS, path)
     for key in KEYS:
         client.upload_file(str(path), "bucket", key, ExtraArgs={"ACL": "public-read"})
-    yield f"127.0.0.1:{port}"
-    process.terminate()
-    process.wait(20)
+    yield server.host
+    server.stop()
 
 
 @pytest.fixture(autouse=True)
-def no_settings_of_the_machine(monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
+def no_settings(no_settings_of_the_machine):
+    pass
 
 
 KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
@@ -152,8 +124,8 @@ def test_errors(s3):
         open_stream("s3://bucket/key", s3_access_key_id="key", s3_endpoint=s3)
     with pytest.raises(ValueError, match="'s3' is not supported, only 'v4' is"):
         open_stream("s3://bucket/key", s3_signature_version="s3", **options)
-    with pytest.raises(NotImplementedError, match="s3:// addresses"):
-        open_stream("s3://bucket/key", "wb", **options)
+    with pytest.raises(ValueError, match="'rb' and 'wb', not 'rb\\+'"):
+        open_stream("s3://bucket/key", "rb+", **options)
     with pytest.raises(ConnectionError) as refused:
         open_stream("s3://bucket/key", s3_endpoint="127.0.0.1:1", force_http=True, **KEY)
     assert "secret" not in str(refused.value)

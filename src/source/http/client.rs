@@ -10,8 +10,8 @@ use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, LOCAT
 use reqwest::{Certificate, Client, Response, Url};
 
 use super::reply::Range;
-use crate::source::scatter::Scatter;
 use crate::net::{Failure, Lane, Lanes, NetOptions, Trust};
+use crate::source::scatter::Scatter;
 
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
@@ -73,13 +73,7 @@ pub struct OneClient {
 impl Clients {
     /// Reads the certificates; what is wrong with them is the error.
     pub fn new(options: &NetOptions) -> std::result::Result<Self, String> {
-        let mut certificates = Vec::new();
-        for pem in options.trust.certificates()? {
-            certificates.extend(
-                Certificate::from_pem_bundle(&pem)
-                    .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
-            );
-        }
+        let certificates = certificates(options)?;
         Ok(Clients { lanes: Lanes::default(), options: options.clone(), certificates })
     }
 
@@ -97,25 +91,39 @@ impl Clients {
     /// Gives a client away.
     pub fn take(&self) -> std::result::Result<OneClient, Failure> {
         let lane = self.lanes.take(&|| true, || async {
-            self.connect().map_err(|e| Failure::lasting(ErrorKind::Other, e.to_string()))
+            connect(&self.options, &self.certificates).map_err(Failure::from)
         })?;
         Ok(OneClient { lane, stall: self.options.stall })
     }
+}
 
-    fn connect(&self) -> reqwest::Result<Client> {
-        let builder = Client::builder()
-            .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
-            .redirect(reqwest::redirect::Policy::none())
-            .connect_timeout(self.options.connect)
-            .tcp_nodelay(true)
-            .pool_max_idle_per_host(1);
-        match self.options.trust {
-            Trust::System => builder,
-            Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
-            Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(self.certificates.clone()),
-        }
-        .build()
+/// A client with the options of a source or a sink.
+pub fn connect(options: &NetOptions, certificates: &[Certificate]) -> reqwest::Result<Client> {
+    let builder = Client::builder()
+        .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
+        .redirect(reqwest::redirect::Policy::none())
+        .connect_timeout(options.connect)
+        .tcp_nodelay(true)
+        .tcp_user_timeout(options.stall)
+        .pool_max_idle_per_host(1);
+    match options.trust {
+        Trust::System => builder,
+        Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
+        Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(certificates.to_vec()),
     }
+    .build()
+}
+
+/// Reads the certificates; what is wrong with them is the error.
+pub fn certificates(options: &NetOptions) -> std::result::Result<Vec<Certificate>, String> {
+    let mut certificates = Vec::new();
+    for pem in options.trust.certificates()? {
+        certificates.extend(
+            Certificate::from_pem_bundle(&pem)
+                .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
+        );
+    }
+    Ok(certificates)
 }
 
 impl OneClient {
@@ -259,4 +267,3 @@ impl From<reqwest::Error> for Failure {
         Failure::passing(kind, text)
     }
 }
-

@@ -1,7 +1,7 @@
 //! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
 
-mod client;
-mod reply;
+pub(crate) mod client;
+pub(crate) mod reply;
 mod sequential;
 
 use std::io::IoSliceMut;
@@ -12,9 +12,9 @@ use reqwest::Url;
 use super::scatter::Scatter;
 use super::{PipeSource, ReadAt, Traits};
 use crate::error::{Error, Result};
+use crate::net::{NetOptions, Retry, show_text};
 use client::{Clients, Target};
 use reply::{Identity, Range};
-use crate::net::{NetOptions, Retry, show, show_text};
 
 /// What the first request asks for: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
@@ -54,7 +54,7 @@ fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn Read
     let target = Target::new(url, options.headers.clone());
     let clients = Clients::new(&options).map_err(Error::InvalidArgument)?;
     let go_on = || true;
-    let mut retry = Retry::new(&options, true);
+    let mut retry = Retry::new("reading", &options, true);
     let head = Range { start: 0, end: HEAD_LEN };
     let (target, reply, head) = loop {
         let found = clients.with(|client| {
@@ -88,6 +88,18 @@ fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn Read
         head,
         headers: reply.headers,
     }))
+}
+
+/// An address as messages show it.
+fn show(url: &Url) -> String {
+    let mut url = url.clone();
+    let query = url.query().is_some();
+    url.set_query(None);
+    url.set_fragment(None);
+    // Neither can fail for addresses that have a host.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    if query { format!("{url}?...") } else { url.to_string() }
 }
 
 impl ReadAt for HttpSource {
@@ -125,7 +137,7 @@ impl ReadAt for HttpSource {
         if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
             done += sink.put(here) as u64;
         }
-        let mut retry = Retry::new(&self.options, false);
+        let mut retry = Retry::new("reading", &self.options, false);
         while done < end {
             let target = Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner));
             let range = Range { start: done, end };

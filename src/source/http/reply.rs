@@ -73,8 +73,12 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
             None => Ok(()),
         };
     }
-    let what = format!("the server answered {status}");
-    Err(match status {
+    Err(refusal(status, response.headers(), format!("the server answered {status}")))
+}
+
+/// What a status that is no success means.
+pub fn refusal(status: StatusCode, headers: &HeaderMap, what: String) -> Failure {
+    match status {
         StatusCode::NOT_FOUND | StatusCode::GONE => Failure::lasting(ErrorKind::NotFound, what),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Failure::lasting(
             ErrorKind::PermissionDenied,
@@ -83,16 +87,14 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
         StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
             Failure::lasting(ErrorKind::PermissionDenied, what + "; check the proxy's credentials")
         }
-        StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS => Failure {
-            after: retry_after(response.headers()),
-            ..Failure::passing(ErrorKind::Other, what)
-        },
-        _ if status.is_server_error() => Failure {
-            after: retry_after(response.headers()),
-            ..Failure::passing(ErrorKind::Other, what)
-        },
+        StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS => {
+            Failure { after: retry_after(headers), ..Failure::passing(ErrorKind::Other, what) }
+        }
+        _ if status.is_server_error() => {
+            Failure { after: retry_after(headers), ..Failure::passing(ErrorKind::Other, what) }
+        }
         _ => Failure::lasting(ErrorKind::Other, what),
-    })
+    }
 }
 
 /// Seconds only: servers that name a date are retried by our own clock.

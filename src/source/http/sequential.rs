@@ -73,7 +73,7 @@ impl Stream {
 impl Read for Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let options = self.options.clone();
-        let mut retry = Retry::new(&options, false);
+        let mut retry = Retry::new("reading", &options, false);
         while self.rest.is_empty() {
             match self.advance() {
                 Ok(bytes) if bytes.is_empty() => return Ok(0),

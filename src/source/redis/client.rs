@@ -5,8 +5,8 @@ use std::io::ErrorKind;
 use percent_encoding::percent_decode_str;
 use redis::aio::MultiplexedConnection;
 use redis::{
-    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _, Pipeline,
-    RedisConnectionInfo, RedisError, TlsCertificates, Value,
+    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _,
+    Pipeline, RedisConnectionInfo, RedisError, TlsCertificates, Value,
 };
 use url::Url;
 
@@ -126,11 +126,8 @@ fn failure(error: RedisError) -> Failure {
         let what = format!("{text}; check user and password");
         return Failure::lasting(ErrorKind::PermissionDenied, what);
     }
-    match error.code() {
-        Some("LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN") => {
-            return Failure::passing(ErrorKind::Other, text);
-        }
-        _ => {}
+    if matches!(error.code(), Some("LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN")) {
+        return Failure::passing(ErrorKind::Other, text);
     }
     let lower = text.to_lowercase();
     if lower.contains("certificate") || lower.contains("invalid peer") {

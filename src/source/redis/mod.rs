@@ -67,7 +67,7 @@ impl RedisSource {
         opening: bool,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Vec<Value>> {
-        let mut retry = Retry::new(&self.options, opening);
+        let mut retry = Retry::new("reading", &self.options, opening);
         loop {
             match self.connections.ask(commands, go_on) {
                 Ok(answers) => return Ok(answers),

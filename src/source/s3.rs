@@ -1,21 +1,16 @@
 //! `s3://bucket/key`: an address that is signed once, and then read as any other of HTTP.
 
-mod config;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use aws_sdk_s3::config::{BehaviorVersion, Region, ResponseChecksumValidation};
 use aws_sdk_s3::presigning::PresigningConfig;
 use reqwest::Url;
 
 use super::ReadAt;
 use super::http;
 use crate::error::{Error, Result};
-use crate::net::NetOptions;
-use config::Resolved;
-
-pub use config::{DEFAULT_ENDPOINT, S3Options};
+use crate::net::s3::{DEFAULT_READ_ENDPOINT, Resolved, S3Options, parse, resolve};
+use crate::net::{NetOptions, new_runtime};
 
 /// How long a signed address is good. A load that takes longer than this fails.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
@@ -24,10 +19,9 @@ const VALID: Duration = Duration::from_secs(24 * 60 * 60);
 pub fn open(uri: &str, s3: &S3Options, http: NetOptions) -> Result<Arc<dyn ReadAt>> {
     let (bucket, key) = parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| Error::io("opening", uri, e))?;
+    let runtime = new_runtime().map_err(|e| Error::io("opening", uri, e))?;
     let (address, headers) = runtime.block_on(async {
-        let resolved = config::resolve(s3, uri).await?;
+        let resolved = resolve(s3, DEFAULT_READ_ENDPOINT, uri).await?;
         match &resolved.credentials {
             Some(_) => sign(&resolved, bucket, key, uri).await,
             None => Ok((plain(&resolved, bucket, key, uri)?, Vec::new())),
@@ -37,36 +31,15 @@ pub fn open(uri: &str, s3: &S3Options, http: NetOptions) -> Result<Arc<dyn ReadA
     http::open_as(&address, &format!("s3://{bucket}/{key}"), NetOptions { headers, ..http })
 }
 
-fn parse(uri: &str) -> Result<(&str, &str)> {
-    let rest = uri.split_once("://").map(|(_, rest)| rest).unwrap_or_default();
-    let rest = rest.split(['?', '#']).next().unwrap_or_default();
-    let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
-    let key = key.trim_start_matches('/');
-    if bucket.is_empty() || key.is_empty() {
-        return Err(Error::InvalidArgument(format!("expected s3://bucket/key, found `{uri}`")));
-    }
-    Ok((bucket, key))
-}
-
 async fn sign(
     resolved: &Resolved,
     bucket: &str,
     key: &str,
     uri: &str,
 ) -> Result<(String, Vec<(String, String)>)> {
-    let mut config = aws_sdk_s3::Config::builder()
-        .behavior_version(BehaviorVersion::latest())
-        .region(Region::new(resolved.region.clone()))
-        .endpoint_url(resolved.endpoint.as_str().trim_end_matches('/'))
-        .force_path_style(resolved.path_style)
-        // Sums of whole objects say nothing about ranges, and asking would be part of the sign.
-        .response_checksum_validation(ResponseChecksumValidation::WhenRequired);
-    if let Some(credentials) = &resolved.credentials {
-        config = config.credentials_provider(credentials.clone());
-    }
     let failed = |what: String| Error::InvalidArgument(format!("signing `{uri}`: {what}"));
     let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
-    let signed = aws_sdk_s3::Client::from_conf(config.build())
+    let signed = aws_sdk_s3::Client::from_conf(resolved.sdk().build())
         .get_object()
         .bucket(bucket)
         .key(key)

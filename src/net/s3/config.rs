@@ -5,13 +5,17 @@
 use std::path::{Path, PathBuf};
 
 use aws_config::{BehaviorVersion, SdkConfig};
-use aws_sdk_s3::config::{Credentials, ProvideCredentials};
+use aws_sdk_s3::config::{
+    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+};
 use reqwest::Url;
 
 use crate::error::{Error, Result};
 
-/// The endpoint of the package that this one succeeds.
-pub const DEFAULT_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
+/// Where objects are read from if nothing says otherwise, as in the package that this one succeeds.
+pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
+/// Where objects are written to if nothing says otherwise.
+pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
 
@@ -39,6 +43,24 @@ pub struct Resolved {
     pub credentials: Option<Credentials>,
     pub region: String,
     pub path_style: bool,
+}
+
+impl Resolved {
+    /// What the client of the SDK is told.
+    pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
+        let config = aws_sdk_s3::Config::builder()
+            .behavior_version(BehaviorVersion::latest())
+            .region(Region::new(self.region.clone()))
+            .endpoint_url(self.endpoint.as_str().trim_end_matches('/'))
+            .force_path_style(self.path_style)
+            // Sums of whole objects say nothing about ranges, and asking would be signed.
+            .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
+            .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
+        match &self.credentials {
+            Some(credentials) => config.credentials_provider(credentials.clone()),
+            None => config.allow_no_auth(),
+        }
+    }
 }
 
 /// The `[default]` section of a file as `s3cmd` has it.
@@ -82,7 +104,7 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
 }
 
 /// Finds out everything.
-pub async fn resolve(options: &S3Options, uri: &str) -> Result<Resolved> {
+pub async fn resolve(options: &S3Options, default: &str, uri: &str) -> Result<Resolved> {
     let both = options.access_key.is_some() && options.secret_key.is_some();
     let file = if both { S3Cfg::default() } else { find_s3cfg(options)? };
     let aws = aws_config::defaults(BehaviorVersion::latest()).load().await;
@@ -107,7 +129,7 @@ pub async fn resolve(options: &S3Options, uri: &str) -> Result<Resolved> {
     let force_http = options.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let named = options.endpoint.clone().or(file.host);
     let trusted = named.is_none() && of_aws.is_some();
-    let endpoint = named.or(of_aws).unwrap_or_else(|| DEFAULT_ENDPOINT.to_owned());
+    let endpoint = named.or(of_aws).unwrap_or_else(|| default.to_owned());
     let endpoint = endpoint_url(&endpoint, force_http, trusted)?;
 
     let host = endpoint.host_str().unwrap_or_default().to_ascii_lowercase();

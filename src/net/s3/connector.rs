@@ -1,0 +1,117 @@
+//! The SDK's requests, sent by the same client as all others: with its proxies, certificates and
+//! time limits.
+
+use std::error::Error as _;
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
+use aws_sdk_s3::error::{ConnectorError, DisplayErrorContext, ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::primitives::SdkBody;
+use aws_smithy_runtime_api::client::http::{
+    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+};
+use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
+use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
+use reqwest::{Body, Client, Request, StatusCode};
+
+use crate::net::Failure;
+use crate::source::http::reply::refusal;
+
+/// The slowest upload, in bytes a second, that is not given up and tried again.
+const SLOWEST: u64 = 64 << 10;
+
+/// A client, and how long a server may say nothing.
+#[derive(Debug, Clone)]
+pub struct Connector {
+    pub client: Client,
+    pub stall: Duration,
+}
+
+impl HttpClient for Connector {
+    fn http_connector(
+        &self,
+        _settings: &HttpConnectorSettings,
+        _components: &RuntimeComponents,
+    ) -> SharedHttpConnector {
+        SharedHttpConnector::new(self.clone())
+    }
+}
+
+impl HttpConnector for Connector {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let Connector { client, stall } = self.clone();
+        HttpConnectorFuture::new(async move {
+            let len = request.body().content_length().unwrap_or(0);
+            let limit = stall + Duration::from_secs(len / SLOWEST);
+            tokio::time::timeout(limit, send(&client, request)).await.unwrap_or_else(|_| {
+                let what = format!("the server said nothing for {} s", limit.as_secs());
+                Err(failed(io::Error::new(ErrorKind::TimedOut, what)))
+            })
+        })
+    }
+}
+
+/// The kind says whether another try may help; see [`failure`].
+fn failed(error: io::Error) -> ConnectorError {
+    ConnectorError::other(error.into(), None)
+}
+
+async fn send(client: &Client, request: HttpRequest) -> Result<HttpResponse, ConnectorError> {
+    let of_reqwest = |e: reqwest::Error| failed(Failure::from(e).error);
+    let odd =
+        |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
+    let request = request.try_into_http1x().map_err(|e| odd(&e))?;
+    let request = Request::try_from(request.map(Body::wrap)).map_err(of_reqwest)?;
+    let response = client.execute(request).await.map_err(of_reqwest)?;
+    let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
+    let headers = response.headers().clone();
+    let body = response.bytes().await.map_err(of_reqwest)?;
+    let mut answer = HttpResponse::new(status, SdkBody::from(body));
+    for (name, value) in &headers {
+        if let Ok(value) = value.to_str() {
+            answer.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+        }
+    }
+    Ok(answer)
+}
+
+/// Why a call of the SDK failed, and whether to try again.
+pub fn failure<E>(error: SdkError<E, HttpResponse>) -> Failure
+where
+    E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
+{
+    if let Some(response) = error.raw_response() {
+        let status = StatusCode::from_u16(response.status().as_u16());
+        let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut headers = HeaderMap::new();
+        let after = response.headers().get("retry-after").map(HeaderValue::from_str);
+        if let Some(Ok(after)) = after {
+            headers.insert(RETRY_AFTER, after);
+        }
+        let said = match (error.code(), error.message()) {
+            (Some(code), Some(message)) => format!(": {code}: {message}"),
+            (Some(text), None) | (None, Some(text)) => format!(": {text}"),
+            (None, None) => String::new(),
+        };
+        let what = format!("the server answered {status}{said}");
+        if status.is_success() {
+            // A success whose body reports an error, or is none of S3.
+            return Failure::passing(ErrorKind::InvalidData, what);
+        }
+        return refusal(status, &headers, what);
+    }
+    let mut cause = error.source();
+    while let Some(found) = cause {
+        if let Some(found) = found.downcast_ref::<io::Error>() {
+            let lasting = matches!(
+                found.kind(),
+                ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::InvalidInput
+            );
+            let error = io::Error::new(found.kind(), found.to_string());
+            return Failure { error, again: !lasting, after: None };
+        }
+        cause = found.source();
+    }
+    Failure::lasting(ErrorKind::Other, DisplayErrorContext(error).to_string())
+}

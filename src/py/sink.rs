@@ -1,0 +1,98 @@
+//! `tensorizer._C.Sink`: an object under construction for `stream_io`.
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::signals;
+use super::source::trust;
+use crate::error::Result;
+use crate::net::NetOptions;
+use crate::net::s3::S3Options;
+use crate::sink::{S3Sink, WriteAt, write_all_at};
+use crate::workers;
+
+/// Bytes that one thread sends at a time.
+const CHUNK_LEN: usize = 8 << 20;
+
+/// An object that appears whole, when it is published, or not at all.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Sink {
+    sink: S3Sink,
+}
+
+impl Sink {
+    /// The same object, for a writer.
+    pub fn shared(&self) -> S3Sink {
+        self.sink.clone()
+    }
+}
+
+#[pymethods]
+impl Sink {
+    /// Finds endpoint and credentials; nothing is sent yet.
+    #[staticmethod]
+    #[pyo3(signature = (uri, *, access_key, secret_key, endpoint, config_path, force_http, region,
+                        ca_file=None, ca_folder=None, trust_all=false))]
+    #[allow(clippy::too_many_arguments)] // keywords
+    fn s3(
+        py: Python<'_>,
+        uri: String,
+        access_key: Option<String>,
+        secret_key: Option<String>,
+        endpoint: Option<String>,
+        config_path: Option<PathBuf>,
+        force_http: Option<bool>,
+        region: Option<String>,
+        ca_file: Option<PathBuf>,
+        ca_folder: Option<PathBuf>,
+        trust_all: bool,
+    ) -> PyResult<Self> {
+        let trust = trust(ca_file, ca_folder, trust_all);
+        let options =
+            S3Options { access_key, secret_key, endpoint, config_path, force_http, region };
+        let sink = py.detach(|| -> Result<_> {
+            S3Sink::create(&uri, &options, NetOptions { trust, ..NetOptions::from_environment()? })
+        })?;
+        Ok(Sink { sink })
+    }
+
+    /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        let data = data.as_bytes();
+        Ok(py.detach(|| -> Result<_> {
+            let chunks: Vec<(usize, &[u8])> =
+                (0..).step_by(CHUNK_LEN).zip(data.chunks(CHUNK_LEN)).collect();
+            let threads = if chunks.len() < 2 { 0 } else { self.sink.default_writers() };
+            let queue = Mutex::new(chunks.into_iter());
+            workers::run(threads, &signals, |control| {
+                let next =
+                    || queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next();
+                while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
+                    let mut buffers = [std::io::IoSlice::new(chunk)];
+                    let go_on = || !control.stopped();
+                    write_all_at(&self.sink, offset + start as u64, &mut buffers, &go_on)?;
+                }
+                Ok(())
+            })
+        })?)
+    }
+
+    /// Ends the object at `len` bytes and makes it visible.
+    fn publish(&self, py: Python<'_>, len: u64) -> PyResult<()> {
+        Ok(py.detach(|| self.sink.clone().publish(len))?)
+    }
+
+    /// Gives the object up.
+    fn abandon(&self, py: Python<'_>) {
+        py.detach(|| self.sink.abandon());
+    }
+
+    /// The address.
+    #[getter]
+    fn uri(&self) -> &str {
+        self.sink.uri()
+    }
+}
