@@ -109,7 +109,10 @@ pub fn fill<'a>(
 fn part_len(slots: &[Slot<'_>], readers: usize, request_len: u64) -> u64 {
     let total: u64 =
         slots.iter().map(|slot| if let Slot::Read(b) = slot { b.len() as u64 } else { 0 }).sum();
-    (total / readers as u64).max(INLINE_LEN).min(request_len)
+    let readers = readers as u64;
+    // In as many rounds as parts of full length would take, but with the same for all.
+    let rounds = total.div_ceil(readers.saturating_mul(request_len)).max(1);
+    total.div_ceil(readers.saturating_mul(rounds)).max(INLINE_LEN)
 }
 
 /// Reads the headers of tensors, given by number, and not their data.

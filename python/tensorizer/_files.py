@@ -86,7 +86,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
         )
     uri = str(getattr(file_obj, "name", None) or f"<{type(file_obj).__name__}>")
     if not is_seekable(file_obj):
-        return PythonFile(file_obj, uri, 0, None)
+        return PythonFile(file_obj, uri, _position(file_obj), None)
     base = file_obj.tell()
     number = _descriptor(file_obj)
     if number is not None:
@@ -95,6 +95,14 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     size = file_obj.tell() if size is None else size
     file_obj.seek(base)
     return PythonFile(file_obj, uri, base, size)
+
+
+def _position(file_obj: Any) -> int:
+    """Return how many bytes were read from a stream before, where it knows."""
+    try:
+        return int(file_obj.tell())
+    except (AttributeError, OSError):
+        return 0
 
 
 def is_seekable(file_obj: Any) -> bool:

@@ -86,7 +86,7 @@ const fn seconds(value: u32) -> Duration {
 pub static VARIABLES: [Variable; 5] = [
     Variable {
         name: "TENSORIZER_CONNECTIONS",
-        default: 8,
+        default: 16,
         meaning: "connections that a load uses unless num_readers is given",
         set: |options, value| options.connections = value.max(1) as usize,
     },

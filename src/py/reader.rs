@@ -56,7 +56,8 @@ impl Reader {
         })?))
     }
 
-    /// Reads a Python object: at positions from `base` on if its size is known, else front to back.
+    /// Reads a Python object from `base` on: at positions if its size is known, else front to back
+    /// from where it is, which is `base`.
     #[staticmethod]
     #[pyo3(signature = (object, uri, base, len))]
     fn from_object(
@@ -69,7 +70,10 @@ impl Reader {
         let file = PyFile::new(object, uri.clone(), len);
         Ok(Self::new(py.detach(|| match len {
             Some(_) => TensorFile::from_source(Arc::new(file), base),
-            None => TensorFile::from_source(Arc::new(PipeSource::new(file, uri)), 0),
+            None => {
+                let pipe = PipeSource::new_at(file, uri, base);
+                TensorFile::from_source(Arc::new(pipe), base)
+            }
         })?))
     }
 

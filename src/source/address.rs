@@ -17,18 +17,6 @@ pub fn scheme(uri: &str) -> Option<String> {
     SCHEMES.contains(&scheme.as_str()).then_some(scheme)
 }
 
-/// Refuses what is not a local path.
-pub fn local(uri: &str) -> Result<&Path> {
-    match scheme(uri) {
-        Some(scheme) => Err(unsupported(&scheme)),
-        None => Ok(Path::new(uri)),
-    }
-}
-
-fn unsupported(scheme: &str) -> Error {
-    Error::Unsupported(format!("`{scheme}://` addresses are not supported here by this release"))
-}
-
 /// Opens an address or a local path for reading, with the options of the environment.
 pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
     match scheme(uri) {
@@ -47,6 +35,8 @@ pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
         Some(scheme) if scheme.starts_with("redis") => {
             super::redis::open(uri, NetOptions::from_environment()?)
         }
-        Some(scheme) => Err(unsupported(&scheme)),
+        Some(scheme) => Err(Error::Unsupported(format!(
+            "`{scheme}://` addresses: this build has no such feature"
+        ))),
     }
 }

@@ -15,7 +15,12 @@ pub struct PipeSource<R> {
 impl<R: Read + Send> PipeSource<R> {
     /// `uri` is what messages call it. Position 0 is the stream's next byte.
     pub fn new(stream: R, uri: impl Into<String>) -> Self {
-        PipeSource { stream: Mutex::new((stream, 0)), uri: uri.into() }
+        Self::new_at(stream, uri, 0)
+    }
+
+    /// The same for a stream whose next byte is at another position.
+    pub fn new_at(stream: R, uri: impl Into<String>, position: u64) -> Self {
+        PipeSource { stream: Mutex::new((stream, position)), uri: uri.into() }
     }
 }
 

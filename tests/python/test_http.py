@@ -1,9 +1,11 @@
 """Files of HTTP servers: nginx, and a server that fails in every way."""
 
+import contextlib
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -184,8 +186,6 @@ def test_a_stream_is_a_file(nginx, data):
         open_stream(f"{nginx.http}/f.tensors", begin=10, end=10)
     with pytest.raises(ValueError, match="only be opened for reading"):
         open_stream(f"{nginx.http}/f.tensors", "wb")
-    with pytest.raises(NotImplementedError, match=r"redis:// addresses"):
-        open_stream("redis://host/key")
 
 
 def test_others_read_streams(nginx):
@@ -351,6 +351,77 @@ def test_servers_without_ranges(data, fault):
         assert_same(lazy["big"].detach(), TENSORS["big"])
         lazy.close()
         assert ops.names(server.url) == list(TENSORS)
+
+
+def test_http_1_0(data):
+    with FaultServer(data, ranges=False) as server:
+        server.server.RequestHandlerClass.protocol_version = "HTTP/1.0"
+        check(tensorizer.load(server.url, "cpu", verify_hash=True))
+
+
+class ConnectProxy:
+    """Tunnels CONNECT requests, which it counts, if they have the right password."""
+
+    def __init__(self):
+        self.asked, self.threads = [], []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.host = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.threads.append(threading.Thread(target=self.accept))
+        self.threads[0].start()
+
+    def accept(self):
+        while True:
+            try:
+                inner, _ = self.listener.accept()
+            except OSError:
+                return
+            request = b""
+            while not request.endswith(b"\r\n\r\n"):
+                request += inner.recv(1)
+            self.asked.append(request.decode())
+            # `me:word`
+            if b"proxy-authorization: basic bwu6d29yza==" not in request.lower():
+                inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")
+                inner.close()
+                continue
+            host, port = request.split()[1].decode().rsplit(":", 1)
+            outer = socket.create_connection((host, int(port)))
+            inner.sendall(b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n")
+            for pair in ((inner, outer), (outer, inner)):
+                self.threads.append(threading.Thread(target=self.move, args=pair))
+                self.threads[-1].start()
+
+    @staticmethod
+    def move(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for thread in self.threads:
+            thread.join(10)
+
+
+def test_a_connect_proxy(nginx, monkeypatch):
+    trust = CAInfo(cacert=nginx.folder / "ca.pem")
+    with ConnectProxy() as proxy:
+        monkeypatch.setenv("https_proxy", f"http://me:word@{proxy.host}")
+        with open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust) as stream:
+            check(dict(TensorDeserializer(stream, "cpu").items()))
+        assert f"CONNECT localhost:{nginx.tls_port} HTTP/1.1" in proxy.asked[0]
+        monkeypatch.setenv("https_proxy", f"http://me:wrong@{proxy.host}")
+        monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
+        with pytest.raises(OSError, match=r"(?i)proxy|tunnel") as refused:
+            open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust)
+        assert "wrong" not in str(refused.value)
 
 
 def test_hostile_sizes(data):

@@ -223,8 +223,9 @@ def test_bad_arguments(tmp_path):
             TensorSerializer(tmp_path / "g", alignment=alignment)
     with pytest.raises(NotImplementedError, match="encryption"):
         TensorSerializer(tmp_path / "g", encryption=object())
-    with pytest.raises(NotImplementedError, match="addresses are not supported"):
-        TensorSerializer("s3://bucket/key")
+    for address in ("http://host/key", "https://host/key", "redis://host/key"):
+        with pytest.raises(ValueError, match="only be opened for reading"):
+            TensorSerializer(address)
     with pytest.raises(ValueError, match="readable"), (tmp_path / "w").open("wb") as file:
         TensorSerializer(file)
     with pytest.raises(ValueError, match="text"), (tmp_path / "t").open("w+") as file:

@@ -18,8 +18,8 @@ use reply::{Identity, Range};
 
 /// What the first request asks for: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
-/// Bytes a request: at 100 MB/s and 50 ms of latency it spends a seventh of its time waiting.
-const REQUEST_LEN: u64 = 32 << 20;
+/// Bytes a request: at 100 MB/s and 50 ms of latency it waits for a fourteenth of its time.
+const REQUEST_LEN: u64 = 64 << 20;
 /// Reading this much costs less than another request.
 const MERGE_GAP: u64 = 512 << 10;
 
@@ -65,7 +65,10 @@ fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn Read
                     return Ok((target, reply, Vec::new()));
                 }
                 let mut bytes = Vec::new();
-                client.collect(response, reply.len, &mut bytes).await?;
+                // The body of a refused range is a page.
+                if reply.identity.len != Some(0) {
+                    client.collect(response, reply.len, &mut bytes).await?;
+                }
                 Ok((target, reply, bytes))
             })
         });

@@ -20,8 +20,10 @@ const COMMAND_LEN: u64 = 1 << 20;
 /// Bytes and commands that are asked for before the first answer is read.
 const BATCH_LEN: u64 = 8 << 20;
 const BATCH_COMMANDS: usize = 1024;
-/// Bytes a request of a plan.
+/// Bytes a part of a plan, which a thread reads in batches.
 const REQUEST_LEN: u64 = 32 << 20;
+/// Connections beyond which one server, which works on one thread, gave nothing more.
+const CONNECTIONS: usize = 4;
 /// Keys that a step of a scan looks at, and that one batch asks about.
 const SCAN_COUNT: usize = 1000;
 
@@ -218,7 +220,7 @@ impl ReadAt for RedisSource {
         Traits {
             len: Some(self.end),
             max_readers: self.options.max_connections,
-            default_readers: self.options.connections,
+            default_readers: self.options.connections.min(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
         }
