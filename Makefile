@@ -40,8 +40,8 @@ test-rust: $(STAMPS)/torch
 	@if cargo tree --no-default-features -e normal --prefix none \
 	  | grep -E '^(cxx|pyo3|tch|torch-sys|tokio|hyper|reqwest|aws-|redis|cudarc)'; \
 	  then echo "the core alone depends on the above"; exit 1; fi
-	cargo test --no-default-features --features http --lib
-	cargo test --no-default-features --features s3 --lib
+	cargo test --no-default-features --features redis --lib
+	cargo test --no-default-features --features redis,s3 --lib
 	LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) cargo test --no-default-features --features torch --lib
 	cargo build --no-default-features --features python
 	@if $(BIN)/python -c "import sys, torch; sys.exit(torch.__version__[:5] != '2.11.')"; then set -x; \
@@ -55,10 +55,11 @@ test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --check
 	cargo clippy --no-default-features --all-targets -- -D warnings
+	cargo clippy --no-default-features --features redis --all-targets -- -D warnings
 	cargo clippy --no-default-features --features s3 --all-targets -- -D warnings
 	cargo clippy --no-default-features --features python --all-targets -- -D warnings
 	$(TCH) cargo clippy --no-default-features --features tch --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features s3,torch
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features redis,s3,torch
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h \
 	  python/tensorizer/include/*/*.h tests/cpp/*.cpp examples/*/*.cpp
 	$(BIN)/ruff check .
@@ -95,7 +96,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout psutil safetensors "transformers>=5" \
-	  cmake "moto[server]>=5"
+	  cmake "moto[server]>=5" redis
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch
@@ -109,7 +110,7 @@ $(STAMPS)/lint: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(BIN)/python -m pip install --quiet safetensors runai-model-streamer fastsafetensors matplotlib rich
+	$(BIN)/python -m pip install --quiet safetensors runai-model-streamer fastsafetensors matplotlib rich redis hiredis
 	touch $@
 
 # The old package in an environment of its own, which borrows torch from the other one.

@@ -50,7 +50,7 @@ class Case:
     engines: tuple[str, ...]
     limit: str | None = None
     cold: bool = False
-    server: bool = False
+    server: str | None = None
 
 
 LOADERS = (
@@ -77,9 +77,21 @@ CASES = [
          ("ours", "ours read", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai"),
          "direct", cold=True),
     Case("http", "load from nginx on this machine, touched", "large",
-         ("ours http", "2.12.1 http"), "curl", server=True),
+         ("ours http", "2.12.1 http"), "curl", server="nginx"),
     Case("http-3k", "3,000 tensors from nginx, touched", "3k",
-         ("ours http", "2.12.1 http"), "curl", server=True),
+         ("ours http", "2.12.1 http"), "curl", server="nginx"),
+    Case("s3", "load from S3 on this machine, touched", "large",
+         ("ours s3", "2.12.1 s3"), "curl", server="nginx"),
+    Case("slow", "load from a server 50 ms away that gives each connection 100 MB/s", "large",
+         ("ours http", "2.12.1 http"), "ideal", server="slow"),
+    Case("faulty", "load from a server that breaks off every 50th answer", "large",
+         ("ours http",), "clean", server="faulty"),
+    Case("upload", "upload to S3 on this machine", "large",
+         ("ours upload", "2.12.1 upload"), server="s3"),
+    Case("redis", "load from Redis on this machine, touched", "large",
+         ("ours redis", "2.12.1 redis"), server="redis"),
+    Case("to-redis", "copy a file to Redis on this machine", "large",
+         ("ours to_redis", "2.12.1 to_redis"), server="redis"),
     Case("save", "save with fsync", "large",
          ("ours save", "2.12.1 save", "safetensors save", "torch.save"), None),
     Case("import", "import, after torch", "3k",

@@ -7,6 +7,8 @@ read     two threads read the file from the page cache into fresh, huge-page-adv
 sha256   two threads hash memory
 direct   four threads read the file with O_DIRECT
 curl     two curl processes fetch the halves of the file and drop them
+ideal    16 connections of 100 MB/s each bring the file, after the index was asked for
+clean    the loader itself on a server that does not fail
 copy     one thread copies memory to touched memory
 """
 
@@ -84,7 +86,7 @@ def direct(path: Path) -> dict[str, float]:
 
 def curl(path: Path) -> dict[str, float]:
     size = path.stat().st_size
-    url = f"{os.environ['BENCHMARK_SERVER']}/{path.name}"
+    url = f"http://{os.environ['BENCHMARK_SERVER']}/{path.name}"
     ranges = (f"0-{size // 2 - 1}", f"{size // 2}-{size - 1}")
     start = time.perf_counter()
     for process in [
@@ -94,6 +96,28 @@ def curl(path: Path) -> dict[str, float]:
         if process.wait() != 0:
             raise RuntimeError("curl failed")
     return {"seconds": time.perf_counter() - start, "bytes": size}
+
+
+def ideal(path: Path) -> dict[str, float]:
+    from stores import LATENCY, RATE
+
+    size = path.stat().st_size
+    return {"seconds": 2 * LATENCY + size / RATE / 16, "bytes": size}
+
+
+def clean(path: Path) -> dict[str, float]:
+    from engines import checksum, load_http, warm_up
+    from serve import server
+
+    warm_up("ours http")
+    with server("nginx", path.parent) as address:
+        os.environ["BENCHMARK_SERVER"] = address or ""
+        start = time.perf_counter()
+        tensors = load_http(path.with_suffix(""))
+        moved = time.perf_counter() - start
+        checksum(tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return {"seconds": time.perf_counter() - start, "load_seconds": moved, "bytes": size}
 
 
 def copy(path: Path) -> dict[str, float]:

@@ -18,6 +18,8 @@ LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",
     "direct": "limit: four-thread O_DIRECT",
+    "ideal": "limit: 16 connections at full rate",
+    "clean": "the same from nginx, which does not fail",
     "curl": "limit: two curl processes that keep nothing",
 }
 

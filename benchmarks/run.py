@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from cases import CASES, FULL, QUICK, Case, Model
-from serve import nginx
+from serve import server
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -164,11 +164,13 @@ def main() -> None:
         if options.only and case.name not in options.only:
             continue
         print(f"{case.name}: {case.title}")
-        with nginx(folder) if case.server else contextlib.nullcontext() as address:
+        with server(case.server, folder) if case.server else contextlib.nullcontext() as address:
             if case.server and address is None:
-                print("nginx is not installed: not measured")
+                print(f"{case.server} is not installed: not measured")
                 continue
             os.environ["BENCHMARK_SERVER"] = address or ""
+            if case.name == "redis":
+                run("engines.py", "ours to_redis", folder, case.model, options.quick)
             mine = measure(case, folder, rounds, options.quick)
         rows += mine
         print(table(case, mine))

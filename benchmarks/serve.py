@@ -1,4 +1,4 @@
-"""nginx on loopback for the benchmarks of network sources."""
+"""Servers on loopback for the benchmarks of network sources and sinks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,34 +19,49 @@ http {{
   access_log off; sendfile on;
   client_body_temp_path {work}/a; proxy_temp_path {work}/b; fastcgi_temp_path {work}/c;
   uwsgi_temp_path {work}/d; scgi_temp_path {work}/e;
-  server {{ listen 127.0.0.1:{port}; root {root}; }}
+  server {{ listen 127.0.0.1:{port}; root {root}; location /bucket/ {{ alias {root}/; }} }}
 }}
 """
 
 
-@contextlib.contextmanager
-def nginx(root: Path) -> Iterator[str | None]:
-    """Serve a folder; yields its address, or None where there is no nginx."""
-    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+def command(kind: str, root: Path, work: Path, port: int) -> list[str] | None:
+    """Return how a server is started; None where it is not installed."""
+    if kind in ("s3", "slow", "faulty"):
+        stores = Path(__file__).with_name("stores.py")
+        return [sys.executable, str(stores), kind, str(work if kind == "s3" else root), str(port)]
+    name = {"nginx": "nginx", "redis": "redis-server"}[kind]
+    program = shutil.which(name) or shutil.which(name, path="/usr/sbin")
     if program is None:
-        yield None
-        return
+        return None
+    if kind == "redis":
+        return [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    conf = work / "conf"
+    # Its workers are not to run as another user, who could not read the folder.
+    user = "user root;\n" if os.getuid() == 0 else ""
+    conf.write_text(user + CONF.format(work=work, root=root, port=port))
+    return [program, "-c", str(conf), "-p", str(work)]
+
+
+@contextlib.contextmanager
+def server(kind: str, root: Path) -> Iterator[str | None]:
+    """Start a server over a folder; yields its host and port, or None where there is none."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as work:
-        conf = Path(work) / "conf"
-        # Its workers are not to run as another user, who could not read the folder.
-        user = "user root;\n" if os.getuid() == 0 else ""
-        conf.write_text(user + CONF.format(work=work, root=root, port=port))
-        process = subprocess.Popen([program, "-c", conf, "-p", work], stderr=subprocess.DEVNULL)
+        found = command(kind, root, Path(work), port)
+        if found is None:
+            yield None
+            return
+        process = subprocess.Popen(found, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            for _ in range(100):
+            for _ in range(200):
                 with socket.socket() as sock:
                     if sock.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
+            os.environ["BENCHMARK_STORE"] = work
+            yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(20)

@@ -61,7 +61,7 @@ pub fn fill<'a>(
         ),
     };
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
-    let part_len = part_len(&slots, wanted, traits.request_len);
+    let part_len = part_len(entries, &slots, wanted, traits.request_len);
     let jobs = pass.jobs(slots, traits.merge_gap, part_len, traits.max_readers > 1)?;
     let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
@@ -105,14 +105,18 @@ pub fn fill<'a>(
         .collect()
 }
 
-/// Bytes a part: as many as suit the source, but something for every reader.
-fn part_len(slots: &[Slot<'_>], readers: usize, request_len: u64) -> u64 {
-    let total: u64 =
-        slots.iter().map(|slot| if let Slot::Read(b) = slot { b.len() as u64 } else { 0 }).sum();
+/// Bytes a part: as many as suit the source, in rounds in which every reader has the same to do.
+fn part_len(entries: &[&Entry], slots: &[Slot<'_>], readers: usize, request_len: u64) -> u64 {
+    let lens = entries.iter().zip(slots).map(|(entry, slot)| {
+        let data = if let Slot::Read(bytes) = slot { bytes.len() as u64 } else { 0 };
+        data.saturating_add(entry.data_offset - entry.header_offset)
+    });
+    let total = lens.fold(0, u64::saturating_add);
     let readers = readers as u64;
-    // In as many rounds as parts of full length would take, but with the same for all.
     let rounds = total.div_ceil(readers.saturating_mul(request_len)).max(1);
-    total.div_ceil(readers.saturating_mul(rounds)).max(INLINE_LEN)
+    let even = total.div_ceil(readers.saturating_mul(rounds));
+    // Parts end where tensors do, if that is near: a little more, so that there are not more.
+    even.saturating_add(even / 32).max(INLINE_LEN)
 }
 
 /// Reads the headers of tensors, given by number, and not their data.

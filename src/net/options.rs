@@ -87,7 +87,7 @@ pub static VARIABLES: [Variable; 5] = [
     Variable {
         name: "TENSORIZER_CONNECTIONS",
         default: 16,
-        meaning: "connections that a load uses unless num_readers is given",
+        meaning: "connections that a load or an upload uses unless their number is given",
         set: |options, value| options.connections = value.max(1) as usize,
     },
     Variable {

@@ -67,6 +67,9 @@ impl Part {
     }
 }
 
+/// A tensor of at least this size may be cut where a part ends, not only where it is longer than one.
+const CUT_LEN: u64 = 4 << 20;
+
 /// Covers every byte of the extents exactly once.
 ///
 /// Extents are in rising order and do not overlap. Parts hold about `part_len` bytes and at most
@@ -89,9 +92,12 @@ pub fn partition(
         let fits = |part: &Part| {
             let end = part.offset + part.len();
             let gap = extent.header_offset - end;
+            // A long tensor fills what is left of a part; a short one is not worth a cut.
+            let room = part_len.saturating_sub(extent.data_offset - part.offset);
+            let cut = extent.data_len >= CUT_LEN && room >= part_len / 16;
             gap <= merge_gap
                 && part.pieces.len() + 3 <= max_pieces
-                && (extent.end() - part.offset <= part_len || part.len() * 4 < part_len)
+                && (extent.end() - part.offset <= part_len || part.len() * 4 < part_len || cut)
         };
         if !open.as_ref().is_some_and(fits) {
             parts.extend(open.take());
@@ -107,10 +113,10 @@ pub fn partition(
         while start < extent.data_len {
             let room = part_len
                 .saturating_sub(open.as_ref().map_or(0, Part::len))
-                .max(part_len.div_ceil(4));
+                .max(part_len.div_ceil(16));
             let rest = extent.data_len - start;
             // The last cut must not leave crumbs.
-            let len = if rest <= room.saturating_add(part_len / 4) { rest } else { room };
+            let len = if rest <= room.saturating_add(part_len / 16) { rest } else { room };
             let piece = Piece { kind: PieceKind::Data { tensor, start }, len };
             match &mut open {
                 Some(part) => part.pieces.push(piece),

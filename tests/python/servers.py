@@ -164,15 +164,15 @@ class Moto:
             if os.environ.get("CI"):
                 pytest.fail("moto is required in CI")
             pytest.skip("moto is not installed: pip install 'moto[server]'")
-        port = free_port()
-        self.host = f"127.0.0.1:{port}"
+        self.port = free_port()
+        self.host = f"127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             env=os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(unchecked)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_for(port, self.process)
+        wait_for(self.port, self.process)
 
     def client(self, service="s3"):
         import boto3

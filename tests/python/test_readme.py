@@ -1,24 +1,56 @@
 """The examples of the README run, one after another."""
 
+import os
 import re
 
+import pytest
 from conftest import ROOT, run_python
+from servers import Moto, Redis
 
 
-def test_the_examples_of_the_readme(tmp_path):
+@pytest.fixture
+def servers(tmp_path_factory):
+    """What the README's addresses stand for: lines that come first, and what to replace."""
+    moto, redis = Moto(), Redis(tmp_path_factory.mktemp("redis"))
+    moto.client().create_bucket(Bucket="bucket")
+    host = f"127.0.0.1:{moto.port}"
+    yield (
+        {
+            '"storage.example:9000"': f'"{host}", force_http=True',
+            '"cache.example"': f'"127.0.0.1", {redis.port}',
+            "//cache.example": f"//127.0.0.1:{redis.port}",
+        },
+        {
+            "AWS_ENDPOINT_URL_S3": f"http://{host}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        },
+    )
+    moto.stop()
+    redis.stop()
+
+
+def test_the_examples_of_the_readme(tmp_path, servers):
     blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
+    text = "\n".join(blocks)
+    names, environment = servers
+    for name, meant in names.items():
+        assert name in text
+        text = text.replace(name, meant)
+    text += "assert torch.equal(model[0].weight, empty[0].weight) and weights['bias'].sum() == 0\n"
+    text += "assert torch.equal(parameters['0.weight'].cpu(), model[0].weight)\n"
+    text += "assert torch.equal(state_dict['0.weight'].cpu(), model[0].weight)\n"
     script = tmp_path / "readme.py"
-    check = "assert torch.equal(model[0].weight, empty[0].weight) and weights['bias'].sum() == 0\n"
-    script.write_text("\n".join(blocks) + check)
+    script.write_text(text)
     code = "import runpy, sys; runpy.run_path(sys.argv[1])"
-    done = run_python(code, script, cwd=tmp_path)
+    done = run_python(code, script, cwd=tmp_path, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.tensors").exists()
 
 
 def test_every_environment_variable_is_in_the_readme():
-    table = (ROOT / "src/source/http/options.rs").read_text()
+    table = (ROOT / "src/net/options.rs").read_text()
     rows = re.findall(r'name: "(\w+)",\s+default: (\d+),\s+meaning: "(.+?)"', table)
     assert len(rows) == table.count("Variable {") - 1
     readme = (ROOT / "README.md").read_text()
