@@ -115,8 +115,9 @@ pub fn partition(
                 .saturating_sub(open.as_ref().map_or(0, Part::len))
                 .max(part_len.div_ceil(16));
             let rest = extent.data_len - start;
-            // The last cut must not leave crumbs.
-            let len = if rest <= room.saturating_add(part_len / 16) { rest } else { room };
+            // The last cut must not leave crumbs, and short tensors stay whole.
+            let whole = extent.data_len <= part_len && extent.data_len < CUT_LEN;
+            let len = if whole || rest <= room.saturating_add(part_len / 16) { rest } else { room };
             let piece = Piece { kind: PieceKind::Data { tensor, start }, len };
             match &mut open {
                 Some(part) => part.pieces.push(piece),
