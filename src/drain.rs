@@ -5,6 +5,7 @@
 use std::io::IoSlice;
 use std::sync::{Mutex, PoisonError};
 
+use crate::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
 use crate::error::{Error, Result};
 use crate::format::header::Draft;
 use crate::format::index::Entry;
@@ -12,6 +13,7 @@ use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::save::{Data, HostCopy};
 use crate::sink::{WriteAt, write_all_at};
 use crate::transform::HashPool;
+use crate::transform::encrypt::Seal;
 use crate::transform::hash::{Digests, SMALL, digest, digest_all};
 use crate::workers::{self, Control, Interrupt};
 
@@ -51,13 +53,15 @@ const PART_LEN: u64 = 4 << 20;
 /// Less than this is written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 
-/// Writes headers and data of the items to their places.
+/// Writes headers and data of the items to their places. Gives what stands for each header in a
+/// manifest, if there is to be one.
 pub fn drain(
     sink: &dyn WriteAt,
     items: Vec<Item<'_>>,
     threads: Option<usize>,
+    encryption: Option<&EncryptionOptions>,
     interrupt: Interrupt<'_>,
-) -> Result<()> {
+) -> Result<Vec<[u8; 32]>> {
     for item in &items {
         if let Data::Bytes(bytes) = item.data
             && bytes.len() as u64 != item.entry.data_len
@@ -85,8 +89,18 @@ pub fn drain(
     let wanted =
         threads.unwrap_or_else(|| sink.default_writers()).clamp(1, sink.max_writers().max(1));
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
-    let pass =
-        Pass { sink, hashes: HashPool::new(items.iter().map(Item::len_for_pool)), items: &items };
+    let seals = items
+        .iter()
+        .map(|item| encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose());
+    let manifest = encryption.filter(|options| options.manifest);
+    let pass = Pass {
+        sink,
+        hashes: HashPool::new(items.iter().map(Item::len_for_pool), true),
+        items: &items,
+        seals: seals.collect::<Result<Vec<_>>>()?,
+        manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
+        digests: Mutex::new(vec![[0; 32]; items.len()]),
+    };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
         while !control.stopped() {
@@ -102,7 +116,8 @@ pub fn drain(
             }
         }
         Ok(())
-    })
+    })?;
+    Ok(pass.digests.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
 enum Job {
@@ -117,7 +132,7 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
     let mut first = 0;
     let flush = |from: usize, to: usize, jobs: &mut Vec<Job>| {
         let run = extents.get(from..to).unwrap_or_default();
-        for mut part in partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS) {
+        for mut part in partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS, PIECE_LEN) {
             for piece in &mut part.pieces {
                 match &mut piece.kind {
                     PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } => {
@@ -144,6 +159,9 @@ struct Pass<'p> {
     sink: &'p dyn WriteAt,
     items: &'p [Item<'p>],
     hashes: HashPool<'p>,
+    seals: Vec<Option<Seal<'p>>>,
+    manifest: Option<Manifest>,
+    digests: Mutex<Vec<[u8; 32]>>,
 }
 
 /// Adjacent bytes to be written together.
@@ -161,8 +179,8 @@ impl<'p> Pass<'p> {
     /// Writes one part. Small tensors are hashed first, and their headers go with them; the
     /// header of a large one is written when its hash is complete.
     fn write(&self, part: &Part, control: &Control) -> Result<()> {
-        let headers = self.small_headers(part)?;
-        let mut headers = headers.into_iter();
+        let mut headers = self.small(part)?.into_iter();
+        let mut sealed: Option<Vec<u8>> = None;
         let mut runs: Vec<Run<'p>> = Vec::new();
         let mut begun: Vec<(usize, Vec<u8>)> = Vec::new();
         let mut moved: Vec<(usize, u64, &'p [u8])> = Vec::new();
@@ -173,10 +191,14 @@ impl<'p> Pass<'p> {
                 PieceKind::Header { tensor } => {
                     let item = self.item(tensor)?;
                     if item.len_for_pool().is_some() {
-                        begun.push((tensor, Draft::new(item.entry, item.module_index)?.bytes));
+                        begun.push((tensor, self.draft(tensor)?.bytes));
                         None
                     } else {
-                        headers.next().map(Bytes::Owned)
+                        let next = headers.next();
+                        next.map(|(header, data)| {
+                            sealed = data;
+                            Bytes::Owned(header)
+                        })
                     }
                 }
                 PieceKind::Data { tensor, start } => {
@@ -185,7 +207,11 @@ impl<'p> Pass<'p> {
                     if item.len_for_pool().is_some() {
                         moved.push((tensor, start, bytes));
                     }
-                    Some(Bytes::Borrowed(bytes))
+                    match (sealed.take(), self.seal(tensor)?) {
+                        (Some(small), _) => Some(Bytes::Owned(small)),
+                        (None, Some(seal)) => Some(Bytes::Owned(seal.seal(start, bytes)?)),
+                        (None, None) => Some(Bytes::Borrowed(bytes)),
+                    }
                 }
             };
             if let Some(bytes) = bytes {
@@ -213,23 +239,60 @@ impl<'p> Pass<'p> {
         Ok(())
     }
 
-    /// The finished headers of the part's tensors that are hashed at once, in order.
-    fn small_headers(&self, part: &Part) -> Result<Vec<Vec<u8>>> {
+    fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
+        let seal = self.seals.get(tensor);
+        Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
+    }
+
+    fn draft(&self, tensor: usize) -> Result<Draft> {
+        let item = self.item(tensor)?;
+        let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
+        Draft::new(item.entry, item.module_index, crypt_len)
+    }
+
+    /// A header with everything in it.
+    fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
+        let crypt = self.seal(tensor)?.map(Seal::encode).unwrap_or_default();
+        let header = draft.finish(digests.crc, &digests.sha, &crypt);
+        if let Some(manifest) = &self.manifest {
+            let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = all.get_mut(tensor) {
+                *slot = manifest.digest(&header);
+            }
+        }
+        Ok(header)
+    }
+
+    /// The finished headers of the part's tensors that are hashed at once, in order, each with its
+    /// data if they are encrypted.
+    fn small(&self, part: &Part) -> Result<Vec<(Vec<u8>, Option<Vec<u8>>)>> {
         let mut drafts = Vec::new();
         let mut data: Vec<&'p [u8]> = Vec::new();
         for piece in &part.pieces {
             if let PieceKind::Header { tensor } = piece.kind {
                 let item = self.item(tensor)?;
                 if item.len_for_pool().is_none() {
-                    drafts.push(Draft::new(item.entry, item.module_index)?);
+                    drafts.push((tensor, self.draft(tensor)?));
                     data.push(item.bytes(0, item.entry.data_len)?);
                 }
             }
         }
-        let inputs: Vec<(&[u8], &[u8])> =
-            drafts.iter().zip(&data).map(|(draft, data)| (draft.bytes.as_slice(), *data)).collect();
+        let inputs: Vec<(&[u8], &[u8])> = drafts
+            .iter()
+            .zip(&data)
+            .map(|((_, draft), data)| (draft.bytes.as_slice(), *data))
+            .collect();
         let digests = digest_all(&inputs);
-        Ok(drafts.into_iter().zip(digests).map(|(draft, d)| draft.finish(d.crc, &d.sha)).collect())
+        drafts
+            .into_iter()
+            .zip(digests)
+            .zip(data)
+            .map(|(((tensor, draft), digests), data)| {
+                let seal = self.seal(tensor)?.filter(|_| !data.is_empty());
+                let sealed = seal.map(|seal| seal.seal(0, data)).transpose()?;
+                Ok((self.finish(tensor, draft, &digests)?, sealed))
+            })
+            .collect()
     }
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be
@@ -250,7 +313,7 @@ impl<'p> Pass<'p> {
 
     fn write_header(&self, tensor: usize, digests: &Digests, control: &Control) -> Result<()> {
         let item = self.item(tensor)?;
-        let header = Draft::new(item.entry, item.module_index)?.finish(digests.crc, &digests.sha);
+        let header = self.finish(tensor, self.draft(tensor)?, digests)?;
         let mut buffers = [IoSlice::new(&header)];
         let go_on = || !control.stopped();
         write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on)
@@ -266,11 +329,23 @@ impl<'p> Pass<'p> {
         if data.len() as u64 != item.entry.data_len {
             return Err(Error::Bug(format!("tensor `{}` changed its size", item.entry.name)));
         }
-        let draft = Draft::new(item.entry, item.module_index)?;
+        let draft = self.draft(tensor)?;
         let digests = digest(&draft.bytes, data);
-        let header = draft.finish(digests.crc, &digests.sha);
-        let mut buffers = [IoSlice::new(&header), IoSlice::new(data)];
-        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &|| !control.stopped())
+        let go_on = || !control.stopped();
+        let Some(seal) = self.seal(tensor)? else {
+            let header = self.finish(tensor, draft, &digests)?;
+            let mut buffers = [IoSlice::new(&header), IoSlice::new(data)];
+            return write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on);
+        };
+        let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
+        for (start, piece) in (0..).step_by(step).zip(data.chunks(step)) {
+            let sealed = seal.seal(start, piece)?;
+            let offset = item.entry.data_offset + start;
+            write_all_at(self.sink, offset, &mut [IoSlice::new(&sealed)], &go_on)?;
+        }
+        let header = self.finish(tensor, draft, &digests)?;
+        let mut buffers = [IoSlice::new(&header)];
+        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on)
     }
 }
 

@@ -3,16 +3,18 @@
 use std::io::IoSliceMut;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use crate::crypt::{DecryptionOptions, PIECE_LEN};
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
-use crate::job::{Destination, Job};
-use crate::load::LoadOptions;
+use crate::job::{BITE, Destination, Job};
+use crate::load::{LoadOptions, Verify};
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
 use crate::transform::HashPool;
-use crate::transform::hash::{Digests, SMALL, digest_all, verify};
+use crate::transform::decrypt::{Opener, Plain, how, refused};
+use crate::transform::hash::{Digests, SMALL, digest_all, digest_crc, verify};
 use crate::workers::{self, Control, Interrupt};
 
 /// Where the bytes of a tensor go.
@@ -23,6 +25,8 @@ pub enum Slot<'a> {
     InPlace(&'a [u8]),
 }
 
+/// Requests of more bytes than this are those of sources that wait for an answer.
+const LONG_REQUEST: u64 = 8 << 20;
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 /// When hashes are verified, a tensor of this size is begun before smaller ones, because its
@@ -53,11 +57,14 @@ pub fn fill<'a>(
         source,
         entries,
         verify: options.verify,
+        opener: file.decryption().map(|options| Opener::new(options, file.uri(), entries)),
         headers: entries.iter().map(|_| OnceLock::new()).collect(),
         hashes: HashPool::new(
-            entries
-                .iter()
-                .map(|entry| (options.verify && entry.data_len > SMALL).then_some(entry.data_len)),
+            entries.iter().map(|entry| {
+                (options.verify != Verify::Nothing && entry.data_len > SMALL)
+                    .then_some(entry.data_len)
+            }),
+            options.verify == Verify::All,
         ),
     };
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
@@ -66,6 +73,14 @@ pub fn fill<'a>(
     let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
 
+    check_key(&pass, traits.len.is_some())?;
+    // Long requests are not cut: each one waits for its answer.
+    let step = match (&pass.opener, options.verify) {
+        _ if traits.request_len > LONG_REQUEST => 0,
+        (Some(_), _) => PIECE_LEN,
+        (None, Verify::Nothing) => 0,
+        (None, _) => BITE,
+    };
     let touched = Mutex::new(touched.into_iter());
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
@@ -77,8 +92,8 @@ pub fn fill<'a>(
             // Bound first, so that the queue is free again while the job runs.
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
-                Some(job) if options.verify => {
-                    job.bites()
+                Some(job) if step > 0 => {
+                    job.bites(step)
                         .into_iter()
                         .try_for_each(|bite| pass.read(bite, &mut gap, control))?;
                 }
@@ -136,7 +151,8 @@ struct Pass<'f, 'a> {
     file: &'f TensorFile,
     source: &'f dyn ReadAt,
     entries: &'f [&'f Entry],
-    verify: bool,
+    verify: Verify,
+    opener: Option<Opener<'f, 'a>>,
     headers: Vec<OnceLock<Header>>,
     hashes: HashPool<'a>,
 }
@@ -166,14 +182,19 @@ impl<'a> Pass<'_, 'a> {
             wanted.push(Wanted { tensor, entry, bytes, in_place });
         }
         let extents: Vec<Extent> = wanted.iter().map(Wanted::extent).collect();
-        let parts = partition(&extents, part_len, merge_gap, crate::sys::MAX_VECTORS);
+        let parts = {
+            let unit = if self.opener.is_some() { PIECE_LEN } else { 1 };
+            partition(&extents, part_len, merge_gap, crate::sys::MAX_VECTORS, unit)
+        };
         let mut jobs = Vec::with_capacity(parts.len());
         for part in parts {
             let largest = part.pieces.iter().filter_map(|piece| match piece.kind {
                 PieceKind::Data { tensor, .. } => extents.get(tensor).map(|e| e.data_len),
                 _ => None,
             });
-            let first = largest.max().filter(|&len| self.verify && any_order && len >= LARGE_LEN);
+            let first = largest
+                .max()
+                .filter(|&len| self.verify == Verify::All && any_order && len >= LARGE_LEN);
             // Slots are cut in file order, so the jobs are put into their own order after it.
             jobs.push((first, self.job(part, &mut wanted)?));
         }
@@ -260,7 +281,11 @@ impl<'a> Pass<'_, 'a> {
                 Destination::Gap(_) => {}
                 Destination::Header { tensor, raw, in_place } => {
                     let header = self.header(tensor, raw)?;
-                    if !self.verify {
+                    if let Some(opener) = &self.opener {
+                        let plain = opener.header(tensor, header)?;
+                        self.plain(tensor, plain);
+                    }
+                    if self.verify == Verify::Nothing {
                         continue;
                     }
                     let covered = header.hashed_bytes();
@@ -277,25 +302,51 @@ impl<'a> Pass<'_, 'a> {
                         (Some(bytes), ..) => whole.push((tensor, covered, bytes)),
                         (None, 0, _) => whole.push((tensor, covered, &[])),
                         (None, _, Some(Destination::Data { bytes, .. })) => {
-                            whole.push((tensor, covered, bytes));
+                            whole.push((tensor, covered, self.opened(tensor, bytes)?));
                         }
                         // The plan does not cut small tensors, unless parts are tiny.
                         _ => return Err(Error::Bug("a small tensor in two parts".to_owned())),
                     }
                 }
                 Destination::Data { tensor, start, bytes } => {
-                    if self.verify {
-                        self.hashes.data(tensor, start, bytes);
-                    }
+                    let plain = match &self.opener {
+                        Some(opener) => opener.data(tensor, start, bytes)?,
+                        None => vec![(start, &*bytes)],
+                    };
+                    self.plain(tensor, plain);
                 }
             }
         }
         let inputs: Vec<(&[u8], &[u8])> =
             whole.iter().map(|(_, covered, bytes)| (covered.as_slice(), *bytes)).collect();
-        for ((tensor, ..), digests) in whole.iter().zip(digest_all(&inputs)) {
+        let digests = match self.verify {
+            Verify::All => digest_all(&inputs),
+            _ => inputs.iter().map(|(covered, data)| digest_crc(covered, data)).collect(),
+        };
+        for ((tensor, ..), digests) in whole.iter().zip(digests) {
             self.compare(*tensor, &digests)?;
         }
         Ok(())
+    }
+
+    /// Takes bytes as the writer had them.
+    fn plain(&self, tensor: usize, plain: Vec<Plain<'a>>) {
+        if self.verify != Verify::Nothing {
+            for (start, bytes) in plain {
+                self.hashes.data(tensor, start, bytes);
+            }
+        }
+    }
+
+    /// Decrypts all data of a tensor that came with its header.
+    fn opened(&self, tensor: usize, bytes: &'a mut [u8]) -> Result<&'a [u8]> {
+        let (Some(_), Some(options)) = (&self.opener, self.file.decryption()) else {
+            return Ok(bytes);
+        };
+        let header = self.headers.get(tensor).and_then(OnceLock::get);
+        let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
+        open_whole(header, self.entry(tensor)?, options, self.file.uri(), bytes)?;
+        Ok(bytes)
     }
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
@@ -328,8 +379,54 @@ impl<'a> Pass<'_, 'a> {
     fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let header = self.headers.get(tensor).and_then(OnceLock::get);
         let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        verify(digests, header, self.entry(tensor)?, self.file.uri())
+        verify(digests, header, self.entry(tensor)?, self.file.uri(), self.verify)
     }
+}
+
+/// Decrypts all data of a tensor.
+fn open_whole(
+    header: &Header,
+    entry: &Entry,
+    options: &DecryptionOptions,
+    uri: &str,
+    bytes: &mut [u8],
+) -> Result<()> {
+    let Some((pieces, key)) = how(header, entry, options, uri)? else { return Ok(()) };
+    let (mut at, mut rest) = (0, bytes);
+    while !rest.is_empty() {
+        let (number, start, end) = pieces.piece(at);
+        let len = usize::try_from(end - start).unwrap_or(usize::MAX).min(rest.len());
+        let (now, later) = rest.split_at_mut_checked(len).unwrap_or_default();
+        if !pieces.open(number, now, &key) {
+            return Err(refused(entry, uri));
+        }
+        (at, rest) = (end, later);
+    }
+    Ok(())
+}
+
+/// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
+/// has been read.
+fn check_key(pass: &Pass<'_, '_>, any_order: bool) -> Result<()> {
+    let (Some(_), Some(options)) = (&pass.opener, pass.file.decryption()) else { return Ok(()) };
+    let sealed = pass.entries.iter().enumerate().filter(|(_, entry)| entry.data_len > 0);
+    let first = sealed.min_by_key(|(_, entry)| entry.data_len).filter(|_| any_order);
+    let Some((_, entry)) = first else { return Ok(()) };
+    let uri = pass.file.uri();
+    let len = usize::try_from(entry.data_offset - entry.header_offset).unwrap_or(usize::MAX);
+    let mut raw = vec![0; len].into_boxed_slice();
+    let what = || "tensors".to_owned();
+    read_exact_at(pass.source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what)?;
+    let header = Header::parse(raw, entry, true).map_err(|e| e.of(uri))?;
+    let Some((pieces, key)) = how(&header, entry, options, uri)? else { return Ok(()) };
+    let (_, _, end) = pieces.piece(0);
+    if end > PIECE_LEN {
+        // Longer than what is worth reading twice.
+        return Ok(());
+    }
+    let mut bytes = vec![0; usize::try_from(end).unwrap_or(usize::MAX)];
+    read_exact_at(pass.source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what)?;
+    if pieces.open(0, &mut bytes, &key) { Ok(()) } else { Err(refused(entry, uri)) }
 }
 
 /// Ends a long series of short reads when the call is given up.

@@ -3,7 +3,7 @@
 use crate::transform::hash::SMALL;
 
 /// When hashes are verified, a step of reading: a part of the second-level cache of a core.
-const BITE: u64 = 512 << 10;
+pub const BITE: u64 = 512 << 10;
 
 /// One contiguous range of the file and where its bytes go.
 pub struct Job<'a> {
@@ -18,12 +18,12 @@ pub struct Job<'a> {
 impl<'a> Job<'a> {
     /// The same in shorter steps, so that the CRC of each finds its bytes in the cache. Only
     /// data of large tensors are cut.
-    pub fn bites(self) -> Vec<Job<'a>> {
+    pub fn bites(self, step: u64) -> Vec<Job<'a>> {
         let mut bites: Vec<Job<'a>> = Vec::new();
         let mut offset = self.offset;
         let mut push = |piece: Destination<'a>, joined: bool| {
             let len = piece.len();
-            match bites.last_mut().filter(|bite| joined || bite.len < BITE) {
+            match bites.last_mut().filter(|bite| joined || bite.len < step) {
                 Some(bite) => {
                     bite.pieces.push(piece);
                     bite.len += len;
@@ -37,7 +37,7 @@ impl<'a> Job<'a> {
             let is_header = matches!(piece, Destination::Header { .. });
             match piece {
                 Destination::Data { tensor, mut start, bytes } if bytes.len() as u64 > SMALL => {
-                    for bytes in bytes.chunks_mut(usize::try_from(BITE).unwrap_or(usize::MAX)) {
+                    for bytes in bytes.chunks_mut(usize::try_from(step).unwrap_or(usize::MAX)) {
                         let len = bytes.len() as u64;
                         push(Destination::Data { tensor, start, bytes }, false);
                         start += len;

@@ -40,6 +40,7 @@
 //! an interrupt.
 
 pub mod buffer;
+pub mod crypt;
 mod drain;
 pub mod error;
 #[cfg(feature = "torch")]
@@ -70,7 +71,7 @@ pub use half;
 
 pub use error::{Error, Result};
 pub use fill::read_headers;
-pub use load::{LoadOptions, LoadedTensor, Mapping, load, load_into};
+pub use load::{LoadOptions, LoadedTensor, Mapping, Verify, load, load_into};
 pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save, save_to};
 pub use tensor_file::TensorFile;
 pub use typed::{Element, Tensor, write};

@@ -17,10 +17,29 @@ use crate::workers::Interrupt;
 pub struct LoadOptions {
     /// Threads that read at once, where the source allows more than one.
     pub readers: Option<usize>,
-    /// Compare every tensor with its stored hashes.
-    pub verify: bool,
+    /// Which stored hashes every tensor is compared with.
+    pub verify: Verify,
     /// Whether to map a file instead of reading it.
     pub map: Mapping,
+}
+
+/// Which of the hashes in a file are compared. A tensor without one is an error.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// None.
+    #[default]
+    Nothing,
+    /// CRC-32, which finds damage by accident and costs little.
+    Crc32,
+    /// All that are there: CRC-32 and SHA-256.
+    All,
+}
+
+impl Verify {
+    /// All or nothing.
+    pub fn all_if(wanted: bool) -> Self {
+        if wanted { Verify::All } else { Verify::Nothing }
+    }
 }
 
 /// Whether tensors are used in place in a private, copy-on-write mapping of their file. That
@@ -111,7 +130,7 @@ pub fn load(
 pub fn load_into(
     file: &TensorFile,
     selection: &[usize],
-    destinations: Vec<&mut [u8]>,
+    mut destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<Header>> {
@@ -136,14 +155,21 @@ pub fn load_into(
             )));
         }
     }
-    let slots = entries.iter().zip(destinations).map(|(entry, destination)| {
+    let slots = entries.iter().zip(&mut destinations).map(|(entry, destination)| {
         if entry.is_meta() {
             destination.fill(0);
         }
         Slot::Read(destination)
     });
     let slots = slots.collect();
-    fill(file, &*file.source(), &entries, slots, Vec::new(), options, interrupt)
+    let filled = fill(file, &*file.source(), &entries, slots, Vec::new(), options, interrupt);
+    if filled.is_err() && file.decryption().is_some() {
+        // Nothing is left of what could not be authenticated.
+        for destination in destinations {
+            destination.fill(0);
+        }
+    }
+    filled
 }
 
 fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
@@ -154,7 +180,8 @@ fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
             return Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")));
         }
     }
-    if let Some(entry) = file.entries().first().filter(|_| file.prologue().encrypted) {
+    let locked = file.prologue().encrypted && file.decryption().is_none();
+    if let Some(entry) = file.entries().first().filter(|_| locked) {
         return Err(Error::Crypt(format!(
             "Tensor is encrypted, but decryption was not requested: `{}` in `{}`",
             entry.name,
@@ -166,10 +193,12 @@ fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
     let source = file.source();
+    let encrypted = file.prologue().encrypted;
     let map = source.file().is_some_and(|file| match options.map {
+        _ if encrypted => false,
         Mapping::Never => false,
         Mapping::Always => true,
-        Mapping::Auto => !options.verify && crate::sys::is_local(file),
+        Mapping::Auto => options.verify == Verify::Nothing && crate::sys::is_local(file),
     });
     let could: Vec<bool> = entries.iter().map(|entry| map && can_be_mapped(entry)).collect();
     let total: u64 =

@@ -1,7 +1,9 @@
 //! The write path: tensors → layout → hash → sink.
 
 use std::io::IoSlice;
+use std::sync::Arc;
 
+use crate::crypt::{EncryptionOptions, MANIFEST_LEN, Manifest};
 use crate::drain::{Item, drain};
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
@@ -9,7 +11,7 @@ use crate::format::dtype::DType;
 use crate::format::index::{self, Entry, end_of_index};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
-use crate::format::prologue::{Prologue, VERSION_LONG, VERSION_PLAIN};
+use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
 use crate::plan::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
 use crate::sink::{WriteAt, write_all_at};
 use crate::workers::Interrupt;
@@ -45,18 +47,20 @@ pub struct SaveTensor<'a> {
 }
 
 /// How to save.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// Every tensor's data begin at a multiple of this in the file; a power of two. 1 gives the
     /// bytes that the old package writes.
     pub alignment: u64,
     /// Threads that hash and write at once.
     pub threads: Option<usize>,
+    /// Encrypt the tensors' data.
+    pub encryption: Option<Arc<EncryptionOptions>>,
 }
 
 impl Default for SaveOptions {
     fn default() -> Self {
-        SaveOptions { alignment: 64, threads: None }
+        SaveOptions { alignment: 64, threads: None, encryption: None }
     }
 }
 
@@ -74,6 +78,8 @@ pub struct Writer {
     base: u64,
     options: SaveOptions,
     entries: Vec<Entry>,
+    /// What stands for their headers in a manifest.
+    digests: Vec<[u8; 32]>,
     names: NameTree,
     index_len: u64,
     end: u64,
@@ -91,16 +97,18 @@ impl Writer {
                 options.alignment
             )));
         }
+        let encrypted = options.encryption.is_some();
         Ok(Writer {
             uri: sink.uri().to_owned(),
             sink: Some(sink),
             base,
             options,
             entries: Vec::new(),
+            digests: Vec::new(),
             names: NameTree::default(),
             index_len: 0,
             end: 0,
-            version: VERSION_PLAIN,
+            version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
             failed: false,
         })
@@ -147,7 +155,9 @@ impl Writer {
             .zip(sources)
             .map(|(entry, (module_index, data))| Item { entry, module_index, data })
             .collect();
-        drain(sink, items, self.options.threads, interrupt)?;
+        let encryption = self.options.encryption.as_deref();
+        let digests = drain(sink, items, self.options.threads, encryption, interrupt)?;
+        self.digests.extend(digests);
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);
         self.end = layout.end;
@@ -214,19 +224,28 @@ impl Writer {
     /// Places tensors behind the earlier ones, making room in the index first.
     fn lay_out(&mut self, placed: Vec<Placed>) -> Result<Layout> {
         let alignment = self.options.alignment;
+        let encryption = self.options.encryption.as_deref();
+        let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
-        let trial =
-            place(placed.clone(), self.end.max(end_of_index(self.base, MIN_INDEX_LEN)), alignment)?;
+        let trial = place(
+            placed.clone(),
+            self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
+            alignment,
+            encrypted,
+        )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let all = self.entries.iter().chain(&trial.entries);
         let used: u64 = all.map(|entry| entry.encoded_len(tagged) as u64).sum();
+        let seal =
+            if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 };
+        let used = used + seal as u64;
         if self.index_len == 0 {
             self.reserve_index(index_len_for(used))?;
         } else if used > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(index_len_for(used.saturating_mul(2)))?;
         }
-        place(placed, self.end, alignment)
+        place(placed, self.end, alignment, encrypted)
     }
 
     fn reserve_index(&mut self, index_len: u64) -> Result<()> {
@@ -254,18 +273,22 @@ impl Writer {
     fn write_index(&self) -> Result<()> {
         let sink = self.sink()?;
         let tagged = self.version >= VERSION_LONG;
+        let encryption = self.options.encryption.as_deref();
         let prologue = Prologue {
             version: self.version,
-            encrypted: false,
+            encrypted: encryption.is_some(),
             versioned_entries: tagged,
             tensor_bytes: self.tensor_bytes,
             count: self.entries.len() as u64,
             index_len: self.index_len,
         };
-        let block = index::encode(&self.entries, tagged, self.index_len)?;
+        let mut block = index::encode(&self.entries, tagged, self.index_len)?;
+        let start = prologue.encode();
+        if let Some(options) = encryption.filter(|options| options.manifest) {
+            Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
+        }
         let go_on = || true;
         write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], &go_on)?;
-        let start = prologue.encode();
         write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], &go_on)
     }
 }

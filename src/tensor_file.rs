@@ -4,18 +4,23 @@ use std::io::IoSliceMut;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::crypt::{DecryptionOptions, Manifest};
 use crate::error::{Error, Result};
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
 use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, address, read_exact_at};
+use crate::workers::Interrupt;
 
 /// A file's index, and where its bytes come from.
 pub struct TensorFile {
     uri: String,
     source: Mutex<Arc<dyn ReadAt>>,
     base: u64,
+    decryption: Option<Arc<DecryptionOptions>>,
     prologue: Prologue,
+    /// Prologue and index as they are, of a file that says that it is sealed.
+    head: Option<Vec<u8>>,
     entries: Vec<Entry>,
     names: NameTree,
 }
@@ -75,7 +80,77 @@ impl TensorFile {
         let block = read_growing(&*source, index_at, prologue.index_len)?;
         let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
         let source = Mutex::new(source);
-        Ok(TensorFile { uri: uri.clone(), source, base, prologue, entries, names })
+        // All that a seal covers is needed again to check it.
+        let head = if Manifest::is_in(&block) {
+            Some(start.into_iter().chain(block).collect())
+        } else {
+            None
+        };
+        let decryption = None;
+        Ok(TensorFile {
+            uri: uri.clone(),
+            source,
+            base,
+            decryption,
+            prologue,
+            head,
+            entries,
+            names,
+        })
+    }
+
+    /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
+    /// if that is demanded; a seal that is there must be right in any case.
+    pub fn decrypt(
+        mut self,
+        options: Arc<DecryptionOptions>,
+        interrupt: Interrupt<'_>,
+    ) -> Result<Self> {
+        if !self.prologue.encrypted {
+            return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri)));
+        }
+        self.check_seal(&options, interrupt)?;
+        self.decryption = Some(options);
+        Ok(self)
+    }
+
+    fn check_seal(&self, options: &DecryptionOptions, interrupt: Interrupt<'_>) -> Result<()> {
+        let Some(head) = &self.head else {
+            if options.require_manifest {
+                return Err(Error::Crypt(format!(
+                    "`{}` has no manifest, so that its names, shapes and order may have been changed",
+                    self.uri
+                )));
+            }
+            return Ok(());
+        };
+        let numbers: Vec<usize> = (0..self.entries.len()).collect();
+        let headers = crate::fill::read_headers(self, &numbers, interrupt)?;
+        let derivation =
+            headers.iter().find_map(|header| header.crypt_info.as_ref()?.key_derivation.as_ref());
+        let encrypts = self.entries.iter().any(|entry| entry.data_len > 0);
+        if !encrypts && derivation.is_none() && options.needs_derivation() {
+            // Nothing is encrypted, so that no header says how the key is derived.
+            return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
+        }
+        let manifest = Manifest::new(&options.key(derivation, &self.uri)?)?;
+        let digests: Vec<[u8; 32]> =
+            headers.iter().map(|header| manifest.digest(&header.raw)).collect();
+        let (prologue, index) = head.split_at_checked(PROLOGUE_LEN).unwrap_or_default();
+        if manifest.verifies(prologue, index, &digests)? { Ok(()) } else { Err(self.unsealed()) }
+    }
+
+    fn unsealed(&self) -> Error {
+        Error::Crypt(format!(
+            "the manifest of `{}` does not fit: wrong key, or names, shapes, order, hashes or tags \
+             were changed",
+            self.uri
+        ))
+    }
+
+    /// How loads decrypt.
+    pub fn decryption(&self) -> Option<&DecryptionOptions> {
+        self.decryption.as_deref()
     }
 
     /// The path or address.

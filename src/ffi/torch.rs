@@ -129,7 +129,7 @@ impl From<bridge::OpOptions> for LoadOptions {
     fn from(given: bridge::OpOptions) -> Self {
         LoadOptions {
             readers: usize::try_from(given.readers).ok().filter(|&readers| readers > 0),
-            verify: given.verify,
+            verify: Verify::all_if(given.verify),
             ..LoadOptions::default()
         }
     }

@@ -1,6 +1,6 @@
 //! The block in each header of an encrypted file that says how its data were encrypted.
 //!
-//! Parsed and reported here; nothing in this release decrypts.
+//! Only its bytes are known here; `crate::crypt` encrypts and decrypts.
 
 use super::bytes::Cursor;
 use crate::error::Malformed;
@@ -11,7 +11,8 @@ const CHUNK_SEQUENTIAL: u16 = 3;
 const METHOD_ARGON2: u16 = 1;
 const ALGORITHM_ARGON2ID13: i32 = 2;
 const SALT_LEN: u16 = 16;
-const MAC_LEN: usize = 16;
+/// Bytes of a tag.
+pub const MAC_LEN: usize = 16;
 
 /// How to derive the key from a passphrase: Argon2id version 1.3.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,6 +113,50 @@ impl CryptInfo {
             other => Err(chunk.error(format!("unknown encryption chunk type {other}"))),
         }
     }
+}
+
+/// Length of what [`encode`] writes, its length field included.
+pub fn encoded_len(derived: bool, mac_count: u64) -> u64 {
+    let derivation = if derived && mac_count > 0 { 8 + 42 } else { 0 };
+    let cipher = if mac_count > 0 { 8 + 42 + mac_count * MAC_LEN as u64 } else { 0 };
+    8 + 2 + derivation + cipher
+}
+
+/// The block of a header, its length field included; without tags, that of a tensor without data.
+pub fn encode(
+    derivation: Option<&KeyDerivation>,
+    piece_len: u64,
+    nonce: &[u8; 24],
+    macs: &[[u8; MAC_LEN]],
+) -> Vec<u8> {
+    let mut chunks: Vec<Vec<u8>> = Vec::new();
+    if let Some(derivation) = derivation.filter(|_| !macs.is_empty()) {
+        let mut chunk = CHUNK_KEY_DERIVATION.to_le_bytes().to_vec();
+        chunk.extend(METHOD_ARGON2.to_le_bytes());
+        chunk.extend(derivation.opslimit.to_le_bytes());
+        chunk.extend(derivation.memlimit.to_le_bytes());
+        chunk.extend(ALGORITHM_ARGON2ID13.to_le_bytes());
+        chunk.extend(SALT_LEN.to_le_bytes());
+        chunk.extend(derivation.salt);
+        chunks.push(chunk);
+    }
+    if !macs.is_empty() {
+        let mut chunk = CHUNK_PARALLEL.to_le_bytes().to_vec();
+        chunk.extend(piece_len.to_le_bytes());
+        chunk.extend(nonce);
+        chunk.extend((macs.len() as u64).to_le_bytes());
+        chunk.extend_from_slice(macs.as_flattened());
+        chunks.push(chunk);
+    }
+    let count = if chunks.len() == 2 { 2u16 } else { u16::from(!chunks.is_empty()) };
+    let mut body = count.to_le_bytes().to_vec();
+    for chunk in chunks {
+        body.extend((chunk.len() as u64).to_le_bytes());
+        body.extend(chunk);
+    }
+    let mut out = (body.len() as u64).to_le_bytes().to_vec();
+    out.extend(body);
+    out
 }
 
 fn set_once<T>(

@@ -198,6 +198,8 @@ pub struct Draft {
     pub bytes: Vec<u8>,
     crc_at: usize,
     sha_at: usize,
+    /// Where a block about encryption goes.
+    crypt_at: usize,
 }
 
 /// Length of the header of a tensor, without padding.
@@ -216,7 +218,9 @@ pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool) -> usiz
 
 impl Draft {
     /// The header of `entry`, padded with zeros to the length that the entry leaves for it.
-    pub fn new(entry: &Entry, module_index: u16) -> Result<Self> {
+    ///
+    /// `crypt_len`: bytes to leave for a block about encryption, which hashes do not cover.
+    pub fn new(entry: &Entry, module_index: u16, crypt_len: usize) -> Result<Self> {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
         let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
             .map_err(|_| bug("too long"))?;
@@ -241,22 +245,24 @@ impl Draft {
             *at = out.len();
             out.resize(out.len() + algorithm.size(), 0);
         }
-        let padded =
-            len.checked_sub(8).filter(|&end| end >= out.len()).ok_or_else(|| bug("no room"))?;
+        let crypt_at = out.len();
+        let padded = len.checked_sub(8 + crypt_len).filter(|&end| end >= crypt_at);
+        let padded = padded.ok_or_else(|| bug("no room"))?;
         out.resize(padded, 0);
         let data_len = i64::try_from(entry.data_len).map_err(|_| bug("data too long"))?;
         out.extend_from_slice(&data_len.to_le_bytes());
         let [crc_at, sha_at] = value_at;
-        Ok(Draft { bytes: out, crc_at, sha_at })
+        Ok(Draft { bytes: out, crc_at, sha_at, crypt_at })
     }
 
-    /// Puts the hashes in.
-    pub fn finish(mut self, crc: u32, sha: &[u8; 32]) -> Vec<u8> {
+    /// Puts the hashes in, and the block about encryption, which may be empty.
+    pub fn finish(mut self, crc: u32, sha: &[u8; 32], crypt: &[u8]) -> Vec<u8> {
         for (at, value) in [(self.crc_at, &crc.to_le_bytes()[..]), (self.sha_at, &sha[..])] {
             if let Some(slot) = self.bytes.get_mut(at..at + value.len()) {
                 slot.copy_from_slice(value);
             }
         }
+        self.bytes.splice(self.crypt_at..self.crypt_at, crypt.iter().copied());
         self.bytes
     }
 }

@@ -1,13 +1,17 @@
 //! Where a save puts each tensor.
 
+use crate::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
+use crate::format::crypt_info;
 use crate::format::dtype::DType;
 use crate::format::element_count;
 use crate::format::header::encoded_len;
 use crate::format::index::{Entry, is_long};
 use crate::format::name::Name;
-use crate::format::prologue::{VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN};
+use crate::format::prologue::{
+    VERSION_ENCRYPTED, VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN,
+};
 
 /// The index is never smaller than the old package's fixed one: 256 KiB.
 pub const MIN_INDEX_LEN: u64 = 256 << 10;
@@ -39,10 +43,16 @@ pub struct Layout {
 }
 
 /// Places tensors one after another from `start`, each one's data at a multiple of `alignment`
-/// bytes of the file, by padding its header.
-pub fn place(tensors: Vec<Placed>, start: u64, alignment: u64) -> Result<Layout> {
+/// bytes of the file, by padding its header. `encrypted`: whether their keys are derived.
+pub fn place(
+    tensors: Vec<Placed>,
+    start: u64,
+    alignment: u64,
+    encrypted: Option<bool>,
+) -> Result<Layout> {
+    let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
     let mut layout =
-        Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: VERSION_PLAIN };
+        Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
     for tensor in tensors {
         let Placed { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {
@@ -56,7 +66,10 @@ pub fn place(tensors: Vec<Placed>, start: u64, alignment: u64) -> Result<Layout>
             .ok_or_else(too_large)?;
         let data_len = if meta { 0 } else { size };
         let header_offset = layout.end;
-        let header_len = encoded_len(&name, dtype, &shape, long) as u64;
+        let header_len = encoded_len(&name, dtype, &shape, long) as u64
+            + encrypted.map_or(0, |derived| {
+                crypt_info::encoded_len(derived, data_len.div_ceil(PIECE_LEN))
+            });
         let data_offset = header_offset
             .checked_add(header_len)
             .and_then(|at| at.checked_next_multiple_of(alignment))

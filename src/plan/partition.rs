@@ -74,14 +74,17 @@ const CUT_LEN: u64 = 4 << 20;
 ///
 /// Extents are in rising order and do not overlap. Parts hold about `part_len` bytes and at most
 /// `max_pieces` pieces; a header is never cut, and comes in one part with the first of its data.
-/// Gaps of at most `merge_gap` bytes are read over, wider ones start a new part.
+/// Gaps of at most `merge_gap` bytes are read over, wider ones start a new part. Data are cut at
+/// multiples of `unit`, which may make parts longer.
 pub fn partition(
     extents: &[Extent],
     part_len: u64,
     merge_gap: u64,
     max_pieces: usize,
+    unit: u64,
 ) -> Vec<Part> {
     let part_len = part_len.max(1);
+    let unit = unit.max(1);
     let mut parts: Vec<Part> = Vec::new();
     let mut open: Option<Part> = None;
     for (tensor, extent) in extents.iter().enumerate() {
@@ -114,6 +117,7 @@ pub fn partition(
             let room = part_len
                 .saturating_sub(open.as_ref().map_or(0, Part::len))
                 .max(part_len.div_ceil(16));
+            let room = (room / unit).max(1) * unit;
             let rest = extent.data_len - start;
             // The last cut must not leave crumbs, and short tensors stay whole.
             let whole = extent.data_len <= part_len && extent.data_len < CUT_LEN;

@@ -194,7 +194,7 @@ impl Reader {
             Some(false) => Mapping::Never,
         };
         Ok(py.detach(|| -> Result<_> {
-            let options = LoadOptions { readers, verify, map };
+            let options = LoadOptions { readers, verify: Verify::all_if(verify), map };
             let loaded = load(&self.file, &numbers, &options, &signals)?;
             let modules = loaded.iter().map(|tensor| tensor.header.module_index).collect();
             let memory = loaded.into_iter().map(|tensor| {

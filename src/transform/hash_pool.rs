@@ -23,6 +23,7 @@ pub struct HashPool<'a> {
     lanes: Vec<Mutex<Lane<'a>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
+    sha: bool,
 }
 
 struct Queue {
@@ -54,7 +55,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<'a> HashPool<'a> {
     /// A pool for tensors with these numbers of bytes; those of `None` are not hashed here.
-    pub fn new(data_lens: impl Iterator<Item = Option<u64>>) -> Self {
+    ///
+    /// Without `sha`, only the CRC-32 is computed, and nothing is left for a queue to do.
+    pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
         let mut unfinished = 0;
         let lanes = data_lens.map(|data_len| {
             unfinished += usize::from(data_len.is_some());
@@ -68,7 +71,7 @@ impl<'a> HashPool<'a> {
         });
         let lanes = lanes.collect();
         let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
-        HashPool { lanes, queue, changed: Condvar::new() }
+        HashPool { lanes, queue, changed: Condvar::new(), sha }
     }
 
     /// Brings a header's covered bytes.
@@ -77,7 +80,9 @@ impl<'a> HashPool<'a> {
         let mut lane = locked(lane);
         lane.crc.update(bytes);
         let mut sha = Sha256::default();
-        sha.update(bytes);
+        if self.sha {
+            sha.update(bytes);
+        }
         self.park(tensor, Work { sha, rest: &[] }, &mut lane);
     }
 
@@ -98,12 +103,15 @@ impl<'a> HashPool<'a> {
     /// Puts work down: into the queue if there are bytes to hash, or if all of them were.
     fn park(&self, tensor: usize, mut work: Work<'a>, lane: &mut Lane<'a>) {
         if work.rest.is_empty() {
-            let next = lane.next;
-            if let Some((bytes, crc)) = lane.waiting.remove(&next) {
+            while let Some((bytes, crc)) = lane.waiting.remove(&lane.next) {
                 lane.crc.combine(&crc);
                 lane.next += bytes.len() as u64;
-                work.rest = bytes;
-            } else if next < lane.data_len {
+                if self.sha {
+                    work.rest = bytes;
+                    break;
+                }
+            }
+            if work.rest.is_empty() && lane.next < lane.data_len {
                 lane.work = Some(work);
                 return;
             }
@@ -194,7 +202,7 @@ mod tests {
             .map(|&len| (0..len).map(|i| (i * 7 + len) as u8).collect())
             .collect();
         for threads in 1..4 {
-            let pool = HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)));
+            let pool = HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true);
             let mut jobs: Vec<(usize, usize)> = Vec::new();
             for (tensor, data) in tensors.iter().enumerate() {
                 jobs.extend((0..data.len()).step_by(700_000).map(|start| (tensor, start)));

@@ -1,5 +1,7 @@
-//! What happens to bytes on their way: hashing now, decryption later.
+//! What happens to bytes on their way: decryption and hashing.
 
+pub mod decrypt;
+pub mod encrypt;
 pub mod hash;
 mod hash_pool;
 mod sha256;

@@ -9,11 +9,13 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use support::golden;
+use tensorizer::crypt::{DecryptionOptions, Key, Secret};
 use tensorizer::format::crypt_info::{Cipher, CryptInfo};
 use tensorizer::format::header::Header;
+use tensorizer::format::index::Entry;
 use tensorizer::format::name::Component;
 use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
-use tensorizer::{Error, LoadOptions, Mapping, TensorFile, load};
+use tensorizer::{Error, LoadOptions, Mapping, TensorFile, Verify, load};
 
 fn manifest() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json");
@@ -118,14 +120,29 @@ fn sound_files_hold_what_the_manifest_says() {
         check_entries(&opened, &file, &name);
         if opened.prologue().encrypted {
             check_encrypted(&opened, &file, &name);
+            for secret in secrets(&file, "") {
+                let (bytes, base) = contents(&file);
+                let opened = decrypting(open(bytes, base, &name).unwrap(), secret).unwrap();
+                check_data(&opened, &file, &name, true);
+            }
             continue;
         }
-        let all: Vec<usize> = (0..opened.entries().len()).collect();
-        let verify = !name.starts_with("hand_no_hashes");
-        for readers in [1, 3] {
+        check_data(&opened, &file, &name, !name.starts_with("hand_no_hashes"));
+    }
+    assert_eq!(seen, 57 + 22 + 8 - 6);
+}
+
+/// Every byte of every tensor, read in several ways.
+fn check_data(opened: &TensorFile, file: &Value, name: &str, verify: bool) {
+    // 4 GiB of zeros.
+    let huge = |entry: &Entry| file["lazy_only"].as_array().is_some() && entry.is_meta();
+    let numbers = 0..opened.entries().len();
+    let all: Vec<usize> = numbers.filter(|&number| !huge(&opened.entries()[number])).collect();
+    for readers in [1, 3] {
+        for verify in [Verify::all_if(verify), Verify::Nothing] {
             let options = LoadOptions { verify, readers: Some(readers), map: Mapping::Never };
-            let loaded = load(&opened, &all, &options, &|| Ok(())).unwrap();
-            for (tensor, expected) in loaded.iter().zip(file["tensors"].as_array().unwrap()) {
+            for tensor in load(opened, &all, &options, &|| Ok(())).unwrap() {
+                let expected = &file["tensors"][tensor.number];
                 let entry = opened.entry(tensor.number).unwrap();
                 if entry.is_meta() {
                     assert!(tensor.memory.bytes().iter().all(|&b| b == 0), "{name}");
@@ -140,10 +157,31 @@ fn sound_files_hold_what_the_manifest_says() {
             }
         }
     }
-    assert_eq!(seen, 57 + 22 + 8 - 6);
 }
 
-/// What this release does of encrypted files: parse every header, and refuse to hand out data.
+fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
+        .collect()
+}
+
+/// What the manifest says decrypts a file.
+fn secrets(file: &Value, prefix: &str) -> Vec<Secret> {
+    let field = |name: &str| file[format!("{prefix}{name}")].as_str().map(str::to_owned);
+    let key = field("key_hex").map(|hex| Secret::Key(Key::new(&unhex(&hex)).unwrap()));
+    let source = field("passphrase").map(String::into_bytes);
+    let source = source.or(field("passphrase_hex").map(|hex| unhex(&hex)));
+    key.into_iter().chain(source.map(|source| Secret::Passphrase(source.into()))).collect()
+}
+
+fn decrypting(file: TensorFile, secret: Secret) -> Result<TensorFile, Error> {
+    let mut options = DecryptionOptions::new(secret);
+    options.max_memlimit = options.max_memlimit.min(300 << 20);
+    file.decrypt(Arc::new(options), &|| Ok(()))
+}
+
+/// Without a key: every header is parsed, and no data are handed out.
 fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
     for (entry, tensor) in file.entries().iter().zip(expected["tensors"].as_array().unwrap()) {
         let len = (entry.data_offset - entry.header_offset) as usize;
@@ -164,7 +202,7 @@ fn check_full_index(file: &Value, name: &str) {
     let opened = open(contents(file).0, 0, name).unwrap();
     let all: Vec<usize> = (0..opened.entries().len()).collect();
     assert_eq!(all.len(), 4369);
-    let options = LoadOptions { verify: true, ..LoadOptions::default() };
+    let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
     for (number, tensor) in load(&opened, &all, &options, &|| Ok(())).unwrap().iter().enumerate() {
         let tail = if number == 4368 { "yyyy" } else { "" };
         let entry = opened.entry(number).unwrap();
@@ -223,8 +261,18 @@ fn damaged_files_give_an_error_or_the_right_data() {
         for verify in [true, false] {
             let (bytes, at) = contents(file);
             let result = open(bytes, at, name).and_then(|opened| {
+                let others = secrets(file, "read_");
+                let secret = if others.is_empty() { secrets(file, "") } else { others }.pop();
+                let opened = match secret.filter(|_| file["read_none"] != true) {
+                    Some(secret) => decrypting(opened, secret)?,
+                    None => opened,
+                };
                 let all: Vec<usize> = (0..opened.entries().len()).collect();
-                let options = LoadOptions { verify, readers: None, map: Mapping::Never };
+                let options = LoadOptions {
+                    verify: Verify::all_if(verify),
+                    readers: None,
+                    map: Mapping::Never,
+                };
                 let loaded = load(&opened, &all, &options, &|| Ok(()))?;
                 Ok((opened, loaded))
             });
@@ -276,7 +324,7 @@ fn no_changed_byte_gives_wrong_data() {
         let sound = golden(name);
         let file = open(sound.clone(), 0, name).unwrap();
         let all: Vec<usize> = (0..file.entries().len()).collect();
-        let options = LoadOptions { verify: true, ..LoadOptions::default() };
+        let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
         let expected: Vec<(String, Vec<u8>)> = load(&file, &all, &options, &|| Ok(()))
             .unwrap()
             .iter()
@@ -304,5 +352,53 @@ fn no_changed_byte_gives_wrong_data() {
         }
         // Some bytes mean nothing: totals, unused fields, the version where nothing needs it.
         assert!(accepted < 150, "{name}: {accepted}");
+    }
+}
+
+/// One bit at a time in all that encryption adds, and in the ciphertext: an error of the right
+/// class, also without hashes.
+#[test]
+fn every_bit_of_encryption_counts() {
+    let files = manifest();
+    for name in ["v3_ex_string.tensors.gz", "v3_ex_key.tensors.gz"] {
+        let meta = files.iter().find(|file| file["file"] == name).unwrap();
+        let sound = golden(name);
+        let file = open(sound.clone(), 0, name).unwrap();
+        let entry = file.entries()[0].clone();
+        let raw = &sound[entry.header_offset as usize..entry.data_offset as usize];
+        let header = Header::parse(raw.into(), &entry, true).unwrap();
+        let block = header.raw.len() - 8 - (header.raw.len() - header.hashed_bytes().len());
+        let start = entry.header_offset as usize + block;
+        let (mut refused, mut bits) = (0, 0);
+        for at in start..entry.end() as usize {
+            // The length of the data, which is not part of what encryption adds.
+            if (entry.data_offset as usize - 8..entry.data_offset as usize).contains(&at) {
+                continue;
+            }
+            for bit in 0..8 {
+                let mut bytes = sound.clone();
+                bytes[at] ^= 1 << bit;
+                let secret = secrets(meta, "").pop().unwrap();
+                let mut options = DecryptionOptions::new(secret);
+                options.max_memlimit = 1 << 20;
+                let loaded = open(bytes, 0, name)
+                    .and_then(|file| file.decrypt(Arc::new(options), &|| Ok(())))
+                    .and_then(|file| load(&file, &[0], &LoadOptions::default(), &|| Ok(())));
+                bits += 1;
+                match loaded {
+                    Err(Error::Crypt(_) | Error::Format { .. }) => refused += 1,
+                    // One tag seals everything, whatever the length of pieces is said to be; and
+                    // a derivation asks for whole kibibytes.
+                    Ok(loaded) => assert_eq!(
+                        digest(loaded[0].memory.bytes()),
+                        meta["tensors"][0]["data_sha256"],
+                        "{name} byte {at} bit {bit}"
+                    ),
+                    Err(other) => panic!("{name} byte {at} bit {bit}: {other:?}"),
+                }
+            }
+        }
+        assert!(bits - refused <= 64 + 10, "{name}: {refused} of {bits}");
+        assert!(bits > 500);
     }
 }

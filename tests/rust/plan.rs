@@ -26,8 +26,9 @@ proptest! {
         part_len in 1u64..50_000,
         merge_gap in prop_oneof![Just(0u64), 0u64..6000],
         max_pieces in 3usize..50,
+        unit in prop_oneof![Just(1u64), 1u64..5000],
     ) {
-        let parts = partition(&extents, part_len, merge_gap, max_pieces);
+        let parts = partition(&extents, part_len, merge_gap, max_pieces, unit);
         let mut end = 0;
         let mut headers = Vec::new();
         let mut data = vec![0u64; extents.len()];
@@ -47,6 +48,7 @@ proptest! {
                     PieceKind::Data { tensor, start } => {
                         prop_assert_eq!(at, extents[tensor].data_offset + start);
                         prop_assert_eq!(start, data[tensor], "without holes");
+                        prop_assert_eq!(start % unit, 0, "cut at units");
                         data[tensor] += piece.len;
                     }
                 }
@@ -63,7 +65,7 @@ proptest! {
     /// Small tensors are hashed in one go, so they must lie in one part.
     #[test]
     fn tensors_of_an_eighth_of_a_part_are_not_cut(extents in extents()) {
-        for part in partition(&extents, 800_000, 0, 1024) {
+        for part in partition(&extents, 800_000, 0, 1024, 1) {
             for piece in part.pieces {
                 if let PieceKind::Data { tensor, .. } = piece.kind {
                     prop_assert_eq!(piece.len, extents[tensor].data_len);
@@ -75,7 +77,7 @@ proptest! {
     #[test]
     fn parts_are_about_as_long_as_asked_for(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
         let extents = [Extent { header_offset: 0, data_offset: 100, data_len: len }];
-        for part in partition(&extents, part_len, 0, 10) {
+        for part in partition(&extents, part_len, 0, 10, 1) {
             prop_assert!(part.len() <= part_len + part_len / 2 + 100);
         }
     }

@@ -16,7 +16,8 @@ use tensorizer::format::name::Name;
 use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::source::{FileSource, MemorySource, PipeSource, ReadAt};
 use tensorizer::{
-    Data, Error, LoadOptions, Mapping, SaveOptions, SaveTensor, TensorFile, Writer, load, load_into,
+    Data, Error, LoadOptions, Mapping, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load,
+    load_into,
 };
 
 const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
@@ -45,7 +46,7 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
         .collect();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("again.tensors");
-    let options = SaveOptions { alignment, threads: None };
+    let options = SaveOptions { alignment, ..SaveOptions::default() };
     let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, options).unwrap();
     let mut rest = tensors;
     let step = rest.len().div_ceil(calls).max(1);
@@ -108,7 +109,7 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
             (Some(2), Mapping::Auto),
         ] {
             let file = TensorFile::open(path).unwrap();
-            let options = LoadOptions { readers, verify, map };
+            let options = LoadOptions { readers, verify: Verify::all_if(verify), map };
             // In reverse, to show that the order of the selection does not matter.
             let mut order = names.to_vec();
             order.reverse();
@@ -122,7 +123,7 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
         let pipe: Arc<dyn ReadAt> =
             Arc::new(PipeSource::new(std::fs::File::open(path).unwrap(), "pipe"));
         let file = TensorFile::from_source(pipe, 0).unwrap();
-        let options = LoadOptions { verify, ..LoadOptions::default() };
+        let options = LoadOptions { verify: Verify::all_if(verify), ..LoadOptions::default() };
         let loaded = load(&file, &all(&file), &options, NEVER).unwrap();
         assert!(
             loaded.iter().zip(data).all(|(tensor, expected)| tensor.memory.bytes() == expected)
@@ -145,7 +146,7 @@ proptest! {
         let path = folder.path().join("f.tensors");
         let data: Vec<Vec<u8>> = lens.iter().enumerate().map(|(i, &len)| pattern(len, i)).collect();
         let names: Vec<String> = (0..data.len()).map(|i| format!("layer.{i}")).collect();
-        let options = SaveOptions { alignment, threads: None };
+        let options = SaveOptions { alignment, ..SaveOptions::default() };
         let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, options).unwrap();
         let pairs: Vec<(&String, &Vec<u8>)> = names.iter().zip(&data).collect();
         for chunk in pairs.chunks(data.len().div_ceil(calls)) {
@@ -177,7 +178,7 @@ fn the_index_grows_without_a_ceiling() {
     let file = TensorFile::open(&path).unwrap();
     assert!(file.prologue().index_len > 1 << 20);
     assert!(file.entries().iter().all(|entry| entry.data_offset % 64 == 0));
-    let options = LoadOptions { verify: true, ..LoadOptions::default() };
+    let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
     let loaded = load(&file, &all(&file), &options, NEVER).unwrap();
     assert!(loaded[0].memory.bytes() == big);
     for (tensor, value) in loaded[1..].iter().zip(&values) {
@@ -211,7 +212,7 @@ fn bad_calls_are_refused_and_can_be_corrected() {
     let path = folder.path().join("f.tensors");
     for alignment in [0, 3, 4 << 20] {
         let sink = Box::new(FileSink::create(&path).unwrap());
-        let options = SaveOptions { alignment, threads: None };
+        let options = SaveOptions { alignment, ..SaveOptions::default() };
         assert!(matches!(Writer::new(sink, 0, options), Err(Error::InvalidArgument(_))));
     }
     let mut writer =
@@ -285,7 +286,7 @@ fn short_reads_are_continued_and_a_shrunken_source_is_an_error() {
     for step in [1, 3, 1000] {
         let source = Arc::new(Scripted { bytes: bytes.clone(), shrink_to: u64::MAX, step });
         let file = TensorFile::from_source(source, 0).unwrap();
-        let options = LoadOptions { verify: true, ..LoadOptions::default() };
+        let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
         load(&file, &all(&file), &options, NEVER).unwrap();
     }
     for missing in [9, 30, 100] {
@@ -313,13 +314,13 @@ fn an_interrupt_ends_a_load_and_a_save() {
     let data = pattern(400_000_000, 3);
     let interrupt = || Err(Error::Cancelled);
     let one = || vec![tensor("a", &data)];
-    let options = SaveOptions { alignment: 64, threads: Some(1) };
+    let options = SaveOptions { threads: Some(1), ..SaveOptions::default() };
     let stopped = tensorizer::save(&path, one(), options, &interrupt);
     assert!(matches!(stopped, Err(Error::Cancelled)));
     assert!(!path.exists());
     tensorizer::save(&path, one(), SaveOptions::default(), NEVER).unwrap();
     let file = TensorFile::open(&path).unwrap();
-    let options = LoadOptions { verify: true, readers: Some(1), map: Mapping::Never };
+    let options = LoadOptions { verify: Verify::All, readers: Some(1), map: Mapping::Never };
     assert!(matches!(load(&file, &[0], &options, &interrupt), Err(Error::Cancelled)));
 }
 

@@ -1,0 +1,83 @@
+//! A key: locked in memory where that is allowed, wiped when it is dropped, never shown.
+
+use std::fmt;
+use std::sync::Arc;
+
+use zeroize::Zeroizing;
+
+use super::sodium;
+
+/// Bytes of a key.
+pub const KEY_LEN: usize = 32;
+
+/// A key of XSalsa20-Poly1305. Clones share the memory.
+#[derive(Clone)]
+pub struct Key(Arc<Locked>);
+
+struct Locked(Box<[u8; KEY_LEN]>);
+
+impl Key {
+    /// A key of 32 bytes; None for any other number.
+    pub fn new(bytes: &[u8]) -> Option<Self> {
+        let given: Zeroizing<[u8; KEY_LEN]> = Zeroizing::new(bytes.try_into().ok()?);
+        let mut memory = Box::new([0; KEY_LEN]);
+        sodium::lock(&mut memory);
+        memory.copy_from_slice(&*given);
+        Some(Key(Arc::new(Locked(memory))))
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8; KEY_LEN] {
+        &self.0.0
+    }
+
+    /// Another key, which tells nothing about this one.
+    pub fn subkey(&self, purpose: &str) -> Option<Key> {
+        let derived = Zeroizing::new(sodium::keyed_hash(purpose.as_bytes(), self.bytes()));
+        Key::new(&*derived)
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        sodium::unlock_and_wipe(&mut self.0);
+    }
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Self) -> bool {
+        sodium::same(self.bytes(), other.bytes())
+    }
+}
+
+impl Eq for Key {}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_compared_and_not_shown() {
+        let key = Key::new(&[7; 32]).unwrap();
+        assert_eq!(key, Key::new(&[7; 32]).unwrap());
+        assert_ne!(key, Key::new(&[8; 32]).unwrap());
+        assert_eq!(format!("{key:?}"), "Key(..)");
+        assert!(Key::new(&[7; 31]).is_none());
+        assert_ne!(key.subkey("a").unwrap(), key.subkey("b").unwrap());
+    }
+
+    #[test]
+    fn memory_is_wiped_before_it_is_freed() {
+        let mut memory = [9; KEY_LEN];
+        sodium::lock(&mut memory);
+        sodium::unlock_and_wipe(&mut memory);
+        assert_eq!(memory, [0; KEY_LEN]);
+    }
+}

@@ -1,0 +1,67 @@
+//! A seal over all that the format's own encryption leaves open: names, types, shapes, order and
+//! positions of tensors, their hashes, nonces and tags.
+//!
+//! It is in the last bytes of the index block, which other readers take for padding. The tag is a
+//! BLAKE2b under a key derived from the file's, over the prologue, the index (with zeros where the
+//! tag will be) and the BLAKE2b of each tensor's header in the order of the index. Headers hold the
+//! tags of all pieces of data, so that nothing in the file can be exchanged.
+
+use super::{Key, sodium};
+use crate::error::{Error, Result};
+
+/// What the bytes begin with.
+const MAGIC: [u8; 8] = *b"TZSEAL01";
+/// Bytes at the end of the index block: magic and tag.
+pub const MANIFEST_LEN: usize = MAGIC.len() + 32;
+
+/// A seal in the making.
+pub struct Manifest {
+    key: Key,
+}
+
+impl Manifest {
+    /// For a file with this key.
+    pub fn new(key: &Key) -> Result<Self> {
+        let key = key.subkey("tensorizer manifest 1");
+        Ok(Manifest { key: key.ok_or_else(|| Error::Bug("no key for a manifest".to_owned()))? })
+    }
+
+    /// What stands for a header.
+    pub fn digest(&self, header: &[u8]) -> [u8; 32] {
+        sodium::keyed_hash(header, self.key.bytes())
+    }
+
+    /// Seals an index block, whose last bytes are free.
+    pub fn seal(&self, prologue: &[u8], index: &mut [u8], headers: &[[u8; 32]]) -> Result<()> {
+        let tag = self.tag(prologue, index, headers)?;
+        let end = index.last_chunk_mut::<MANIFEST_LEN>();
+        let end = end.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
+        for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(tag)) {
+            *slot = byte;
+        }
+        Ok(())
+    }
+
+    /// Whether an index block has a seal at all.
+    pub fn is_in(index: &[u8]) -> bool {
+        index.last_chunk::<MANIFEST_LEN>().is_some_and(|end| end.starts_with(&MAGIC))
+    }
+
+    /// Whether the seal of an index block is right.
+    pub fn verifies(&self, prologue: &[u8], index: &[u8], headers: &[[u8; 32]]) -> Result<bool> {
+        let Some(found) = index.last_chunk::<32>() else { return Ok(false) };
+        Ok(Self::is_in(index) && sodium::same(found, &self.tag(prologue, index, headers)?))
+    }
+
+    fn tag(&self, prologue: &[u8], index: &[u8], headers: &[[u8; 32]]) -> Result<[u8; 32]> {
+        let entries = index.len().checked_sub(MANIFEST_LEN).and_then(|end| index.get(..end));
+        let entries = entries.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
+        let mut text = Vec::with_capacity(prologue.len() + entries.len() + headers.len() * 32);
+        text.extend_from_slice(prologue);
+        text.extend_from_slice(entries);
+        for digest in headers {
+            text.extend_from_slice(digest);
+        }
+        Ok(sodium::keyed_hash(&text, self.key.bytes()))
+    }
+}

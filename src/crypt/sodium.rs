@@ -1,0 +1,127 @@
+//! The door to libsodium: each function proves its own call.
+#![allow(unsafe_code)]
+
+use std::sync::OnceLock;
+
+use libsodium_sys as ffi;
+
+use super::Key;
+use super::key::KEY_LEN;
+use crate::format::crypt_info::MAC_LEN;
+
+/// Starts the library once; false where it finds no source of random numbers.
+fn started() -> bool {
+    static STARTED: OnceLock<bool> = OnceLock::new();
+    // SAFETY: takes nothing, and may be called from any thread.
+    *STARTED.get_or_init(|| unsafe { ffi::sodium_init() } >= 0)
+}
+
+/// Decrypts in place; false, with the bytes unchanged, if the tag is not theirs.
+pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &Key) -> bool {
+    let pointer = bytes.as_mut_ptr();
+    // SAFETY: `pointer` is good for reading and writing `len` bytes, which may be the same bytes;
+    // tag, nonce and key have the lengths that the function reads. `started` comes first.
+    started()
+        && unsafe {
+            ffi::crypto_secretbox_open_detached(
+                pointer,
+                pointer,
+                mac.as_ptr(),
+                bytes.len() as u64,
+                nonce.as_ptr(),
+                key.bytes().as_ptr(),
+            )
+        } == 0
+}
+
+/// Encrypts in place and gives the tag.
+pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &Key) -> [u8; MAC_LEN] {
+    let mut mac = [0; MAC_LEN];
+    let pointer = bytes.as_mut_ptr();
+    started();
+    // SAFETY: as in `open`; the function writes a tag of `MAC_LEN` bytes and always succeeds.
+    unsafe {
+        ffi::crypto_secretbox_detached(
+            pointer,
+            mac.as_mut_ptr(),
+            pointer,
+            bytes.len() as u64,
+            nonce.as_ptr(),
+            key.bytes().as_ptr(),
+        );
+    }
+    mac
+}
+
+/// Argon2id 1.3; false if the memory cannot be had or the limits are not the function's.
+pub fn derive(
+    out: &mut [u8; KEY_LEN],
+    source: &[u8],
+    salt: &[u8; 16],
+    opslimit: u64,
+    memlimit: usize,
+) -> bool {
+    let algorithm = i32::try_from(ffi::crypto_pwhash_ALG_ARGON2ID13).unwrap_or(2);
+    // SAFETY: reads `source.len()` bytes and a salt of 16, writes `KEY_LEN` bytes.
+    started()
+        && unsafe {
+            ffi::crypto_pwhash(
+                out.as_mut_ptr(),
+                KEY_LEN as u64,
+                source.as_ptr().cast(),
+                source.len() as u64,
+                salt.as_ptr(),
+                opslimit,
+                memlimit,
+                algorithm,
+            )
+        } == 0
+}
+
+/// BLAKE2b of `data` under a key.
+pub fn keyed_hash(data: &[u8], key: &[u8; KEY_LEN]) -> [u8; 32] {
+    let mut out = [0; 32];
+    started();
+    // SAFETY: writes 32 bytes, reads `data.len()` and `KEY_LEN` bytes; both lengths are in the
+    // function's ranges, so that it cannot fail.
+    unsafe {
+        ffi::crypto_generichash(
+            out.as_mut_ptr(),
+            out.len(),
+            data.as_ptr(),
+            data.len() as u64,
+            key.as_ptr(),
+            KEY_LEN,
+        );
+    }
+    out
+}
+
+/// Random bytes.
+pub fn random<const N: usize>() -> Option<[u8; N]> {
+    let mut out = [0; N];
+    // SAFETY: writes `N` bytes.
+    started().then(|| unsafe { ffi::randombytes_buf(out.as_mut_ptr().cast(), N) })?;
+    Some(out)
+}
+
+/// Compares without telling by its time where the difference is.
+pub fn same(left: &[u8; 32], right: &[u8; 32]) -> bool {
+    // SAFETY: reads 32 bytes of each.
+    unsafe { ffi::sodium_memcmp(left.as_ptr().cast(), right.as_ptr().cast(), 32) == 0 }
+}
+
+/// Keeps memory out of the swap space and of core dumps, where that is allowed.
+pub fn lock(memory: &mut [u8; KEY_LEN]) {
+    started();
+    // SAFETY: the memory is good for `KEY_LEN` bytes; locking does not change it. A refusal is no
+    // error: the limit of locked memory may be zero.
+    unsafe { ffi::sodium_mlock(memory.as_mut_ptr().cast(), KEY_LEN) };
+}
+
+/// Overwrites memory with zeros and unlocks it.
+pub fn unlock_and_wipe(memory: &mut [u8; KEY_LEN]) {
+    // SAFETY: the memory is good for writing `KEY_LEN` bytes.
+    unsafe { ffi::sodium_munlock(memory.as_mut_ptr().cast(), KEY_LEN) };
+    zeroize::Zeroize::zeroize(memory);
+}

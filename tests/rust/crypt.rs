@@ -1,0 +1,187 @@
+//! Encrypted files, written and read by the core.
+#![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing)]
+#![allow(clippy::cast_possible_truncation)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
+use tensorizer::format::crypt_info::KeyDerivation;
+use tensorizer::{
+    Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Verify, load, load_into, save,
+};
+
+const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
+
+fn key(byte: u8) -> Key {
+    Key::new(&[byte; 32]).unwrap()
+}
+
+fn tensors() -> Vec<(String, Vec<u8>)> {
+    let piece = PIECE_LEN as usize;
+    [0, 1, 1000, piece - 1, piece, piece + 1, 3 * piece + 77, 900_000, 1_200_000, 5 * piece]
+        .into_iter()
+        .enumerate()
+        .map(|(at, len)| (format!("t{at}"), (0..len).map(|i| (i * 7 + at) as u8).collect()))
+        .collect()
+}
+
+fn write(path: &Path, encryption: EncryptionOptions, deferred: bool) {
+    let tensors = tensors();
+    let list = tensors
+        .iter()
+        .map(|(name, data)| {
+            let mut tensor = SaveTensor::new(name, &[data.len() as u64], data.as_slice()).unwrap();
+            if deferred {
+                let data = data.clone();
+                tensor.data = Data::Deferred(Box::new(move || Ok(Box::new(data.clone()))));
+            }
+            tensor
+        })
+        .collect();
+    let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
+    save(path, list, options, NEVER).unwrap();
+}
+
+fn open(path: &Path, secret: Secret, manifest: bool) -> Result<TensorFile, Error> {
+    let mut options = DecryptionOptions::new(secret);
+    options.require_manifest = manifest;
+    TensorFile::open(path)?.decrypt(Arc::new(options), NEVER)
+}
+
+fn plain(manifest: bool) -> EncryptionOptions {
+    EncryptionOptions { key: key(1), derivation: None, manifest }
+}
+
+#[test]
+fn written_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let derivation = KeyDerivation { opslimit: 1, memlimit: 8192, salt: [3; 16] };
+    let derived = EncryptionOptions::from_passphrase(b"words", derivation).unwrap();
+    for (encryption, manifest) in [(plain(false), false), (plain(true), true), (derived, false)] {
+        for deferred in [false, true] {
+            let passphrase = encryption.derivation.is_some();
+            write(&path, encryption.clone(), deferred);
+            let secret = || match passphrase {
+                true => Secret::Passphrase(b"words".to_vec().into()),
+                false => Secret::Key(key(1)),
+            };
+            let file = open(&path, secret(), manifest).unwrap();
+            let all: Vec<usize> = (0..file.entries().len()).collect();
+            for verify in [Verify::Nothing, Verify::Crc32, Verify::All] {
+                for readers in [None, Some(1), Some(3)] {
+                    let options = LoadOptions { verify, readers, ..LoadOptions::default() };
+                    let loaded = load(&file, &all, &options, NEVER).unwrap();
+                    for (tensor, (_, data)) in loaded.iter().zip(tensors()) {
+                        assert_eq!(tensor.memory.bytes(), data);
+                    }
+                }
+            }
+            let raw = std::fs::read(&path).unwrap();
+            let needle = &tensors()[6].1[..64];
+            assert!(!raw.windows(64).any(|window| window == needle), "plain bytes in the file");
+            let refused =
+                load(&TensorFile::open(&path).unwrap(), &[1], &LoadOptions::default(), NEVER);
+            assert!(matches!(refused, Err(Error::Crypt(_))));
+        }
+    }
+}
+
+#[test]
+fn a_wrong_key_leaves_nothing_in_the_destination() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    write(&path, plain(false), false);
+    let mut out = vec![7u8; 3 * PIECE_LEN as usize + 77];
+    let file = open(&path, Secret::Key(key(2)), false).unwrap();
+    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), NEVER);
+    assert!(matches!(failed, Err(Error::Crypt(_))));
+    assert!(out.iter().all(|&byte| byte == 0));
+
+    // The last piece of a tensor is damaged: the pieces before it are not left either.
+    let mut raw = std::fs::read(&path).unwrap();
+    let file = open(&path, Secret::Key(key(1)), false).unwrap();
+    let end = file.entries()[6].end() as usize;
+    raw[end - 1] ^= 1;
+    std::fs::write(&path, raw).unwrap();
+    out.fill(7);
+    let file = open(&path, Secret::Key(key(1)), false).unwrap();
+    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), NEVER);
+    assert!(matches!(failed, Err(Error::Crypt(_))));
+    assert!(out.iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn a_manifest_seals_what_encryption_leaves_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let secret = || Secret::Key(key(1));
+    write(&path, plain(false), false);
+    assert!(matches!(open(&path, secret(), true), Err(Error::Crypt(_))), "there is none");
+    write(&path, plain(true), false);
+    let sound = std::fs::read(&path).unwrap();
+    let file = open(&path, secret(), true).unwrap();
+    assert!(open(&path, Secret::Key(key(2)), false).is_err());
+
+    let entries = file.entries().to_vec();
+    let swap = |bytes: &mut Vec<u8>, from: &str, to: &str| {
+        let at = bytes.windows(2).position(|window| window == from.as_bytes()).unwrap();
+        bytes[at..at + 2].copy_from_slice(to.as_bytes());
+    };
+    // Two tensors change their names, in the index and in their headers.
+    let mut renamed = sound.clone();
+    for (from, to) in [("t3", "xx"), ("t4", "t3"), ("xx", "t4")] {
+        swap(&mut renamed, from, to);
+        let header = entries
+            .iter()
+            .find(|e| e.name.stored() == from || from == "xx" && e.name.stored() == "t3");
+        let at = header.unwrap().header_offset as usize;
+        let mut part = renamed[at..at + 64].to_vec();
+        swap(&mut part, from, to);
+        renamed[at..at + 64].copy_from_slice(&part);
+    }
+    // A hash in a header is changed: section of 41 bytes, two hashes, CRC-32 of four bytes.
+    let mut unhashed = sound.clone();
+    let at = entries[2].header_offset as usize;
+    let section = unhashed[at..].windows(5).position(|window| window == [41, 0, 2, 0, 4]).unwrap();
+    unhashed[at + section + 5] ^= 1;
+    for (what, bytes) in [("names", &renamed), ("hashes", &unhashed)] {
+        std::fs::write(&path, bytes).unwrap();
+        let failed = open(&path, secret(), false);
+        assert!(matches!(failed, Err(Error::Crypt(_) | Error::Format { .. })), "{what}");
+    }
+    // Every byte of the index, its padding included.
+    for at in (0..40_000).chain(sound.len() / 2..sound.len() / 2 + 1) {
+        let head = tensorizer::format::prologue::PROLOGUE_LEN + (256 << 10);
+        if at >= head || at % 97 != 0 {
+            continue;
+        }
+        let mut bytes = sound.clone();
+        bytes[at] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        assert!(open(&path, secret(), true).is_err(), "byte {at}");
+    }
+}
+
+#[test]
+fn limits_of_derivations_are_heeded() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let derivation = KeyDerivation { opslimit: 3, memlimit: 1 << 20, salt: [3; 16] };
+    write(&path, EncryptionOptions::from_passphrase(b"words", derivation).unwrap(), false);
+    for (opslimit, memlimit, fits) in [(3, 1 << 20, true), (2, 1 << 20, false), (3, 1 << 19, false)]
+    {
+        let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
+        (options.max_opslimit, options.max_memlimit) = (opslimit, memlimit);
+        let file = TensorFile::open(&path).unwrap().decrypt(Arc::new(options), NEVER).unwrap();
+        let loaded = load(&file, &[1], &LoadOptions::default(), NEVER);
+        match loaded {
+            Ok(_) => assert!(fits),
+            Err(error) => {
+                assert!(!fits);
+                assert!(error.to_string().contains("is allowed"), "{error}");
+            }
+        }
+    }
+}
