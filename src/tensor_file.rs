@@ -2,7 +2,7 @@
 
 use std::io::IoSliceMut;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::crypt::{DecryptionOptions, Manifest};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ pub struct TensorFile {
     uri: String,
     source: Mutex<Arc<dyn ReadAt>>,
     base: u64,
-    decryption: Option<Arc<DecryptionOptions>>,
+    decryption: OnceLock<Arc<DecryptionOptions>>,
     prologue: Prologue,
     /// Prologue and index as they are, of a file that says that it is sealed.
     head: Option<Vec<u8>>,
@@ -86,7 +86,7 @@ impl TensorFile {
         } else {
             None
         };
-        let decryption = None;
+        let decryption = OnceLock::new();
         Ok(TensorFile {
             uri: uri.clone(),
             source,
@@ -102,16 +102,22 @@ impl TensorFile {
     /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
     /// if that is demanded; a seal that is there must be right in any case.
     pub fn decrypt(
-        mut self,
+        self,
         options: Arc<DecryptionOptions>,
         interrupt: Interrupt<'_>,
     ) -> Result<Self> {
+        self.unlock(options, interrupt)?;
+        Ok(self)
+    }
+
+    /// The same for a file that is shared already.
+    pub fn unlock(&self, options: Arc<DecryptionOptions>, interrupt: Interrupt<'_>) -> Result<()> {
         if !self.prologue.encrypted {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri)));
         }
         self.check_seal(&options, interrupt)?;
-        self.decryption = Some(options);
-        Ok(self)
+        let set = self.decryption.set(options);
+        set.map_err(|_| Error::InvalidArgument(format!("`{}` has a key already", self.uri)))
     }
 
     fn check_seal(&self, options: &DecryptionOptions, interrupt: Interrupt<'_>) -> Result<()> {
@@ -150,7 +156,7 @@ impl TensorFile {
 
     /// How loads decrypt.
     pub fn decryption(&self) -> Option<&DecryptionOptions> {
-        self.decryption.as_deref()
+        self.decryption.get().map(Arc::as_ref)
     }
 
     /// The path or address.

@@ -5,6 +5,8 @@ __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
     "TORCH_VERSION",
+    "Decryption",
+    "Encryption",
     "Reader",
     "Sink",
     "Source",
@@ -22,6 +24,36 @@ cpu_count: int
 _Name = str | tuple[str | int, ...]
 
 @final
+class Encryption:
+    @staticmethod
+    def from_key(bytes: bytes, manifest: bool) -> Encryption: ...
+    @staticmethod
+    def random(manifest: bool) -> Encryption: ...
+    @staticmethod
+    def derive(
+        source: bytes, opslimit: int, memlimit: int, salt: bytes | None, manifest: bool
+    ) -> Encryption: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def salt(self) -> bytes | None: ...
+    @property
+    def manifest(self) -> bool: ...
+    def same(self, other: Encryption) -> bool: ...
+
+@final
+class Decryption:
+    def __new__(
+        cls,
+        *,
+        key: bytes | None,
+        source: bytes | None,
+        require_manifest: bool,
+        max_opslimit: int | None,
+        max_memlimit: int | None,
+    ) -> Decryption: ...
+
+@final
 class Reader:
     @staticmethod
     def from_path(path: str) -> Reader: ...
@@ -32,6 +64,7 @@ class Reader:
     @staticmethod
     def from_source(source: Source, base: int) -> Reader: ...
     def headers(self) -> list[tuple[str, str]]: ...
+    def decrypt(self, decryption: Decryption) -> None: ...
     def close(self) -> None: ...
     @property
     def uri(self) -> str: ...
@@ -56,7 +89,7 @@ class Reader:
     def kinds(self) -> list[int]: ...
     def describe(self, number: int) -> tuple[str, list[int], bool]: ...
     def load(
-        self, numbers: Sequence[int], *, verify: bool, readers: int | None, map: bool | None
+        self, numbers: Sequence[int], *, verify: str, readers: int | None, map: bool | None
     ) -> tuple[int, list[int]]: ...
     def matches(self, ticket: int, numbers: Sequence[int]) -> list[bool]: ...
 
@@ -126,16 +159,30 @@ class Sink:
 @final
 class Writer:
     @staticmethod
-    def to_path(path: str, alignment: int, threads: int | None) -> Writer: ...
-    @staticmethod
-    def to_fd(
-        descriptor: int, uri: str, base: int, alignment: int, threads: int | None
+    def to_path(
+        path: str, alignment: int, threads: int | None, encryption: Encryption | None
     ) -> Writer: ...
     @staticmethod
-    def to_sink(sink: Sink, base: int, alignment: int, threads: int | None) -> Writer: ...
+    def to_fd(
+        descriptor: int,
+        uri: str,
+        base: int,
+        alignment: int,
+        threads: int | None,
+        encryption: Encryption | None,
+    ) -> Writer: ...
+    @staticmethod
+    def to_sink(
+        sink: Sink, base: int, alignment: int, threads: int | None, encryption: Encryption | None
+    ) -> Writer: ...
     @staticmethod
     def to_object(
-        object: Any, uri: str, base: int, alignment: int, threads: int | None
+        object: Any,
+        uri: str,
+        base: int,
+        alignment: int,
+        threads: int | None,
+        encryption: Encryption | None,
     ) -> Writer: ...
     @property
     def total_tensor_bytes(self) -> int: ...

@@ -14,6 +14,8 @@ from . import serialization, stream_io, utils
 from ._api import load, save
 from .serialization import (
     CryptographyError,
+    DecryptionParams,
+    EncryptionParams,
     FilterFuncType,
     TensorDeserializer,
     TensorSerializer,
@@ -22,6 +24,8 @@ from .serialization import (
 
 __all__ = [
     "CryptographyError",
+    "DecryptionParams",
+    "EncryptionParams",
     "FilterFuncType",
     "TensorDeserializer",
     "TensorSerializer",

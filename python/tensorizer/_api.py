@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ._deserializer import TensorDeserializer
+from ._encryption import DecryptionParams, EncryptionParams
 from ._serializer import TensorSerializer
 from ._types import Name
 
@@ -20,9 +21,10 @@ def load(
     *,
     names: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
-    verify_hash: bool = False,
+    verify_hash: bool | str = False,
     num_readers: int | None = None,
     mmap: bool | None = None,
+    encryption: DecryptionParams | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -31,9 +33,11 @@ def load(
         device: Where the tensors go; None for torch's default device.
         names: Load only these, and return them in this order.
         dtype: Cast floating-point tensors.
-        verify_hash: Compare every tensor with the hashes in the file.
+        verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
+            one only.
         num_readers: Threads that read at once.
         mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
+        encryption: What an encrypted file is decrypted with.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -56,6 +60,7 @@ def load(
         num_readers=num_readers,
         verify_hash=verify_hash,
         mmap=mmap,
+        encryption=encryption,
     ) as file:
         loaded = {_stored(name): tensor for name, tensor in file._plain_tensors()}
     if wanted is None:
@@ -71,6 +76,7 @@ def save(
     uri: str | os.PathLike[Any] | Any,
     *,
     alignment: int = 64,
+    encryption: EncryptionParams | None = None,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -78,12 +84,13 @@ def save(
         tensors: Tensors by name. A nested structure of dicts and lists is saved as such.
         uri: What :class:`TensorSerializer` opens.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
+        encryption: A key to encrypt the tensors' data with.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
 
     """
-    with TensorSerializer(uri, alignment=alignment) as file:
+    with TensorSerializer(uri, alignment=alignment, encryption=encryption) as file:
         file.write_state_dict(tensors)
 
 

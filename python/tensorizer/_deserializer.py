@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from . import _modules
+from ._encryption import DecryptionParams, native_decryption
 from ._errors import CryptographyError
 from ._exchange import cast_dtype, lend, take, without_collections
 from ._files import open_address
@@ -19,6 +20,7 @@ from ._reading import (
     as_numpy,
     check_num_readers,
     checked_dtype,
+    checked_verification,
     open_reader,
     parameter,
     resolve_device,
@@ -29,6 +31,8 @@ from ._types import FilterFuncType, Name, TensorType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from ._native import Decryption
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -55,8 +59,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         plaid_mode_buffers: Ignored.
         num_readers: Threads that read at once. None lets the source choose.
         verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
-            fails.
-        encryption: Not supported by this release.
+            fails. ``"crc32"`` compares the CRC-32 only, which finds damage by accident and costs
+            little.
+        encryption: What an encrypted file is decrypted with.
         mmap: Whether to use tensors in place in a private mapping of their file instead of
             reading them into memory of their own. Changes to such a tensor are seen by nobody
             else. None maps where the file system is local and no hashes are verified, and brings
@@ -74,7 +79,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         FormatError: It is not a well-formed ``.tensors`` file (a ``ValueError``).
         TruncatedError: It ends too early (a ``FormatError`` and an ``OSError``).
         InvalidVersionError: Its version is not supported (a ``ValueError``).
-        CryptographyError: It is encrypted.
+        CryptographyError: It is encrypted and ``encryption`` is None, or the other way round; the
+            key does not fit, or the data were changed.
         HashMismatchError: ``verify_hash`` found other bytes than were written.
         MemoryError: The tensors do not fit into memory.
         ValueError: More than one reader for a source that can only have one.
@@ -95,8 +101,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
         num_readers: int | None = None,
-        verify_hash: bool | None = False,
-        encryption: Any = None,
+        verify_hash: bool | str | None = False,
+        encryption: DecryptionParams | None = None,
         mmap: bool | None = None,
     ) -> None:
         file_obj = open_address(file_obj)
@@ -106,7 +112,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self._cache: dict[int, torch.nn.Parameter] = {}
         self._module_indices: dict[int, int] = {}
         self._cursor = 0
-        self._verify_hash = bool(verify_hash)
+        self._verify_hash = checked_verification(verify_hash)
         self._num_readers = num_readers
         self._mmap = mmap
         self._bytes_read = 0
@@ -116,10 +122,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             # Tensors are used as they come, without a copy.
             self._unchanged = dtype is None and self._device.type == "cpu"
             check_num_readers(num_readers)
-            if encryption is not None:
-                raise NotImplementedError("decryption is not supported by this release")
+            decryption = native_decryption(encryption)
             self._reader = open_reader(file_obj)
-            self._check_source()
+            self._check_source(decryption)
             self._names: list[Name] = self._reader.names()
             self._selection = self._choose(filter_func)
             self._top = top_level(self._names, self._selection)
@@ -132,8 +137,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             self.close()
             raise
 
-    def _check_source(self) -> None:
-        if self._reader.encrypted:
+    def _check_source(self, decryption: Decryption | None) -> None:
+        if decryption is not None:
+            self._reader.decrypt(decryption)
+        elif self._reader.encrypted:
             raise CryptographyError(
                 f"Tensor is encrypted, but decryption was not requested: {self._reader.uri}"
             )
@@ -141,6 +148,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             raise ValueError(
                 f"num_readers={self._num_readers}, but {self._reader.uri} can only be read by one"
             )
+
+    def _verification(self, verify_hash: bool | str | None) -> str:
+        return self._verify_hash if verify_hash is None else checked_verification(verify_hash)
 
     def _choose(self, filter_func: FilterFuncType | None) -> list[int]:
         if filter_func is None:
@@ -185,7 +195,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     # Loading
 
-    def _load(self, numbers: Sequence[int], verify: bool) -> None:
+    def _load(self, numbers: Sequence[int], verify: str) -> None:
         """Load those of the tensors that are not here yet."""
         missing = [number for number in numbers if number not in self._cache]
         if missing and not self._reader.seekable:
@@ -211,7 +221,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         wanted = cast_dtype(tensor.dtype, self._dtype)
         return tensor.to(self._device, wanted)
 
-    def _read(self, numbers: Sequence[int], verify: bool) -> tuple[list[torch.Tensor], list[int]]:
+    def _read(self, numbers: Sequence[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         ticket, modules = self._reader.load(
             numbers, verify=verify, readers=self._num_readers, map=self._mmap
         )
@@ -330,7 +340,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self,
         filter_func: FilterFuncType | None = None,
         num_tensors: int = -1,
-        verify_hash: bool | None = None,
+        verify_hash: bool | str | None = None,
     ) -> Iterator[tuple[int, TensorType, Name, torch.nn.Parameter]]:
         """Yield ``(module index, type, name, tensor)`` in the order of the file.
 
@@ -343,7 +353,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             verify_hash: Overrides the constructor's.
 
         """
-        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        verify = self._verification(verify_hash)
         kinds = self._reader.kinds()
         for number in self._next(filter_func, num_tensors):
             self._load([number], verify)
@@ -355,7 +365,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         filter_func: FilterFuncType | None = None,
         num_tensors: int = -1,
         allow_raw_data: bool = False,
-        verify_hash: bool | None = None,
+        verify_hash: bool | str | None = None,
     ) -> Iterator[tuple[int, TensorType, Name, npt.NDArray[Any], bool, str | None]]:
         """Yield ``(module index, type, name, array, opaque, torch dtype)`` for each tensor.
 
@@ -370,7 +380,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         """
         if self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays are on the CPU, and this device is {self._device}")
-        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        verify = self._verification(verify_hash)
         kinds = self._reader.kinds()
         for number in self._next(filter_func, num_tensors):
             name = self._names[number]
@@ -397,7 +407,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self,
         m: torch.nn.Module,
         filter_func: FilterFuncType | None = None,
-        verify_hash: bool | None = None,
+        verify_hash: bool | str | None = None,
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
@@ -420,7 +430,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             NotImplementedError: The file holds a state dict.
 
         """
-        verify = self._verify_hash if verify_hash is None else bool(verify_hash)
+        verify = self._verification(verify_hash)
         chosen = [n for n in self._selection if filter_func is None or filter_func(self._names[n])]
         kinds = self._reader.kinds()
         places = [_modules.Place.find(m, self._names[n], TensorType(kinds[n])) for n in chosen]

@@ -20,6 +20,8 @@ if _found != TORCH_MINOR:
 from ._C import (  # noqa: E402
     DEFAULT_S3_READ_ENDPOINT,
     DEFAULT_S3_WRITE_ENDPOINT,
+    Decryption,
+    Encryption,
     Reader,
     Sink,
     Source,
@@ -31,6 +33,8 @@ from ._C import (  # noqa: E402
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "Decryption",
+    "Encryption",
     "Reader",
     "Sink",
     "Source",

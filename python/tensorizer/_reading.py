@@ -49,6 +49,15 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def checked_verification(verify_hash: bool | str | None) -> str:
+    """Return which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``."""
+    if isinstance(verify_hash, str):
+        if verify_hash != "crc32":
+            raise ValueError(f"verify_hash must be a bool or 'crc32', not {verify_hash!r}")
+        return verify_hash
+    return "all" if verify_hash else "nothing"
+
+
 def check_num_readers(num_readers: int | None) -> None:
     """Refuse numbers of readers that are none."""
     if num_readers is None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from . import _files, _modules
+from ._encryption import EncryptionParams, native_encryption
 from ._exchange import lend
-from ._native import Writer, cpu_count
+from ._native import Encryption, Writer, cpu_count
 from ._streams import UploadFile
 from ._types import Name, TensorType
 
@@ -38,7 +39,7 @@ class TensorSerializer:
             begins at its position, and it is closed with this object. A stream of
             :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
-        encryption: Not supported by this release.
+        encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
         limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
             of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
@@ -55,7 +56,7 @@ class TensorSerializer:
         file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
     ) -> None:
@@ -64,8 +65,7 @@ class TensorSerializer:
         # Whether there is something to keep if this object is forgotten.
         self._complete = False
         self._total_tensor_bytes = 0
-        if encryption is not None:
-            raise NotImplementedError("encryption is not supported by this release")
+        self._encryption = native_encryption(encryption)
         if compress_tensors:
             warnings.warn("compress_tensors has no effect", stacklevel=2)
         self.compress_tensors = bool(compress_tensors)
@@ -94,8 +94,8 @@ class TensorSerializer:
     def _open(self, file_obj: Any, alignment: int, threads: int | None) -> Writer:
         if isinstance(file_obj, UploadFile):
             sink, base = file_obj._native_sink(self)
-            return Writer.to_sink(sink, base, alignment, threads)
-        return _open(file_obj, alignment, threads)
+            return Writer.to_sink(sink, base, alignment, threads, self._encryption)
+        return _open(file_obj, alignment, threads, self._encryption)
 
     # Writing
 
@@ -257,12 +257,14 @@ class TensorSerializer:
             logger.exception("a file that was not closed could not be finished")
 
 
-def _open(file_obj: Any, alignment: int, threads: int | None) -> Writer:
+def _open(
+    file_obj: Any, alignment: int, threads: int | None, encryption: Encryption | None
+) -> Writer:
     target = _files.classify(file_obj)
     if isinstance(target, _files.Remote):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, _files.LocalPath):
-        return Writer.to_path(target.path, alignment, threads)
+        return Writer.to_path(target.path, alignment, threads, encryption)
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
@@ -271,8 +273,8 @@ def _open(file_obj: Any, alignment: int, threads: int | None) -> Writer:
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {target.uri}")
     if isinstance(target, _files.Descriptor):
-        return Writer.to_fd(target.number, target.uri, target.base, alignment, threads)
-    return Writer.to_object(target.file, target.uri, target.base, alignment, threads)
+        return Writer.to_fd(target.number, target.uri, target.base, alignment, threads, encryption)
+    return Writer.to_object(target.file, target.uri, target.base, alignment, threads, encryption)
 
 
 def _is_container(value: Any) -> bool:

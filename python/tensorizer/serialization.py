@@ -1,6 +1,7 @@
 """The serializer and the deserializer, and the names that callers import beside them."""
 
 from ._deserializer import TensorDeserializer
+from ._encryption import DecryptionParams, EncryptionParams
 from ._errors import (
     CryptographyError,
     FormatError,
@@ -14,6 +15,8 @@ from ._types import FilterFuncType, HashType, TensorType
 
 __all__ = [
     "CryptographyError",
+    "DecryptionParams",
+    "EncryptionParams",
     "FilterFuncType",
     "TensorDeserializer",
     "TensorSerializer",

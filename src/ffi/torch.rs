@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use super::guard::guard;
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
-use crate::load::{LoadOptions, load, load_into};
+use crate::load::{LoadOptions, Verify, load, load_into};
 use crate::save::{SaveOptions, save_to};
 use crate::sink;
 use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};

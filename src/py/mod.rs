@@ -1,5 +1,6 @@
 //! The Python module `tensorizer._C`: the core for the Python classes, with typed errors.
 
+mod crypt;
 mod errors;
 mod file;
 mod reader;
@@ -32,6 +33,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
     module.add_class::<reader::Reader>()?;
+    module.add_class::<crypt::Encryption>()?;
+    module.add_class::<crypt::Decryption>()?;
     module.add_class::<sink::Sink>()?;
     module.add_class::<source::Source>()?;
     module.add_class::<writer::Writer>()?;

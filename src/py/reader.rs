@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 
+use super::crypt::Decryption;
 use super::file::PyFile;
 use super::signals;
 use super::source::Source;
@@ -16,7 +17,7 @@ use crate::ffi::exchange::{borrow, offer};
 use crate::fill::read_headers;
 use crate::format::header::Header;
 use crate::format::name::{Component, Name};
-use crate::load::{LoadOptions, Mapping, load};
+use crate::load::{LoadOptions, Mapping, Verify, load};
 use crate::source::PipeSource;
 use crate::tensor::{Loaded, one_to_save};
 use crate::tensor_file::TensorFile;
@@ -87,6 +88,12 @@ impl Reader {
     /// What a server sent along when the file was opened.
     fn headers(&self) -> Vec<(String, String)> {
         self.file.source().headers().to_vec()
+    }
+
+    /// Has loads decrypt.
+    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> PyResult<()> {
+        let options = Arc::clone(&decryption.0);
+        Ok(py.detach(|| self.file.unlock(options, &signals))?)
     }
 
     fn close(&self, py: Python<'_>) {
@@ -184,7 +191,7 @@ impl Reader {
         &self,
         py: Python<'_>,
         numbers: Vec<usize>,
-        verify: bool,
+        verify: &str,
         readers: Option<usize>,
         map: Option<bool>,
     ) -> PyResult<(i64, Vec<u16>)> {
@@ -193,8 +200,13 @@ impl Reader {
             Some(true) => Mapping::Always,
             Some(false) => Mapping::Never,
         };
+        let verify = match verify {
+            "nothing" => Verify::Nothing,
+            "crc32" => Verify::Crc32,
+            _ => Verify::All,
+        };
         Ok(py.detach(|| -> Result<_> {
-            let options = LoadOptions { readers, verify: Verify::all_if(verify), map };
+            let options = LoadOptions { readers, verify, map };
             let loaded = load(&self.file, &numbers, &options, &signals)?;
             let modules = loaded.iter().map(|tensor| tensor.header.module_index).collect();
             let memory = loaded.into_iter().map(|tensor| {

@@ -2,11 +2,12 @@
 
 use std::ffi::{OsString, c_int};
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 
+use super::crypt::Encryption;
 use super::file::PyFile;
 use super::reader::name_from_python;
 use super::signals;
@@ -31,8 +32,11 @@ impl Writer {
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
-        let inner = save::Writer::new(sink?, base, SaveOptions { alignment, threads })?;
+        let encryption = encryption.map(|encryption| Arc::clone(&encryption.0));
+        let options = SaveOptions { alignment, threads, encryption };
+        let inner = save::Writer::new(sink?, base, options)?;
         Ok(Writer { inner: Mutex::new(inner) })
     }
 
@@ -51,45 +55,64 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    #[pyo3(signature = (path, alignment, threads))]
-    fn to_path(path: OsString, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
+    #[pyo3(signature = (path, alignment, threads, encryption))]
+    fn to_path(
+        path: OsString,
+        alignment: u64,
+        threads: Option<usize>,
+        encryption: Option<&Encryption>,
+    ) -> PyResult<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
-        Self::new(sink, 0, alignment, threads)
+        Self::new(sink, 0, alignment, threads, encryption)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (descriptor, uri, base, alignment, threads))]
+    #[pyo3(signature = (descriptor, uri, base, alignment, threads, encryption))]
     fn to_fd(
         descriptor: c_int,
         uri: String,
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
         let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
-        Self::new(sink, base, alignment, threads)
+        Self::new(sink, base, alignment, threads, encryption)
     }
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (sink, base, alignment, threads))]
-    fn to_sink(sink: &Sink, base: u64, alignment: u64, threads: Option<usize>) -> PyResult<Self> {
-        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads)
+    #[pyo3(signature = (sink, base, alignment, threads, encryption))]
+    fn to_sink(
+        sink: &Sink,
+        base: u64,
+        alignment: u64,
+        threads: Option<usize>,
+        encryption: Option<&Encryption>,
+    ) -> PyResult<Self> {
+        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads, encryption)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (object, uri, base, alignment, threads))]
+    #[pyo3(signature = (object, uri, base, alignment, threads, encryption))]
     fn to_object(
         object: Py<PyAny>,
         uri: String,
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
-        Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, alignment, threads)
+        Self::new(
+            Ok(Box::new(PyFile::new(object, uri, None))),
+            base,
+            alignment,
+            threads,
+            encryption,
+        )
     }
 
     #[getter]

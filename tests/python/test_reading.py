@@ -280,8 +280,6 @@ def test_bad_arguments(path, tmp_path):
     for uri in ("redis:///prefix", "REDISS:///prefix", "s3://", "http://"):
         with pytest.raises(ValueError, match=r"no host|expected s3://|empty host"):
             TensorDeserializer(uri)
-    with pytest.raises(NotImplementedError, match="decryption"):
-        TensorDeserializer(path, encryption=object())
 
 
 def test_errors_name_the_file(tmp_path, path):

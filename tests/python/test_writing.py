@@ -221,8 +221,6 @@ def test_bad_arguments(tmp_path):
     for alignment in (0, 3, 1 << 30):
         with pytest.raises(ValueError, match="alignment must be a power of two"):
             TensorSerializer(tmp_path / "g", alignment=alignment)
-    with pytest.raises(NotImplementedError, match="encryption"):
-        TensorSerializer(tmp_path / "g", encryption=object())
     for address in ("http://host/key", "https://host/key", "redis://host/key"):
         with pytest.raises(ValueError, match="only be opened for reading"):
             TensorSerializer(address)

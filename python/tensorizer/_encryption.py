@@ -1,0 +1,243 @@
+"""What encrypts and decrypts files: :class:`EncryptionParams`, :class:`DecryptionParams`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NoReturn
+
+from ._native import Decryption, Encryption
+
+_KEY_LENGTH = 32
+_SALT_LENGTH = 16
+#: libsodium's limits of Argon2id.
+_OPSLIMITS = (1, (1 << 32) - 1)
+_MEMLIMITS = (8192, 4398046510080)
+
+
+class _OpsLimit(enum.IntEnum):
+    """Passes over the memory. More take longer, for attackers too."""
+
+    MIN = 1
+    INTERACTIVE = 2
+    MODERATE = 3
+    SENSITIVE = 4
+
+
+class _MemLimit(enum.IntEnum):
+    """Bytes of memory."""
+
+    MIN = 8192
+    INTERACTIVE = 64 << 20
+    MODERATE = 256 << 20
+    SENSITIVE = 1 << 30
+
+
+def _encoded(source: str | bytes, encoding: str) -> bytes:
+    if isinstance(source, str):
+        source = source.encode(encoding)
+    if not isinstance(source, (bytes, bytearray, memoryview)):
+        raise TypeError(f"source must be a str or bytes, not {type(source).__name__}")
+    if not source:
+        raise ValueError("source must not be empty")
+    return bytes(source)
+
+
+def _key(key: Any) -> bytes:
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(f"key must be bytes, not {type(key).__name__}")
+    if len(key) != _KEY_LENGTH:
+        raise ValueError(f"key must have {_KEY_LENGTH} bytes, found {len(key)}")
+    return bytes(key)
+
+
+def _limit(value: int | None, kind: type[enum.IntEnum], name: str, bounds: tuple[int, int]) -> int:
+    if value is None:
+        return int(kind["MODERATE"])
+    if isinstance(value, enum.Enum) and not isinstance(value, kind):
+        raise TypeError(f"{name} must not be a {type(value).__name__.strip('_')}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int or None, not {type(value).__name__}")
+    if not bounds[0] <= value <= bounds[1]:
+        raise ValueError(f"{name} must be {bounds[0]} to {bounds[1]}, not {value}")
+    return int(value)
+
+
+class _Secret:
+    """Not shown, not copied into pickles."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} holds a key, which is not pickled")
+
+
+class EncryptionParams(_Secret):
+    """A key for :class:`tensorizer.TensorSerializer`.
+
+    Args:
+        key: 32 bytes.
+        manifest: Seal the names, shapes and order of tensors, their hashes and tags too, which
+            the format's own encryption leaves open. Old readers ignore the seal;
+            ``DecryptionParams(require_manifest=True)`` demands it.
+
+    Raises:
+        TypeError: The key is not bytes.
+        ValueError: It has not 32 of them.
+
+    """
+
+    OpsLimit = _OpsLimit
+    MemLimit = _MemLimit
+
+    def __init__(self, key: bytes, *, manifest: bool = False) -> None:
+        self._native = Encryption.from_key(_key(key), bool(manifest))
+
+    @classmethod
+    def _of(cls, native: Encryption) -> EncryptionParams:
+        params = cls.__new__(cls)
+        params._native = native
+        return params
+
+    @classmethod
+    def random(cls, *, manifest: bool = False) -> EncryptionParams:
+        """Return a random key; keep its ``key`` to read the file."""
+        return cls._of(Encryption.random(bool(manifest)))
+
+    @classmethod
+    def from_string(
+        cls,
+        source: str | bytes,
+        opslimit: int | None = None,
+        memlimit: int | None = None,
+        salt: bytes | None = None,
+        *,
+        encoding: str = "utf-8",
+        manifest: bool = False,
+    ) -> EncryptionParams:
+        """Derive a key from a passphrase by Argon2id 1.3.
+
+        Args:
+            source: The passphrase.
+            opslimit: Passes over the memory; None for ``OpsLimit.MODERATE``.
+            memlimit: Bytes of memory; None for ``MemLimit.MODERATE``.
+            salt: 16 bytes; None for random ones, which is what keeps keys apart.
+            encoding: How a ``str`` becomes bytes.
+            manifest: See the class.
+
+        Raises:
+            TypeError: An argument is of another type; the two limits were exchanged.
+            ValueError: The passphrase is empty, a limit out of range, the salt of another length.
+            MemoryError: There is not so much memory.
+
+        """
+        source = _encoded(source, encoding)
+        ops = _limit(opslimit, _OpsLimit, "opslimit", _OPSLIMITS)
+        mem = _limit(memlimit, _MemLimit, "memlimit", _MEMLIMITS)
+        if isinstance(salt, str):
+            salt = salt.encode(encoding)
+        if salt is not None:
+            if not isinstance(salt, (bytes, bytearray, memoryview)):
+                raise TypeError(f"salt must be bytes, not {type(salt).__name__}")
+            if len(salt) != _SALT_LENGTH:
+                raise ValueError(f"salt must have {_SALT_LENGTH} bytes, found {len(salt)}")
+            salt = bytes(salt)
+        return cls._of(Encryption.derive(source, ops, mem, salt, bool(manifest)))
+
+    @property
+    def key(self) -> bytes:
+        """The 32 bytes."""
+        return self._native.key
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of a derived key; ``ValueError`` for another."""
+        salt = self._native.salt
+        if salt is None:
+            raise ValueError("the key was not derived from a string, and has no salt")
+        return salt
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncryptionParams) and self._native.same(other._native)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DecryptionParams(_Secret):
+    """What :class:`tensorizer.TensorDeserializer` decrypts with: a key or a passphrase.
+
+    Args:
+        key: 32 bytes.
+        source: A passphrase, as bytes.
+        require_manifest: Refuse files whose names, shapes and order are not sealed; see
+            :class:`EncryptionParams`. A seal that is there is checked in any case.
+        max_opslimit: The most passes that a file may ask for; None for 16.
+        max_memlimit: The most memory that a file may ask for, in bytes; None for 2 GiB.
+
+    """
+
+    def __init__(
+        self,
+        key: bytes | None = None,
+        source: bytes | None = None,
+        *,
+        require_manifest: bool = False,
+        max_opslimit: int | None = None,
+        max_memlimit: int | None = None,
+    ) -> None:
+        self.key = key
+        self.source = source
+        self.require_manifest = bool(require_manifest)
+        self._native: Decryption | None = None
+        if key is not None or source is not None:
+            self._native = Decryption(
+                key=None if key is None else _key(key),
+                source=None if source is None else _encoded(source, "utf-8"),
+                require_manifest=self.require_manifest,
+                max_opslimit=max_opslimit,
+                max_memlimit=max_memlimit,
+            )
+
+    @classmethod
+    def from_key(cls, key: bytes, **options: Any) -> DecryptionParams:
+        """Return what decrypts with a key, with the keywords of the class.
+
+        Raises:
+            TypeError: It is not bytes.
+            ValueError: It has not 32 of them.
+
+        """
+        return cls(_key(key), **options)
+
+    @classmethod
+    def from_string(
+        cls, source: str | bytes, *, encoding: str = "utf-8", **options: Any
+    ) -> DecryptionParams:
+        """Return what decrypts with a passphrase, with the keywords of the class.
+
+        Raises:
+            TypeError: It is neither ``str`` nor bytes.
+            ValueError: It is empty.
+
+        """
+        return cls(None, _encoded(source, encoding), **options)
+
+
+def native_encryption(params: EncryptionParams | None) -> Encryption | None:
+    """Return what the native writer takes."""
+    if params is None:
+        return None
+    if not isinstance(params, EncryptionParams):
+        raise TypeError(f"encryption must be EncryptionParams, not {type(params).__name__}")
+    return params._native
+
+
+def native_decryption(params: DecryptionParams | None) -> Decryption | None:
+    """Return what the native reader takes."""
+    if params is None:
+        return None
+    if not isinstance(params, DecryptionParams):
+        raise TypeError(f"encryption must be DecryptionParams, not {type(params).__name__}")
+    if params._native is None:
+        raise ValueError("DecryptionParams without a key: use from_key or from_string")
+    return params._native

@@ -1,0 +1,108 @@
+//! `tensorizer._C.Encryption` and `.Decryption`: keys that Python holds without seeing them.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret};
+use crate::error::{Error, Result};
+use crate::format::crypt_info::KeyDerivation;
+
+fn key(bytes: &[u8]) -> Result<Key> {
+    Key::new(bytes)
+        .ok_or_else(|| Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len())))
+}
+
+/// How to encrypt.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Encryption(pub Arc<EncryptionOptions>);
+
+impl Encryption {
+    fn new(key: Key, derivation: Option<KeyDerivation>, manifest: bool) -> Self {
+        Encryption(Arc::new(EncryptionOptions { key, derivation, manifest }))
+    }
+}
+
+#[pymethods]
+impl Encryption {
+    #[staticmethod]
+    fn from_key(bytes: &[u8], manifest: bool) -> PyResult<Self> {
+        Ok(Self::new(key(bytes)?, None, manifest))
+    }
+
+    #[staticmethod]
+    fn random(manifest: bool) -> PyResult<Self> {
+        let bytes = zeroize::Zeroizing::new(crypt::random::<32>()?);
+        Ok(Self::new(key(&*bytes)?, None, manifest))
+    }
+
+    /// By Argon2id, with a random salt unless one is given.
+    #[staticmethod]
+    #[pyo3(signature = (source, opslimit, memlimit, salt, manifest))]
+    fn derive(
+        py: Python<'_>,
+        source: &[u8],
+        opslimit: u64,
+        memlimit: u64,
+        salt: Option<[u8; 16]>,
+        manifest: bool,
+    ) -> PyResult<Self> {
+        let salt = salt.map_or_else(crypt::random, Ok)?;
+        let derivation = KeyDerivation { opslimit, memlimit, salt };
+        let derived = py.detach(|| EncryptionOptions::from_passphrase(source, derivation))?;
+        Ok(Self::new(derived.key, derived.derivation, manifest))
+    }
+
+    /// The key, for whoever asks for it by name.
+    #[getter]
+    fn key<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.0.key.bytes())
+    }
+
+    #[getter]
+    fn salt<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.0.derivation.as_ref().map(|derivation| PyBytes::new(py, &derivation.salt))
+    }
+
+    #[getter]
+    fn manifest(&self) -> bool {
+        self.0.manifest
+    }
+
+    /// Whether both encrypt in the same way, compared in constant time.
+    fn same(&self, other: &Self) -> bool {
+        self.0.key == other.0.key
+            && self.0.derivation == other.0.derivation
+            && self.0.manifest == other.0.manifest
+    }
+}
+
+/// How to decrypt.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Decryption(pub Arc<DecryptionOptions>);
+
+#[pymethods]
+impl Decryption {
+    /// With a key, or with a passphrase that keys are derived from.
+    #[new]
+    #[pyo3(signature = (*, key, source, require_manifest, max_opslimit, max_memlimit))]
+    fn new(
+        key: Option<&[u8]>,
+        source: Option<&[u8]>,
+        require_manifest: bool,
+        max_opslimit: Option<u64>,
+        max_memlimit: Option<u64>,
+    ) -> PyResult<Self> {
+        let secret = match (key, source) {
+            (Some(key), None) => Secret::Key(self::key(key)?),
+            (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),
+            _ => return Err(Error::InvalidArgument("a key or a passphrase".to_owned()).into()),
+        };
+        let mut options = DecryptionOptions::new(secret);
+        options.require_manifest = require_manifest;
+        options.max_opslimit = max_opslimit.unwrap_or(options.max_opslimit);
+        options.max_memlimit = max_memlimit.unwrap_or(options.max_memlimit);
+        Ok(Decryption(Arc::new(options)))
+    }
+}

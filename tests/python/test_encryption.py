@@ -1,0 +1,317 @@
+"""Encrypted files, both ways and against the old package."""
+
+import copy
+import pickle
+
+import pytest
+import tensorizer
+import torch
+from conftest import MANIFEST, assert_same, bits, golden_bytes, run_python
+from servers import FaultServer
+from tensorizer import (
+    CryptographyError,
+    DecryptionParams,
+    EncryptionParams,
+    TensorDeserializer,
+    TensorSerializer,
+)
+from tensorizer.serialization import HashMismatchError
+
+KEY = bytes(range(32))
+MIN = {"opslimit": EncryptionParams.OpsLimit.MIN, "memlimit": EncryptionParams.MemLimit.MIN}
+TENSORS = {
+    "big": torch.randn(5, 1000, 1000),
+    "exact": torch.arange(2 << 20, dtype=torch.uint8),
+    **{f"small.{i}": torch.full((i % 7 + 1, 3), float(i)) for i in range(60)},
+    "turned": torch.randn(700, 900).T,
+    "half": torch.randn(40, 30).to(torch.bfloat16),
+    "scalar": torch.tensor(5),
+}
+#: The old package cannot write these, but reads them.
+EMPTY = {"none": torch.empty(0), "none2": torch.empty(2, 0), "meta": torch.zeros(3, device="meta")}
+
+
+def check(loaded, tensors=TENSORS):
+    assert list(loaded) == list(tensors)
+    for name, tensor in tensors.items():
+        wanted = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        assert_same(loaded[name].detach(), wanted)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(TENSORS, path, encryption=EncryptionParams(KEY))
+    return path
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+@pytest.mark.parametrize("verify", [False, True, "crc32"])
+def test_every_way_of_loading(tmp_path, manifest, verify):
+    path = tmp_path / "f.tensors"
+    everything = TENSORS | EMPTY
+    before = {name: None if t.is_meta else bits(t) for name, t in everything.items()}
+    tensorizer.save(everything, path, encryption=EncryptionParams(KEY, manifest=manifest))
+    for name, tensor in everything.items():
+        assert tensor.is_meta or bits(tensor) == before[name], "the caller's memory was touched"
+    params = DecryptionParams.from_key(KEY, require_manifest=manifest)
+    for readers in (None, 1, 3):
+        loaded = TensorDeserializer(
+            path, "cpu", encryption=params, num_readers=readers, verify_hash=verify
+        )
+        check(dict(loaded.items()), everything)
+    lazy = TensorDeserializer(path, "cpu", lazy_load=True, encryption=params, verify_hash=verify)
+    for name in ("scalar", "big", "small.3"):
+        assert_same(lazy[name].detach(), TENSORS[name])
+    lazy.close()
+    check(tensorizer.load(path, "cpu", encryption=params, verify_hash=verify), everything)
+
+
+def test_into_a_module(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.BatchNorm1d(1000))
+    with TensorSerializer(tmp_path / "m", encryption=EncryptionParams(KEY)) as serializer:
+        serializer.write_module(module)
+    again = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.BatchNorm1d(1000))
+    params = DecryptionParams.from_key(KEY)
+    loaded = TensorDeserializer(tmp_path / "m", "cpu", lazy_load=True, encryption=params)
+    assert loaded.load_into_module(again) == 7
+    for name, tensor in module.state_dict().items():
+        assert_same(again.state_dict()[name], tensor)
+    loaded = TensorDeserializer(tmp_path / "m", "cpu", encryption=params)
+    assert loaded.verify_module(module)[0]
+
+
+def test_strings(tmp_path):
+    path = tmp_path / "f.tensors"
+    params = EncryptionParams.from_string("pässword", **MIN)
+    tensorizer.save(TENSORS, path, encryption=params)
+    check(tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("pässword")))
+    check(tensorizer.load(path, "cpu", encryption=DecryptionParams.from_key(params.key)))
+    again = EncryptionParams.from_string("pässword", **MIN, salt=params.salt)
+    assert again.key == params.key
+    assert again == params
+    assert EncryptionParams.from_string("pässword", **MIN) != params  # another salt
+    with pytest.raises(CryptographyError, match="Tensor decryption failed"):
+        tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("password"))
+    latin = DecryptionParams.from_string("pässword", encoding="latin-1")
+    with pytest.raises(CryptographyError, match="Tensor decryption failed"):
+        tensorizer.load(path, "cpu", encryption=latin)
+
+
+def test_wrong_uses(tmp_path, path):
+    plain = tmp_path / "plain.tensors"
+    tensorizer.save({"a": torch.ones(3)}, plain)
+    with pytest.raises(CryptographyError, match="not requested"):
+        TensorDeserializer(path, "cpu")
+    with pytest.raises(CryptographyError, match="is not encrypted"):
+        TensorDeserializer(plain, "cpu", encryption=DecryptionParams.from_key(KEY))
+    with pytest.raises(CryptographyError, match="Tensor decryption failed"):
+        TensorDeserializer(path, "cpu", encryption=DecryptionParams.from_key(bytes(32)))
+    with pytest.raises(CryptographyError, match="with a key and not with a passphrase"):
+        TensorDeserializer(path, "cpu", encryption=DecryptionParams.from_string("x"))
+    with pytest.raises(CryptographyError, match="no manifest"):
+        TensorDeserializer(
+            path, "cpu", encryption=DecryptionParams.from_key(KEY, require_manifest=True)
+        )
+    with pytest.raises(ValueError, match="without a key"):
+        TensorDeserializer(path, "cpu", encryption=DecryptionParams())
+    with pytest.raises(TypeError, match="DecryptionParams"):
+        TensorDeserializer(path, "cpu", encryption=KEY)
+    with pytest.raises(TypeError, match="EncryptionParams"):
+        TensorSerializer(tmp_path / "x", encryption=KEY)
+    with pytest.raises(ValueError, match="'crc32'"):
+        TensorDeserializer(path, "cpu", verify_hash="sha1")
+
+
+def test_arguments_of_params():
+    for wrong, error in (("k" * 32, TypeError), (b"short", ValueError), (None, TypeError)):
+        with pytest.raises(error, match="key"):
+            EncryptionParams(wrong)
+        with pytest.raises(error, match="key"):
+            DecryptionParams.from_key(wrong)
+    for wrong, error in (("", ValueError), (b"", ValueError), (5, TypeError)):
+        with pytest.raises(error, match="source"):
+            EncryptionParams.from_string(wrong)
+        with pytest.raises(error, match="source"):
+            DecryptionParams.from_string(wrong)
+    ops, mem = EncryptionParams.OpsLimit, EncryptionParams.MemLimit
+    assert [int(x) for x in ops] == [1, 2, 3, 4]
+    assert [int(x) for x in mem] == [8192, 1 << 26, 1 << 28, 1 << 30]
+    for arguments in ({"opslimit": mem.MIN}, {"memlimit": ops.MIN}, {"opslimit": "1"}):
+        with pytest.raises(TypeError, match="limit"):
+            EncryptionParams.from_string("x", **arguments)
+    for arguments in ({"opslimit": 0}, {"opslimit": 1 << 32}, {"memlimit": 8191}):
+        with pytest.raises(ValueError, match="limit"):
+            EncryptionParams.from_string("x", **arguments)
+    for salt, error in ((b"x", ValueError), (5, TypeError)):
+        with pytest.raises(error, match="salt"):
+            EncryptionParams.from_string("x", **MIN, salt=salt)
+    assert EncryptionParams.from_string("x", **MIN, salt="s" * 16).salt == b"s" * 16
+    random = EncryptionParams.random()
+    assert len(random.key) == 32
+    assert random != EncryptionParams.random()
+    assert random == EncryptionParams(random.key)
+    with pytest.raises(ValueError, match="no salt"):
+        _ = random.salt
+    assert EncryptionParams(bytearray(KEY)).key == KEY
+    assert EncryptionParams(memoryview(KEY)).key == KEY
+
+
+def test_keys_are_not_shown():
+    for params in (
+        EncryptionParams(b"SECRET" + bytes(26)),
+        DecryptionParams.from_key(b"SECRET" + bytes(26)),
+        DecryptionParams.from_string("SECRET"),
+    ):
+        assert "SECRET" not in repr(params) + str(params)
+        with pytest.raises(TypeError, match="not pickled"):
+            pickle.dumps(params)
+        with pytest.raises(TypeError, match="not pickled"):
+            copy.deepcopy(params)
+
+
+def test_limits_of_a_file(tmp_path):
+    path = tmp_path / "f.tensors"
+    params = EncryptionParams.from_string("x", opslimit=2, memlimit=1 << 20)
+    tensorizer.save({"a": torch.ones(3)}, path, encryption=params)
+    for limits in ({"max_opslimit": 1}, {"max_memlimit": 1 << 19}):
+        with pytest.raises(CryptographyError, match="is allowed"):
+            tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("x", **limits))
+    tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("x", max_opslimit=2))
+
+
+def test_damage(path):
+    data = bytearray(path.read_bytes())
+    data[-200_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CryptographyError, match="Tensor decryption failed"):
+        tensorizer.load(path, "cpu", encryption=DecryptionParams.from_key(KEY))
+
+
+def test_a_wrong_key_is_found_before_everything_is_downloaded(path):
+    data = path.read_bytes()
+    with FaultServer(data) as server:
+        with pytest.raises(CryptographyError, match="Tensor decryption failed"):
+            tensorizer.load(server.url, "cpu", encryption=DecryptionParams.from_key(bytes(32)))
+        assert server.sent < len(data) / 4
+        check(tensorizer.load(server.url, "cpu", encryption=DecryptionParams.from_key(KEY)))
+    with FaultServer(data, ranges=False) as server:
+        check(tensorizer.load(server.url, "cpu", encryption=DecryptionParams.from_key(KEY)))
+
+
+def test_crc32_finds_damage(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    check(tensorizer.load(path, "cpu", verify_hash="crc32"))
+    data = bytearray(path.read_bytes())
+    at = data.index(TENSORS["big"].numpy().tobytes()[:64])
+    for where in (at + 10_000_000, data.index(TENSORS["small.5"].numpy().tobytes())):
+        wrong = bytearray(data)
+        wrong[where] ^= 1
+        path.write_bytes(wrong)
+        with pytest.raises(HashMismatchError, match="CRC32"):
+            tensorizer.load(path, "cpu", verify_hash="crc32")
+
+
+def test_golden_files():
+    """What the old releases wrote, and what they could read."""
+    files = [
+        f
+        for f in MANIFEST["files"]
+        if f["category"] in ("valid", "handmade") and ("key_hex" in f or "passphrase" in f)
+    ]
+    assert len(files) >= 20
+    for file in files:
+        ways = []
+        if "key_hex" in file:
+            ways.append(DecryptionParams.from_key(bytes.fromhex(file["key_hex"])))
+        if "passphrase" in file:
+            ways.append(DecryptionParams.from_string(file["passphrase"]))
+        if "passphrase_hex" in file:
+            ways.append(DecryptionParams.from_string(bytes.fromhex(file["passphrase_hex"])))
+        import io
+
+        for way in ways:
+            source = io.BytesIO(golden_bytes(file))
+            loaded = TensorDeserializer(
+                source, "cpu", lazy_load=True, encryption=way, verify_hash=True
+            )
+            for name in loaded:
+                if name not in file.get("lazy_only", []):
+                    loaded[name]
+            loaded.close()
+
+
+def test_sensitive(tmp_path):
+    """Once with all the memory of the strongest preset."""
+    ops, mem = EncryptionParams.OpsLimit, EncryptionParams.MemLimit
+    params = EncryptionParams.from_string("x", ops.SENSITIVE, mem.SENSITIVE)
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f", encryption=params)
+    loaded = tensorizer.load(tmp_path / "f", "cpu", encryption=DecryptionParams.from_string("x"))
+    assert_same(loaded["a"], torch.ones(3))
+
+
+READ = """
+from tensorizer import DecryptionParams
+p = DecryptionParams.from_key(args[1]) if isinstance(args[1], bytes) else \
+    DecryptionParams.from_string(args[1])
+d = tensorizer.TensorDeserializer(args[0], device="cpu", encryption=p, verify_hash=True)
+views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+return {n: d[n].detach().reshape(-1).view(views[d[n].element_size()]).numpy().tobytes()
+        for n in d.keys()}
+"""
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+@pytest.mark.parametrize("secret", [KEY, "words"], ids=["key", "string"])
+def test_the_old_package_reads_it(tmp_path, old, secret, manifest):
+    path = tmp_path / "f.tensors"
+    if isinstance(secret, bytes):
+        params = EncryptionParams(secret, manifest=manifest)
+    else:
+        params = EncryptionParams.from_string(secret, **MIN, manifest=manifest)
+    tensorizer.save(TENSORS | EMPTY, path, encryption=params)
+    read = old(READ, str(path), secret)
+    for name, tensor in TENSORS.items():
+        assert read[name] == bits(tensor)
+    assert read["none2"] == b""
+
+
+def test_the_old_package_wrote_it(tmp_path, old):
+    path = tmp_path / "f.tensors"
+    for secret in (KEY, "words"):
+        old(
+            """
+from tensorizer import EncryptionParams
+p = EncryptionParams(args[1]) if isinstance(args[1], bytes) else \
+    EncryptionParams.from_string(args[1])
+s = tensorizer.TensorSerializer(args[0], encryption=p)
+s.write_state_dict({k: torch.from_numpy(v) for k, v in args[2].items()})
+s.close()
+""",
+            str(path),
+            secret,
+            {k: t.clone().numpy() for k, t in TENSORS.items() if t.dtype != torch.bfloat16},
+        )
+        make = (
+            DecryptionParams.from_key
+            if isinstance(secret, bytes)
+            else (DecryptionParams.from_string)
+        )
+        loaded = tensorizer.load(path, "cpu", encryption=make(secret), verify_hash=True)
+        for name, tensor in loaded.items():
+            assert_same(tensor, TENSORS[name].contiguous())
+
+
+def test_memory_while_encrypting(tmp_path):
+    code = (
+        "import sys, tensorizer, torch\n"
+        "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status')"
+        " if l.startswith('VmHWM')) << 10\n"
+        "t = {str(i): torch.ones(50_000_000) for i in range(2)}\n"
+        "e = tensorizer.EncryptionParams.random()\nbefore = peak()\n"
+        "tensorizer.save(t, sys.argv[1], encryption=e)\nprint(peak() - before)\n"
+    )
+    done = run_python(code, tmp_path / "f")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 << 20
