@@ -42,6 +42,15 @@ def load_ours(path: Path, **options) -> dict[str, torch.Tensor]:
     return dict(tensorizer.TensorDeserializer(f"{path}.tensors", device="cpu", **options).items())
 
 
+def load_encrypted(path: Path, **options) -> dict[str, torch.Tensor]:
+    import tensorizer
+
+    params = tensorizer.DecryptionParams.from_key(bytes(range(32)))
+    path = path.with_suffix(".encrypted")
+    file = tensorizer.TensorDeserializer(str(path), device="cpu", encryption=params, **options)
+    return dict(file.items())
+
+
 def load_http(path: Path) -> dict[str, torch.Tensor]:
     """Load from the server that the caller has started over the folder."""
     import tensorizer
@@ -135,6 +144,11 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "ours verify": lambda path: load_ours(path, verify_hash=True),
     "tensorizer 2.12.1": load_ours,
     "2.12.1 verify": lambda path: load_ours(path, verify_hash=True),
+    "ours verify-crc32": lambda path: load_ours(path, verify_hash="crc32"),
+    "ours decrypt": load_encrypted,
+    "2.12.1 decrypt": load_encrypted,
+    "ours decrypt-verify": lambda path: load_encrypted(path, verify_hash=True),
+    "2.12.1 decrypt-verify": lambda path: load_encrypted(path, verify_hash=True),
     "safetensors": load_safetensors,
     "torch.load": load_torch,
     "torch.load mmap": lambda path: load_torch(path, mmap=True),
@@ -161,6 +175,17 @@ def save_ours(tensors: dict[str, torch.Tensor], path: str) -> None:
     serializer.close()
 
 
+def save_encrypted(tensors: dict[str, torch.Tensor], path: str) -> None:
+    import tensorizer
+
+    params = tensorizer.EncryptionParams(bytes(range(32)))
+    serializer = tensorizer.TensorSerializer(path, encryption=params)
+    # The old package encrypts the caller's memory in place.
+    serializer.write_state_dict(tensors)
+    serializer.close()
+    sync(path)
+
+
 def save_safetensors(tensors: dict[str, torch.Tensor], path: str) -> None:
     from safetensors.torch import save_file
 
@@ -185,6 +210,8 @@ SAVERS = {
     "safetensors save": save_safetensors,
     "torch.save": save_torch,
     "ours upload": upload,
+    "ours encrypt": save_encrypted,
+    "2.12.1 encrypt": save_encrypted,
     "2.12.1 upload": upload,
 }
 #: What each imports, beside the torch that is there already.
@@ -247,7 +274,9 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
             # What the others write is their affair; that it is all there is seen by its size.
             import tensorizer
 
-            loaded = tensorizer.load(out, "cpu", verify_hash=True)
+            params = tensorizer.DecryptionParams.from_key(bytes(range(32)))
+            params = params if "encrypt" in engine else None
+            loaded = tensorizer.load(out, "cpu", verify_hash=True, encryption=params)
             verified = all(torch.equal(loaded[n].view(torch.int16), t.view(torch.int16))
                            for n, t in tensors.items())  # fmt: skip
             del loaded
@@ -271,7 +300,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
         return {"seconds": loaded, "verified": verified}
     sums = checksum(tensors)
     # Hashing has touched every byte by itself.
-    seconds = loaded if "verify" in engine else time.perf_counter() - start
+    seconds = loaded if "verify" in engine and "crc" not in engine else time.perf_counter() - start
     cpu = sum(os.times()[:4]) - cpu
     total = sum(t.nbytes for t in tensors.values())
     extra = status("VmHWM") - before - total

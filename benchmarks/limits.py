@@ -5,6 +5,7 @@
 read     two threads read the file from the page cache into fresh, huge-page-advised memory, and
          the bytes are touched as every engine's are
 sha256   two threads hash memory
+secretbox  two threads decrypt memory with the libsodium that is linked
 direct   four threads read the file with O_DIRECT
 curl     two curl processes fetch the halves of the file and drop them
 ideal    16 connections of 100 MB/s each bring the file, after the index was asked for
@@ -69,6 +70,20 @@ def sha256(path: Path) -> dict[str, float]:
             digest.update(block)
 
     return {"seconds": in_threads(2, work), "bytes": 2 * rounds * len(block)}
+
+
+def secretbox(path: Path) -> dict[str, float]:
+    root = Path(__file__).resolve().parents[1]
+    command = "cargo run --quiet --release --no-default-features --example secretbox --"
+    done = subprocess.run(
+        [*command.split(), str(path.stat().st_size)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, size = done.stdout.split()
+    return {"seconds": float(seconds), "bytes": int(size)}
 
 
 def direct(path: Path) -> dict[str, float]:

@@ -17,6 +17,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",
+    "secretbox": "limit: two-thread XSalsa20-Poly1305",
     "direct": "limit: four-thread O_DIRECT",
     "ideal": "limit: 16 connections at full rate",
     "clean": "the same from nginx, which does not fail",

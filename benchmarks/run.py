@@ -42,6 +42,8 @@ def prepare(folder: Path, models: dict[str, Model]) -> None:
         print(f"making {model.name}: {model.count} tensors, {model.total_bytes:,} bytes")
         tensors = model.tensors()
         tensorizer.save(tensors, f"{path}.tensors")
+        params = tensorizer.EncryptionParams(bytes(range(32)))
+        tensorizer.save(tensors, f"{path}.encrypted", encryption=params)
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.safetensors")
         torch.save({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.pt")
         Path(f"{path}.json").write_text(json.dumps(checksum(tensors)))

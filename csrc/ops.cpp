@@ -27,6 +27,7 @@ namespace {
 using Names = std::vector<std::string>;
 using OptionalDevice = std::optional<at::Device>;
 using Readers = std::optional<std::int64_t>;
+using Key = std::optional<at::Tensor>;
 using Dict = c10::Dict<std::string, at::Tensor>;
 
 // CONSERVATIVE cannot be combined with (a!), hence the separate in-place forms: load.into for
@@ -36,7 +37,7 @@ struct Schema {
   bool conservative;
 };
 
-#define LOAD_OPTIONS "bool verify=False, int? num_readers=None"
+#define LOAD_OPTIONS "bool verify=False, int? num_readers=None, Tensor? key=None"
 
 constexpr Schema kSchemas[] = {
     {"load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)", true},
@@ -48,8 +49,8 @@ constexpr Schema kSchemas[] = {
     {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
     {"load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()", true},
     {"names(str uri) -> str[]", true},
-    {"save(str uri, Dict(str, Tensor) tensors) -> ()", true},
-    {"save.list(str uri, str[] names, Tensor[] tensors) -> ()", true},
+    {"save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()", true},
+    {"save.list(str uri, str[] names, Tensor[] tensors, *, Tensor? key=None) -> ()", true},
     // What load.into becomes in a graph. A tracer orders operators that have effects, but those
     // that change their arguments may not have any: a fence before and one after, tied to it by
     // the tensors that they pass on, keep loads in their place among saves.
@@ -82,10 +83,24 @@ rust::Vec<rust::String> strings(const Names& names) {
   return out;
 }
 
-OpOptions options(bool verify, Readers num_readers) {
+// A key is a tensor, so that no graph has it as a constant and no trace prints it.
+rust::Vec<std::uint8_t> key_bytes(const Key& key) {
+  rust::Vec<std::uint8_t> out;
+  if (!key || !key->defined()) return out;
+  TORCH_CHECK_VALUE(key->scalar_type() == at::kByte && key->numel() == 32,
+                    "a key is a uint8 tensor of 32 elements, found ", key->numel(), " of ",
+                    key->scalar_type());
+  const auto host = key->detach().cpu().contiguous();
+  const auto* bytes = host.const_data_ptr<std::uint8_t>();
+  out.reserve(32);
+  for (std::int64_t at = 0; at < host.numel(); ++at) out.push_back(bytes[at]);
+  return out;
+}
+
+OpOptions options(bool verify, Readers num_readers, const Key& key) {
   TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ", num_readers.value_or(0),
                     ", expected at least 1");
-  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0))};
+  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0)), key_bytes(key)};
 }
 
 // Whether a tracer, or another dispatch mode, watches what this thread calls. Then the operators
@@ -111,8 +126,9 @@ std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
 }
 
 std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expected,
-                                     OptionalDevice device, bool verify, Readers num_readers) {
-  const auto given = options(verify, num_readers);
+                                     OptionalDevice device, bool verify, Readers num_readers,
+                                     Key key) {
+  const auto given = options(verify, num_readers, key);
   auto loaded =
       checked([&] { return op_load_checked(str(uri), strings(names), strings(expected), given); });
   return place(*loaded, device);
@@ -129,18 +145,18 @@ Names describe(std::string uri, Names names) {
 // In a graph, together with what the file holds while it is traced, so that the graph needs no
 // file to know its shapes and another file is an error when it runs.
 std::vector<at::Tensor> load_watched(const std::string& uri, Names names, OptionalDevice device,
-                                     bool verify, Readers num_readers) {
+                                     bool verify, Readers num_readers, Key key) {
   static const auto op =
-      find<std::vector<at::Tensor>(std::string, Names, Names, OptionalDevice, bool, Readers)>(
+      find<std::vector<at::Tensor>(std::string, Names, Names, OptionalDevice, bool, Readers, Key)>(
           "tensorizer::load", "checked");
   auto expected = describe(uri, names);
-  return op.call(uri, std::move(names), std::move(expected), device, verify, num_readers);
+  return op.call(uri, std::move(names), std::move(expected), device, verify, num_readers, key);
 }
 
 std::vector<at::Tensor> load_list(std::string uri, Names names, OptionalDevice device, bool verify,
-                                  Readers num_readers) {
-  if (watched()) return load_watched(uri, std::move(names), device, verify, num_readers);
-  const auto given = options(verify, num_readers);
+                                  Readers num_readers, Key key) {
+  if (watched()) return load_watched(uri, std::move(names), device, verify, num_readers, key);
+  const auto given = options(verify, num_readers, key);
   auto loaded = checked([&] { return op_load(str(uri), strings(names), given); });
   return place(*loaded, device);
 }
@@ -151,14 +167,14 @@ Names names(std::string uri) {
   return out;
 }
 
-Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers) {
+Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers, Key key) {
   Names keys;
   std::vector<at::Tensor> tensors;
   if (watched()) {
     keys = names(uri);
-    tensors = load_watched(uri, keys, device, verify, num_readers);
+    tensors = load_watched(uri, keys, device, verify, num_readers, key);
   } else {
-    const auto given = options(verify, num_readers);
+    const auto given = options(verify, num_readers, key);
     auto loaded = checked([&] { return op_load_all(str(uri), given); });
     keys.reserve(loaded->size());
     for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
@@ -175,9 +191,9 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
 // Fills `out`. Bytes go straight into tensors that are contiguous in host memory; others get
 // them by way of a copy.
 void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
-                   Readers num_readers) {
+                   Readers num_readers, Key key) {
   const c10::NoGradGuard no_grad;
-  const auto given = options(verify, num_readers);
+  const auto given = options(verify, num_readers, key);
   TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
                     " tensors");
   std::vector<at::Tensor> host;
@@ -209,31 +225,33 @@ at::Tensor begin(std::string) { return at::empty({0}); }
 
 void end(std::vector<at::Tensor>) {}
 
-void load_into(std::string uri, Names names, at::TensorList out, bool verify, Readers num_readers) {
+void load_into(std::string uri, Names names, at::TensorList out, bool verify, Readers num_readers,
+               Key key) {
   const bool plain = std::none_of(out.begin(), out.end(), [](const at::Tensor& tensor) {
     return tensor.defined() && tensor.unsafeGetTensorImpl()->is_python_dispatch();
   });
-  if (plain && !watched()) return load_into_now(uri, names, out, {}, verify, num_readers);
-  static const auto op = find<void(std::string, Names, at::TensorList, at::Tensor, bool, Readers)>(
-      "tensorizer::_load_into", "");
+  if (plain && !watched()) return load_into_now(uri, names, out, {}, verify, num_readers, key);
+  static const auto op =
+      find<void(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key)>(
+          "tensorizer::_load_into", "");
   static const auto before = find<at::Tensor(std::string)>("tensorizer::_begin", "");
   static const auto after = find<void(std::vector<at::Tensor>)>("tensorizer::_end", "");
   const auto begun = before.call(uri);
-  op.call(std::move(uri), std::move(names), out, begun, verify, num_readers);
+  op.call(std::move(uri), std::move(names), out, begun, verify, num_readers, key);
   if (!out.empty()) after.call(out.vec());
 }
 
 void load_into_one(std::string uri, std::string name, at::Tensor out, bool verify,
-                   Readers num_readers) {
-  load_into(std::move(uri), {std::move(name)}, {out}, verify, num_readers);
+                   Readers num_readers, Key key) {
+  load_into(std::move(uri), {std::move(name)}, {out}, verify, num_readers, key);
 }
 
-void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors) {
+void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors, Key key) {
   const TensorList list(std::move(tensors));
-  checked([&] { op_save(str(uri), strings(names), list); });
+  checked([&] { op_save(str(uri), strings(names), list, key_bytes(key)); });
 }
 
-void save(std::string uri, Dict tensors) {
+void save(std::string uri, Dict tensors, Key key) {
   Names names;
   std::vector<at::Tensor> values;
   for (const auto& item : tensors) {
@@ -242,12 +260,12 @@ void save(std::string uri, Dict tensors) {
   }
   // Through the dispatcher, so that what traces or functionalizes save.list sees it.
   static const auto op =
-      find<void(std::string, Names, std::vector<at::Tensor>)>("tensorizer::save", "list");
-  op.call(std::move(uri), std::move(names), std::move(values));
+      find<void(std::string, Names, std::vector<at::Tensor>, Key)>("tensorizer::save", "list");
+  op.call(std::move(uri), std::move(names), std::move(values), std::move(key));
 }
 
-void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers) {}
-void no_effect_save(std::string, Names, std::vector<at::Tensor>) {}
+void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key) {}
+void no_effect_save(std::string, Names, std::vector<at::Tensor>, Key) {}
 
 #ifdef TENSORIZER_PYTHON
 // How the Python classes hand tensors over: the core keeps them under a number that is good for
@@ -322,7 +340,7 @@ void define(torch::Library& library) {
 void load_into_list(rust::Str uri, rust::Slice<const rust::String> names, const TensorList& out) {
   Names list;
   for (const auto& name : names) list.emplace_back(name);
-  load_into_now(std::string(uri), std::move(list), out.tensors(), {}, false, {});
+  load_into_now(std::string(uri), std::move(list), out.tensors(), {}, false, {}, {});
 }
 #endif
 

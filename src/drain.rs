@@ -164,6 +164,9 @@ struct Pass<'p> {
     digests: Mutex<Vec<[u8; 32]>>,
 }
 
+/// A finished header, and its data if they are encrypted.
+type Small = (Vec<u8>, Option<Vec<u8>>);
+
 /// Adjacent bytes to be written together.
 struct Run<'a> {
     offset: u64,
@@ -265,7 +268,7 @@ impl<'p> Pass<'p> {
 
     /// The finished headers of the part's tensors that are hashed at once, in order, each with its
     /// data if they are encrypted.
-    fn small(&self, part: &Part) -> Result<Vec<(Vec<u8>, Option<Vec<u8>>)>> {
+    fn small(&self, part: &Part) -> Result<Vec<Small>> {
         let mut drafts = Vec::new();
         let mut data: Vec<&'p [u8]> = Vec::new();
         for piece in &part.pieces {

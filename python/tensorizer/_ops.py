@@ -24,6 +24,7 @@ def _load_checked(
     device: torch.device | None = None,
     verify: bool = False,
     num_readers: int | None = None,
+    key: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Tensors as expected, such as ``float32[40,30]``; the file is not looked at."""
     tensors = []

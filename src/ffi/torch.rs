@@ -4,9 +4,12 @@
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
 use std::collections::HashSet;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
+
+use zeroize::Zeroizing;
 
 use super::guard::guard;
+use crate::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
 use crate::load::{LoadOptions, Verify, load, load_into};
@@ -33,6 +36,8 @@ pub mod bridge {
         verify: bool,
         /// 0 for the source's own number.
         readers: u64,
+        /// Empty for none.
+        key: Vec<u8>,
     }
 
     unsafe extern "C++" {
@@ -76,7 +81,8 @@ pub mod bridge {
         ) -> Result<()>;
         fn op_names(uri: &str) -> Result<Vec<String>>;
         fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>>;
-        fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList) -> Result<()>;
+        fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)
+        -> Result<()>;
     }
 
     #[cfg(feature = "tch")]
@@ -135,6 +141,26 @@ impl From<bridge::OpOptions> for LoadOptions {
     }
 }
 
+/// The key of an operator's call; its bytes are wiped.
+fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
+    let bytes = Zeroizing::new(bytes);
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let wrong = || Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len()));
+    Key::new(&bytes).map(Some).ok_or_else(wrong)
+}
+
+/// Opens what an operator is to load from.
+fn open(uri: &str, options: &mut bridge::OpOptions) -> Result<TensorFile> {
+    let key = take_key(std::mem::take(&mut options.key))?;
+    let file = TensorFile::open_uri(uri)?;
+    match key {
+        None => Ok(file),
+        Some(key) => file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &interrupt),
+    }
+}
+
 /// All tensors of a file.
 #[cfg(feature = "tch")]
 pub fn load_all(file: &TensorFile) -> Result<Loaded> {
@@ -148,17 +174,17 @@ pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S]) -> Result<Loaded
     loaded(file, &file.select(names)?, LoadOptions::default())
 }
 
-fn op_load_all(uri: &str, options: bridge::OpOptions) -> Result<Box<Loaded>> {
+fn op_load_all(uri: &str, mut options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
-        let file = TensorFile::open_uri(uri)?;
+        let file = open(uri, &mut options)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
         loaded(&file, &all, options.into()).map(Box::new)
     })
 }
 
-fn op_load(uri: &str, names: Vec<String>, options: bridge::OpOptions) -> Result<Box<Loaded>> {
+fn op_load(uri: &str, names: Vec<String>, mut options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
-        let file = TensorFile::open_uri(uri)?;
+        let file = open(uri, &mut options)?;
         loaded(&file, &file.select(&names)?, options.into()).map(Box::new)
     })
 }
@@ -180,14 +206,14 @@ fn op_load_checked(
     uri: &str,
     names: Vec<String>,
     expected: Vec<String>,
-    options: bridge::OpOptions,
+    mut options: bridge::OpOptions,
 ) -> Result<Box<Loaded>> {
     guard(|| {
         if names.len() != expected.len() {
             let (names, expected) = (names.len(), expected.len());
             return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
         }
-        let file = TensorFile::open_uri(uri)?;
+        let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
         for ((&number, name), expected) in selection.iter().zip(&names).zip(&expected) {
             let found = describe(file.entry(number)?);
@@ -212,10 +238,10 @@ fn op_load_into(
     uri: &str,
     names: Vec<String>,
     out: &bridge::TensorList,
-    options: bridge::OpOptions,
+    mut options: bridge::OpOptions,
 ) -> Result<()> {
     guard(|| {
-        let file = TensorFile::open_uri(uri)?;
+        let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
         // SAFETY: the operator's caller hands `out` over for the length of the call.
         let destinations = unsafe { destinations(&file, &selection, out)? };
@@ -274,13 +300,21 @@ fn op_names(uri: &str) -> Result<Vec<String>> {
     })
 }
 
-fn op_save(uri: &str, names: Vec<String>, tensors: &bridge::TensorList) -> Result<()> {
+fn op_save(
+    uri: &str,
+    names: Vec<String>,
+    tensors: &bridge::TensorList,
+    key: Vec<u8>,
+) -> Result<()> {
     guard(|| {
         let mut seen = HashSet::new();
         if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
             return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));
         }
-        save_to(sink::create(uri)?, to_save(&names, tensors)?, SaveOptions::default(), &interrupt)
+        let encryption = take_key(key)?
+            .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
+        let options = SaveOptions { encryption, ..SaveOptions::default() };
+        save_to(sink::create(uri)?, to_save(&names, tensors)?, options, &interrupt)
     })
 }
 
@@ -302,7 +336,7 @@ mod on_load {
     // SAFETY: no other library defines a function of this name.
     #[unsafe(no_mangle)]
     pub extern "C" fn tensorizer_abi_version() -> u32 {
-        1
+        2
     }
 
     extern "C" fn register() {

@@ -56,6 +56,15 @@ void header(const std::string& folder) {
   expect(tensorizer::load(path, options).at("weight").is_meta(), "a tensor on the meta device");
   tensorizer::save(path, {"x", "y"}, {bias, weight});
   expect(tensorizer::load(path).at("y").equal(weight), "a list as saved");
+
+  const auto key = torch::arange(32).to(torch::kByte);
+  tensorizer::save(path, tensors, key);
+  expect_error("Tensor is encrypted", [&] { tensorizer::load(path); });
+  options = {};
+  options.key = key;
+  expect(tensorizer::load(path, options).at("bias").equal(bias), "decrypted");
+  options.key = key + 1;
+  expect_error("Tensor decryption failed", [&] { tensorizer::load(path, options); });
 }
 
 void in_place(const std::string& folder) {

@@ -93,11 +93,9 @@ class Nginx:
         # The password is `word`.
         (self.folder / "users").write_text("user:{PLAIN}word\n")
         conf = self.folder / "nginx.conf"
-        conf.write_text(CONF.format(folder=self.folder, port=self.port, tls=self.tls_port))
-        # Its workers run as another user, who must reach the files.
-        for path in (self.folder, *self.folder.parents[:3]):
-            if path.stat().st_uid == os.getuid() and str(path).startswith("/tmp/"):
-                path.chmod(path.stat().st_mode | 0o755)
+        # Its workers are not to run as another user, who could not read the folder.
+        user = "user root;\n" if os.getuid() == 0 else ""
+        conf.write_text(user + CONF.format(folder=self.folder, port=self.port, tls=self.tls_port))
         self.process = subprocess.Popen(
             [need("nginx"), "-c", conf, "-p", folder], stderr=subprocess.DEVNULL
         )

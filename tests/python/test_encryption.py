@@ -315,3 +315,77 @@ def test_memory_while_encrypting(tmp_path):
     done = run_python(code, tmp_path / "f")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 << 20
+
+
+ops = torch.ops.tensorizer
+KEY_TENSOR = torch.tensor(list(KEY), dtype=torch.uint8)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = str(tmp_path / "op.tensors")
+    ops.save(path, {"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5)}, key=KEY_TENSOR)
+    return path
+
+
+def test_operators(saved):
+    loaded = tensorizer.load(saved, "cpu", encryption=DecryptionParams.from_key(KEY))
+    assert_same(loaded["b"], torch.arange(5))
+    assert_same(ops.load(saved, key=KEY_TENSOR)["b"], torch.arange(5))
+    assert_same(ops.load(saved, ["b"], key=KEY_TENSOR, verify=True)[0], torch.arange(5))
+    out = [torch.zeros(5, dtype=torch.int64)]
+    ops.load(saved, ["b"], out, key=KEY_TENSOR)
+    assert_same(out[0], torch.arange(5))
+    out[0].zero_()
+    ops.load(saved, "b", out[0], key=KEY_TENSOR)
+    assert_same(out[0], torch.arange(5))
+    ops.save(saved, ["c"], [torch.ones(2)], key=KEY_TENSOR)
+    assert ops.names(saved) == ["c"]
+    with pytest.raises(RuntimeError, match="Tensor is encrypted"):
+        ops.load(saved)
+    with pytest.raises(RuntimeError, match="Tensor decryption failed"):
+        ops.load(saved, key=torch.zeros(32, dtype=torch.uint8))
+    for wrong in (torch.zeros(31, dtype=torch.uint8), torch.zeros(32)):
+        with pytest.raises((RuntimeError, ValueError), match="uint8 tensor of 32 elements"):
+            ops.load(saved, key=wrong)
+
+
+def test_torchscript(saved):
+    @torch.jit.script
+    def both(path: str, key: torch.Tensor):
+        out = torch.zeros(5, dtype=torch.int64)
+        torch.ops.tensorizer.load_(path, ["b"], [out], key=key)
+        return torch.ops.tensorizer.load(path, key=key)["a"], out
+
+    a, b = both(saved, KEY_TENSOR)
+    assert_same(a, torch.arange(12.0).reshape(3, 4))
+    assert_same(b, torch.arange(5))
+    assert "3.14" not in str(both.graph)
+
+
+def test_compile_and_export(saved, tmp_path):
+    copied = str(tmp_path / "copy.tensors")
+
+    def both(key, out):
+        ops.load(saved, ["b"], [out], key=key)
+        ops.save(copied, ["x"], [out * 2], key=key)
+        return ops.load(saved, key=key)["a"] + 1
+
+    torch._dynamo.reset()
+    for compiled in (torch.compile(both, fullgraph=True), None):
+        run = compiled
+        out = torch.zeros(5, dtype=torch.int64)
+        if run is None:
+            module = torch.nn.Module()
+            module.forward = both
+            program = torch.export.export(module, (KEY_TENSOR.clone(), out.clone()))
+            # The key is an argument: the program holds none.
+            assert not program.constants
+            assert not program.state_dict
+            run = program.module()
+        assert_same(run(KEY_TENSOR, out), torch.arange(12.0).reshape(3, 4) + 1)
+        assert_same(out, torch.arange(5))
+        again = ops.load(copied, key=KEY_TENSOR)
+        assert_same(again["x"], torch.arange(5) * 2)
+        with pytest.raises(RuntimeError, match="Tensor decryption failed"):
+            run(torch.zeros(32, dtype=torch.uint8), out)

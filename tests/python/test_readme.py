@@ -49,6 +49,13 @@ def test_the_examples_of_the_readme(tmp_path, servers):
     assert (tmp_path / "model.tensors").exists()
 
 
+def test_the_examples_of_the_documents(tmp_path):
+    for document in (ROOT / "docs").glob("*.md"):
+        blocks = re.findall(r"```python\n(.+?)```", document.read_text(), re.DOTALL)
+        done = run_python("\n".join(blocks), cwd=tmp_path)
+        assert done.returncode == 0, (document, done.stderr)
+
+
 def test_every_environment_variable_is_in_the_readme():
     table = (ROOT / "src/net/options.rs").read_text()
     rows = re.findall(r'name: "(\w+)",\s+default: (\d+),\s+meaning: "(.+?)"', table)

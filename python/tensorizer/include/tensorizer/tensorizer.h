@@ -40,12 +40,14 @@ struct LoadOptions {
   bool verify = false;
   // Threads that read at once, at least 1; if it is not set, as many as suit the source.
   std::optional<std::int64_t> num_readers;
+  // The key of an encrypted file: a uint8 tensor of 32 elements.
+  std::optional<at::Tensor> key;
 };
 
 namespace detail {
 
 // The version of what this header assumes of the library.
-constexpr std::uint32_t kAbiVersion = 1;
+constexpr std::uint32_t kAbiVersion = 2;
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
@@ -65,9 +67,11 @@ c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload)
 
 // All tensors of a file. They are leaves that do not require gradients.
 inline Tensors load(const std::string& uri, const LoadOptions& options = {}) {
-  static const auto op = detail::find<Tensors(std::string, std::optional<c10::Device>, bool,
-                                              std::optional<std::int64_t>)>("tensorizer::load", "");
-  return op.call(uri, options.device, options.verify, options.num_readers);
+  static const auto op =
+      detail::find<Tensors(std::string, std::optional<c10::Device>, bool,
+                           std::optional<std::int64_t>, std::optional<at::Tensor>)>(
+          "tensorizer::load", "");
+  return op.call(uri, options.device, options.verify, options.num_readers, options.key);
 }
 
 // Tensors of these names, in this order. A name that the file has not, or that is given twice, is
@@ -76,8 +80,8 @@ inline std::vector<at::Tensor> load(const std::string& uri, const std::vector<st
                                     const LoadOptions& options = {}) {
   static const auto op = detail::find<std::vector<at::Tensor>(
       std::string, std::vector<std::string>, std::optional<c10::Device>, bool,
-      std::optional<std::int64_t>)>("tensorizer::load", "list");
-  return op.call(uri, names, options.device, options.verify, options.num_readers);
+      std::optional<std::int64_t>, std::optional<at::Tensor>)>("tensorizer::load", "list");
+  return op.call(uri, names, options.device, options.verify, options.num_readers, options.key);
 }
 
 // Fills tensors that exist, of the same dtypes and shapes, in place. Contiguous tensors in host
@@ -87,8 +91,9 @@ inline void load_into(const std::string& uri, const std::vector<std::string>& na
                       at::TensorList out, const LoadOptions& options = {}) {
   static const auto op =
       detail::find<void(std::string, std::vector<std::string>, at::TensorList, bool,
-                        std::optional<std::int64_t>)>("tensorizer::load", "into");
-  op.call(uri, names, out, options.verify, options.num_readers);
+                        std::optional<std::int64_t>, std::optional<at::Tensor>)>("tensorizer::load",
+                                                                                 "into");
+  op.call(uri, names, out, options.verify, options.num_readers, options.key);
 }
 
 // The names of the tensors of a file, in its order; only the index is read.
@@ -98,19 +103,23 @@ inline std::vector<std::string> names(const std::string& uri) {
   return op.call(uri);
 }
 
-// Writes a file with these tensors. It appears whole, or not at all with the old one left.
+// Writes a file with these tensors. It appears whole, or not at all with the old one left. With a
+// key, a uint8 tensor of 32 elements, their data are encrypted.
 inline void save(const std::string& uri, const std::vector<std::string>& names,
-                 const std::vector<at::Tensor>& tensors) {
+                 const std::vector<at::Tensor>& tensors,
+                 const std::optional<at::Tensor>& key = {}) {
   static const auto op =
-      detail::find<void(std::string, std::vector<std::string>, std::vector<at::Tensor>)>(
-          "tensorizer::save", "list");
-  op.call(uri, names, tensors);
+      detail::find<void(std::string, std::vector<std::string>, std::vector<at::Tensor>,
+                        std::optional<at::Tensor>)>("tensorizer::save", "list");
+  op.call(uri, names, tensors, key);
 }
 
 // The same from a dictionary, as load() returns it.
-inline void save(const std::string& uri, const Tensors& tensors) {
-  static const auto op = detail::find<void(std::string, Tensors)>("tensorizer::save", "");
-  op.call(uri, tensors);
+inline void save(const std::string& uri, const Tensors& tensors,
+                 const std::optional<at::Tensor>& key = {}) {
+  static const auto op =
+      detail::find<void(std::string, Tensors, std::optional<at::Tensor>)>("tensorizer::save", "");
+  op.call(uri, tensors, key);
 }
 
 }  // namespace tensorizer

@@ -1,0 +1,410 @@
+"""The command ``tensorizer``: lists, verifies, compares, copies and encrypts files."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._deserializer import TensorDeserializer
+from ._encryption import DecryptionParams, EncryptionParams
+from ._errors import CryptographyError, HashMismatchError
+from ._exchange import take
+from ._serializer import TensorSerializer
+from ._types import Name, TensorType
+from .utils import convert_bytes
+
+#: Bytes of tensors that are held at a time.
+_BATCH_BYTES = 256 << 20
+_DIFFERENT, _FAILED, _INTERRUPTED = 1, 2, 130
+#: Dtype, shape, and whether numpy lacks the dtype.
+_Description = tuple[str, list[int], bool]
+
+
+class _Progress:
+    """A line on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._begun = total, 0, time.monotonic()
+        self._shown = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown and self._done:
+            print(file=sys.stderr)
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._shown:
+            rate = self._done / max(time.monotonic() - self._begun, 1e-3)
+            share = self._done / max(self._total, 1)
+            bar = "#" * int(30 * share)
+            print(
+                f"\r[{bar:<30}] {share:4.0%} {convert_bytes(self._done)} {convert_bytes(rate)}/s ",
+                end="",
+                file=sys.stderr,
+            )
+
+
+class _File:
+    """An open file, read in batches."""
+
+    def __init__(self, uri: str, params: DecryptionParams | None, readers: int | None) -> None:
+        self.uri = uri
+        self._deserializer = TensorDeserializer(
+            uri, "cpu", lazy_load=True, encryption=params, num_readers=readers
+        )
+        self.reader = self._deserializer._reader
+        self._readers = readers
+        self.names: list[Name] = self.reader.names()
+        self.kinds = self.reader.kinds()
+        self.memory_lens = self.reader.memory_lens()
+        self.data_lens = self.reader.data_lens()
+        self.total = sum(self.data_lens)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._deserializer.close()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def batches(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        size = 0
+        for number, length in enumerate(self.data_lens):
+            if batch and size + length > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += length
+        if batch:
+            yield batch
+
+    def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors, those without data on the ``meta`` device, and module indices."""
+        with_data = [n for n in numbers if not self._is_meta(n)]
+        ticket, modules = self.reader.load(
+            with_data, verify=verify, readers=self._readers, map=False
+        )
+        found = dict(zip(with_data, zip(take(ticket), modules, strict=True), strict=True))
+        tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
+        return tensors, [found[n][1] if n in found else 0 for n in numbers]
+
+    def _is_meta(self, number: int) -> bool:
+        return self.data_lens[number] == 0 < self.memory_lens[number]
+
+    def _meta(self, number: int) -> torch.Tensor:
+        dtype, shape, _ = self.reader.describe(number)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _text(name: Name) -> str:
+    return name if isinstance(name, str) else json.dumps(list(name))
+
+
+def _secret(options: argparse.Namespace, prefix: str) -> tuple[str, bytes] | None:
+    """Return ``("key" or "passphrase", its bytes)`` from where the options say."""
+    given = {
+        what: getattr(options, f"{prefix}{what}")
+        for what in ("key_file", "key_env", "passphrase_file", "passphrase_env", "prompt")
+    }
+    named = {what: place for what, place in given.items() if place}
+    if not named:
+        return None
+    if len(named) > 1:
+        raise ValueError(f"give only one of: {', '.join(sorted(named))}")
+    ((what, place),) = named.items()
+    if what == "prompt":
+        label = "New passphrase: " if prefix else "Passphrase: "
+        return "passphrase", getpass.getpass(label).encode()
+    if what.endswith("env"):
+        if place not in os.environ:
+            raise ValueError(f"the environment variable {place} is not set")
+        data = os.environ[place].encode()
+    else:
+        data = Path(place).read_bytes()
+    if what.startswith("passphrase"):
+        return "passphrase", data.rstrip(b"\r\n")
+    if len(data) != 32:
+        try:
+            data = bytes.fromhex(data.decode().strip())
+        except ValueError:
+            data = b""
+    if len(data) != 32:
+        raise ValueError(f"{what} {place}: expected 32 bytes or 64 hexadecimal digits")
+    return "key", data
+
+
+def _decryption(options: argparse.Namespace) -> DecryptionParams | None:
+    secret = _secret(options, "")
+    if secret is None:
+        return None
+    make = DecryptionParams.from_key if secret[0] == "key" else DecryptionParams.from_string
+    return make(secret[1], require_manifest=options.require_manifest)
+
+
+def _encryption(options: argparse.Namespace, prefix: str) -> EncryptionParams:
+    secret = _secret(options, prefix)
+    if secret is None:
+        raise ValueError(f"how to encrypt is missing: --{prefix.replace('_', '-')}key-file or so")
+    if secret[0] == "key":
+        return EncryptionParams(secret[1], manifest=options.manifest)
+    return EncryptionParams.from_string(secret[1], manifest=options.manifest)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    with _open_to_look(options) as file:
+        offsets = file.reader.offsets()
+        rows: list[dict[str, Any]] = []
+        for number, name in enumerate(file.names):
+            dtype, shape, _ = file.reader.describe(number)
+            rows.append(
+                {
+                    "name": name if isinstance(name, str) else list(name),
+                    "dtype": dtype,
+                    "shape": shape,
+                    "bytes": file.data_lens[number],
+                    "offset": offsets[number][1],
+                    "type": TensorType(file.kinds[number]).name.lower(),
+                }
+            )
+        if options.json:
+            print(json.dumps(rows, indent=1))
+            return 0
+        table = [
+            (_text(row["name"]), row["dtype"], str(row["shape"]), f"{row['bytes']:,}", row["type"])
+            for row in rows
+        ]
+        head = ("name", "dtype", "shape", "bytes", "type")
+        widths = [max(len(line[i]) for line in [head, *table]) for i in range(len(head))]
+        for line in [head, *table]:
+            cells = [
+                cell.rjust(width) if i == 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+        encrypted = ", encrypted" if file.reader.encrypted else ""
+        print(
+            f"{len(file)} tensors, {convert_bytes(file.total)}, "
+            f"data version {file.reader.version}{encrypted}"
+        )
+    return 0
+
+
+class _open_to_look(_File):  # reads as what it does
+    """Names and shapes need no key."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from ._files import open_address
+        from ._reading import open_reader
+
+        self.uri = options.file
+        self._deserializer = self  # type: ignore[assignment]
+        self._stream = open_address(options.file)
+        self.reader = open_reader(self._stream)
+        self.names = self.reader.names()
+        self.kinds = self.reader.kinds()
+        self.data_lens = self.reader.data_lens()
+        self.total = sum(self.data_lens)
+
+    def close(self) -> None:
+        self.reader.close()
+        if hasattr(self._stream, "close"):
+            self._stream.close()
+
+
+def _verify(options: argparse.Namespace) -> int:
+    bad = 0
+    with (
+        _File(options.file, _decryption(options), options.readers) as file,
+        _Progress(file.total) as progress,
+    ):
+        for batch in file.batches():
+            try:
+                file.load(batch, "all")
+            except (HashMismatchError, CryptographyError):
+                for number in batch:
+                    try:
+                        file.load([number], "all")
+                    except (HashMismatchError, CryptographyError) as error:
+                        print(error)
+                        bad += 1
+            progress.add(sum(file.data_lens[n] for n in batch))
+        print(f"{len(file) - bad} of {len(file)} tensors are as they were written")
+    return _DIFFERENT if bad else 0
+
+
+def _copy(file: _File, target: str, encryption: EncryptionParams | None, alignment: int) -> None:
+    with (
+        TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
+        _Progress(file.total) as progress,
+    ):
+        for batch in file.batches():
+            tensors, modules = file.load(batch, "nothing")
+            serializer._write(
+                [file.names[n] for n in batch],
+                [TensorType(file.kinds[n]) for n in batch],
+                modules,
+                tensors,
+            )
+            progress.add(sum(file.data_lens[n] for n in batch))
+
+
+def _cp(options: argparse.Namespace) -> int:
+    if options.target.lower().startswith(("redis://", "rediss://")):
+        import redis
+
+        address, _, prefix = options.target.split("?")[0].rpartition("/")
+        query = options.target.partition("?")[2]
+        client = redis.Redis.from_url(address + (f"?{query}" if query else ""))
+        with TensorDeserializer(options.file, "cpu", lazy_load=True) as file, client:
+            file.to_redis(client, prefix, force=True)
+        return 0
+    with _File(options.file, _decryption(options), options.readers) as source:
+        _copy(source, options.target, None, options.alignment)
+    return 0
+
+
+def _encrypt(options: argparse.Namespace) -> int:
+    encryption = _encryption(options, "")
+    with _File(options.file, None, options.readers) as source:
+        _copy(source, options.target, encryption, options.alignment)
+    return 0
+
+
+def _decrypt(options: argparse.Namespace) -> int:
+    params = _decryption(options)
+    if params is None:
+        raise ValueError("how to decrypt is missing: --key-file or so")
+    with _File(options.file, params, options.readers) as source:
+        _copy(source, options.target, None, options.alignment)
+    return 0
+
+
+def _rekey(options: argparse.Namespace) -> int:
+    encryption = _encryption(options, "new_")
+    with _File(options.file, _decryption(options), options.readers) as source:
+        _copy(source, options.target, encryption, options.alignment)
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    params = _decryption(options)
+    different = 0
+    with (
+        _File(options.file, params, None) as left,
+        _File(options.target, params, None) as right,
+        _Progress(left.total) as progress,
+    ):
+        numbers = {name: number for number, name in enumerate(right.names)}
+        for name in set(right.names) - set(left.names):
+            print(f"only in {right.uri}: {_text(name)}")
+            different += 1
+        for batch in left.batches():
+            common = [n for n in batch if left.names[n] in numbers]
+            for n in set(batch) - set(common):
+                print(f"only in {left.uri}: {_text(left.names[n])}")
+                different += 1
+            pairs = [(n, numbers[left.names[n]]) for n in common]
+            ours, _ = left.load([a for a, _ in pairs], "nothing")
+            theirs, _ = right.load([b for _, b in pairs], "nothing")
+            for (a, b), one, other in zip(pairs, ours, theirs, strict=True):
+                what = _difference(left.reader.describe(a), one, right.reader.describe(b), other)
+                if what:
+                    print(f"{_text(left.names[a])}: {what}")
+                    different += 1
+            progress.add(sum(left.data_lens[n] for n in batch))
+    print(f"{different} differences" if different else "the tensors are the same")
+    return _DIFFERENT if different else 0
+
+
+def _difference(
+    mine: _Description, one: torch.Tensor, theirs: _Description, other: torch.Tensor
+) -> str | None:
+    if mine[:2] != theirs[:2]:
+        return f"{mine[0]} {mine[1]} and {theirs[0]} {theirs[1]}"
+    if one.is_meta != other.is_meta:
+        return "only one has data"
+    if one.is_meta or one.numel() == 0:
+        return None
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    count = int((flat[0] != flat[1]).sum())
+    return f"{count:,} of {flat[0].numel():,} bytes differ" if count else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensorizer",
+        description="Works on .tensors files: local paths, http(s)://, s3:// and redis:// "
+        "addresses. Keys and passphrases come from files, environment variables or a prompt.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def secrets(command: argparse.ArgumentParser, prefix: str, which: str) -> None:
+        group = command.add_argument_group(f"{which}, one of")
+        group.add_argument(f"--{prefix}key-file", metavar="F", help="32 bytes, or 64 hex digits")
+        group.add_argument(f"--{prefix}key-env", metavar="NAME", help="64 hex digits")
+        group.add_argument(f"--{prefix}passphrase-file", metavar="F")
+        group.add_argument(f"--{prefix}passphrase-env", metavar="NAME")
+        group.add_argument(f"--{prefix}prompt", action="store_true", help="ask for a passphrase")
+
+    def command(name: str, run: Any, text: str, *files: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        for file in files:
+            made.add_argument(file)
+        made.set_defaults(run=run)
+        if name != "ls":
+            made.add_argument("--readers", type=int, help="threads that read at once")
+            made.add_argument(
+                "--require-manifest", action="store_true", help="refuse files without a seal"
+            )
+        if "target" in files and name != "diff":
+            made.add_argument("--alignment", type=int, default=64, help="bytes; default 64")
+        return made
+
+    ls = command("ls", _ls, "List the tensors of a file.", "file")
+    ls.add_argument("--json", action="store_true")
+    secrets(command("verify", _verify, "Compare tensors with their hashes.", "file"), "", "the key")
+    two = ("file", "target")
+    secrets(command("cp", _cp, "Copy a file, laid out anew, as plain data.", *two), "", "the key")
+    secrets(command("diff", _diff, "Compare two files, tensor by tensor.", *two), "", "the key")
+    secrets(command("decrypt", _decrypt, "Copy an encrypted file as plain data.", *two), "", "key")
+    seal = "seal names, shapes and order too"
+    encrypt = command("encrypt", _encrypt, "Copy a file, encrypted.", *two)
+    encrypt.add_argument("--manifest", action="store_true", help=seal)
+    secrets(encrypt, "", "the key")
+    rekey = command("rekey", _rekey, "Copy an encrypted file under another key.", *two)
+    rekey.add_argument("--manifest", action="store_true", help=seal)
+    secrets(rekey, "", "the old key")
+    secrets(rekey, "new-", "the new key")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return 0, 1 for differences, 2 for errors."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the list has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, ValueError, RuntimeError, MemoryError, CryptographyError,
+            HashMismatchError, ImportError) as error:  # fmt: skip
+        print(f"tensorizer: error: {error}", file=sys.stderr)
+        return _FAILED
