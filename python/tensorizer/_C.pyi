@@ -7,6 +7,7 @@ __all__ = [
     "TORCH_VERSION",
     "Decryption",
     "Encryption",
+    "PathSink",
     "Reader",
     "Sink",
     "Source",
@@ -133,6 +134,13 @@ class Source:
     @property
     def size(self) -> int | None: ...
     def headers(self) -> list[tuple[str, str]]: ...
+
+@final
+class PathSink:
+    def __new__(cls, path: str) -> PathSink: ...
+    def open(self) -> int: ...
+    def publish(self, len: int) -> None: ...
+    def abandon(self) -> None: ...
 
 @final
 class Sink:

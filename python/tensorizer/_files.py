@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ._streams import AtomicRandom
+
 if TYPE_CHECKING:
     from ._native import Source
 
@@ -122,7 +124,8 @@ def _descriptor(file_obj: Any) -> int | None:
     """
     if isinstance(file_obj, tempfile._TemporaryFileWrapper):
         file_obj = file_obj.file
-    if type(file_obj) in (io.BufferedReader, io.BufferedRandom, io.BufferedWriter):
+    plain = (io.BufferedReader, io.BufferedRandom, io.BufferedWriter, AtomicRandom)
+    if type(file_obj) in plain:
         if file_obj.writable():
             file_obj.flush()
         file_obj = file_obj.raw

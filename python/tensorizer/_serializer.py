@@ -218,18 +218,20 @@ class TensorSerializer:
             writer.finish()
             if self._file_obj is not None and not isinstance(self._file_obj, UploadFile):
                 self._file_obj.seek(writer.end)
-        finally:
-            self._close_file_obj()
+        except BaseException:
+            self._close_file_obj(keep=False)
+            raise
+        self._close_file_obj()
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abandon()
-        self._close_file_obj()
+        self._close_file_obj(keep=False)
 
-    def _close_file_obj(self) -> None:
+    def _close_file_obj(self, keep: bool = True) -> None:
         file_obj, self._file_obj = self._file_obj, None
-        if isinstance(file_obj, UploadFile):
+        if isinstance(file_obj, UploadFile) or (not keep and hasattr(file_obj, "abandon")):
             # Published by now, or given up.
             file_obj.abandon()
         elif file_obj is not None:

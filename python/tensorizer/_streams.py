@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ._native import Sink, Source
+from ._native import PathSink, Sink, Source
 
 if TYPE_CHECKING:
     from ._serializer import TensorSerializer
@@ -261,3 +261,71 @@ class UploadFile(io.BufferedIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"I/O operation on closed file {self.name}")
+
+
+class _Atomic:
+    """A local file that appears under its path when it is closed.
+
+    If a ``with`` block ends by an exception, or the file is forgotten without having been closed,
+    what was there before stays.
+    """
+
+    def _start(self, path: str, buffer_size: int) -> None:
+        self._final = path
+        self._sink = PathSink(path)
+        raw = io.FileIO(self._sink.open(), "r+")
+        super().__init__(raw, buffer_size)  # type: ignore[call-arg]
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self._final
+
+    def close(self) -> None:
+        """Make the file visible. Closing again does nothing."""
+        if self.closed:  # type: ignore[attr-defined]
+            return
+        try:
+            self.flush()  # type: ignore[attr-defined]
+            size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
+            super().close()  # type: ignore[misc]
+            self._sink.publish(size)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give the file up: what was there before stays."""
+        self._sink.abandon()
+        super().close()  # type: ignore[misc]
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close the file, or give it up if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        # That of the base class would publish what may be incomplete.
+        if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
+            logger.error("%s was not closed, and so was not written", self._final)
+            self.abandon()
+
+
+class AtomicWriter(_Atomic, io.BufferedWriter):
+    """A file for writing."""
+
+    mode = "wb"
+
+    def __init__(self, path: str, buffer_size: int) -> None:
+        self._start(path, buffer_size)
+
+
+class AtomicRandom(_Atomic, io.BufferedRandom):
+    """A file for writing and reading."""
+
+    mode = "rb+"
+
+    def __init__(self, path: str, buffer_size: int) -> None:
+        self._start(path, buffer_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 from ._native import DEFAULT_S3_READ_ENDPOINT, DEFAULT_S3_WRITE_ENDPOINT, Sink, Source
-from ._streams import RemoteFile, UploadFile, check_range
+from ._streams import AtomicRandom, AtomicWriter, RemoteFile, UploadFile, check_range
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
@@ -246,7 +246,9 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
         mode: A binary mode. ``s3://`` can be read or written; ``"ab"`` does not append, but
-            writes a new object, as before. Other addresses are for reading.
+            writes a new object, as before. Other addresses are for reading. A local file that is
+            opened with ``"wb"`` or ``"wb+"`` appears when it is closed; if a ``with`` block raises,
+            or it is never closed, the old one stays.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
             AWS's own chain: environment, shared files and profiles, web identity, instance roles.
             If nothing is found, or both keys are empty, the object is read as anybody may.
@@ -318,6 +320,11 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     if normal[0] in "wax":
         path.parent.mkdir(parents=True, exist_ok=True)
     buffering = io.DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size
+    if normal in ("wb", "wb+") and buffering > 1:
+        kind = AtomicRandom if normal == "wb+" else AtomicWriter
+        stream = kind(str(path), buffering)
+        stream.seek(begin or 0)
+        return stream
     file = path.open(normal, buffering=buffering)
     file.seek(begin or 0)
     return file  # type: ignore[return-value]

@@ -35,6 +35,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reader::Reader>()?;
     module.add_class::<crypt::Encryption>()?;
     module.add_class::<crypt::Decryption>()?;
+    module.add_class::<sink::PathSink>()?;
     module.add_class::<sink::Sink>()?;
     module.add_class::<source::Source>()?;
     module.add_class::<writer::Writer>()?;

@@ -1,17 +1,19 @@
-//! `tensorizer._C.Sink`: an object under construction for `stream_io`.
+//! `tensorizer._C.Sink` and `.PathSink`: what `stream_io` writes.
 
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::ffi::{OsString, c_int};
+use std::os::fd::IntoRawFd as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::signals;
 use super::source::trust;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::net::NetOptions;
 use crate::net::s3::S3Options;
-use crate::sink::{S3Sink, WriteAt, write_all_at};
+use crate::sink::{FileSink, S3Sink, WriteAt, write_all_at};
 use crate::workers;
 
 /// Bytes that one thread sends at a time.
@@ -68,8 +70,7 @@ impl Sink {
             let threads = if chunks.len() < 2 { 0 } else { self.sink.default_writers() };
             let queue = Mutex::new(chunks.into_iter());
             workers::run(threads, &signals, |control| {
-                let next =
-                    || queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next();
+                let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     let go_on = || !control.stopped();
@@ -94,5 +95,37 @@ impl Sink {
     #[getter]
     fn uri(&self) -> &str {
         self.sink.uri()
+    }
+}
+
+/// A local file that appears whole under its path, when it is published, or not at all.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct PathSink {
+    sink: Mutex<Option<FileSink>>,
+}
+
+#[pymethods]
+impl PathSink {
+    #[new]
+    fn new(path: OsString) -> PyResult<Self> {
+        Ok(PathSink { sink: Mutex::new(Some(FileSink::create(Path::new(&path))?)) })
+    }
+
+    /// A descriptor for reading and writing, which belongs to the caller.
+    fn open(&self) -> PyResult<c_int> {
+        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
+        let sink = sink.as_ref().ok_or_else(|| Error::Closed("the file is closed".to_owned()))?;
+        Ok(sink.handle()?.into_raw_fd())
+    }
+
+    /// Ends the file at `len` bytes and makes it visible.
+    fn publish(&self, py: Python<'_>, len: u64) -> PyResult<()> {
+        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len)))?)
+    }
+
+    /// Gives the file up.
+    fn abandon(&self) {
+        self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }

@@ -56,6 +56,11 @@ impl FileSink {
         Ok(FileSink { file, uri, pending: Some((temporary, target)) })
     }
 
+    /// Another handle of the file.
+    pub fn handle(&self) -> Result<File> {
+        self.file.try_clone().map_err(|e| Error::io("opening", &self.uri, e))
+    }
+
     /// Writes into a file that the caller has open for reading and writing.
     pub fn from_file(file: File, uri: String) -> Self {
         FileSink { file, uri, pending: None }

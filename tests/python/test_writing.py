@@ -1,5 +1,6 @@
 """``TensorSerializer``: calls, names, ownership, and files that appear whole or not at all."""
 
+import gc
 import io
 import os
 import stat
@@ -12,6 +13,7 @@ import tensorizer
 import torch
 from conftest import assert_same, bits, run_python
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+from tensorizer.stream_io import open_stream
 
 
 def entries(path):
@@ -411,3 +413,50 @@ def test_exceptions_of_file_objects_come_through():
         serializer.write_state_dict({"b": torch.ones(1)})
     with pytest.raises(ValueError, match="earlier write"):
         serializer.close()
+
+
+@pytest.mark.parametrize("mode", ["wb", "wb+"])
+def test_local_streams_are_atomic(tmp_path, mode, caplog):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    with pytest.raises(RuntimeError, match="mine"), open_stream(path, mode) as stream:
+        stream.write(b"new")
+        stream.flush()
+        raise RuntimeError("mine")
+    assert path.read_bytes() == b"old"
+    stream = open_stream(path, mode)
+    assert isinstance(stream, io.BufferedIOBase)
+    assert stream.name == str(path)
+    stream.write(b"new")
+    assert stream.tell() == 3
+    assert stream.readable() == (mode == "wb+")
+    assert path.read_bytes() == b"old"
+    stream.close()
+    stream.close()
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o640
+    stream = open_stream(path, mode)
+    stream.write(b"lost")
+    del stream
+    gc.collect()
+    assert path.read_bytes() == b"new"
+    assert "was not closed" in caplog.text
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_tensors_through_a_local_stream_are_atomic(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensors = {"a": torch.arange(300_000)}
+    serializer = TensorSerializer(open_stream(path, "wb+"))
+    serializer.write_state_dict(tensors)
+    assert not path.exists()
+    serializer.close()
+    assert_same(tensorizer.load(path, "cpu", verify_hash=True)["a"], tensors["a"])
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="mine"):
+        with TensorSerializer(open_stream(path, "wb+")) as serializer:
+            serializer.write_state_dict({"b": torch.ones(5)})
+            raise RuntimeError("mine")
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["f.tensors"]
