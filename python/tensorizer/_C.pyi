@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 __all__ = [
@@ -98,35 +98,12 @@ class Reader:
 class Source:
     @staticmethod
     def http(
-        uri: str,
-        headers: Sequence[tuple[str, str]],
-        *,
-        ca_file: str | None = None,
-        ca_folder: str | None = None,
-        trust_all: bool = False,
+        uri: str, headers: Sequence[tuple[str, str]], certificates: Mapping[str, Any]
     ) -> Source: ...
     @staticmethod
-    def s3(
-        uri: str,
-        *,
-        access_key: str | None,
-        secret_key: str | None,
-        endpoint: str | None,
-        config_path: str | None,
-        force_http: bool | None,
-        region: str | None,
-        ca_file: str | None = None,
-        ca_folder: str | None = None,
-        trust_all: bool = False,
-    ) -> Source: ...
+    def s3(uri: str, options: Mapping[str, Any], certificates: Mapping[str, Any]) -> Source: ...
     @staticmethod
-    def redis(
-        uri: str,
-        *,
-        ca_file: str | None = None,
-        ca_folder: str | None = None,
-        trust_all: bool = False,
-    ) -> Source: ...
+    def redis(uri: str, certificates: Mapping[str, Any]) -> Source: ...
     def read(self, offset: int, len: int) -> bytes: ...
     def close(self) -> None: ...
     @property
@@ -145,19 +122,7 @@ class PathSink:
 @final
 class Sink:
     @staticmethod
-    def s3(
-        uri: str,
-        *,
-        access_key: str | None,
-        secret_key: str | None,
-        endpoint: str | None,
-        config_path: str | None,
-        force_http: bool | None,
-        region: str | None,
-        ca_file: str | None = None,
-        ca_folder: str | None = None,
-        trust_all: bool = False,
-    ) -> Sink: ...
+    def s3(uri: str, options: Mapping[str, Any], certificates: Mapping[str, Any]) -> Sink: ...
     def write(self, offset: int, data: bytes) -> None: ...
     def publish(self, len: int) -> None: ...
     def abandon(self) -> None: ...

@@ -133,7 +133,7 @@ class CURLStreamFile(RemoteFile):
         trust = _trust(certificate_handling)
         check_range(begin, end)
         fields = [(name, str(value)) for name, value in (headers or {}).items()]
-        self._over(Source.http(uri, fields, **trust), begin, end, buffer_size)
+        self._over(Source.http(uri, fields, trust), begin, end, buffer_size)
 
     def _over(
         self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
@@ -181,10 +181,10 @@ class RedisStreamFile(RemoteFile):
             raise ValueError(
                 f"expected redis:// or rediss://, found {uri.split('://', maxsplit=1)[0]!r}"
             )
-        super().__init__(Source.redis(uri, **trust), begin, end, buffer_size)
+        super().__init__(Source.redis(uri, trust), begin, end, buffer_size)
 
 
-class _S3Options(_Trust):
+class _S3Options(TypedDict):
     access_key: str | None
     secret_key: str | None
     endpoint: str | None
@@ -201,7 +201,6 @@ def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
     force_http: bool | None,
     region: str | None,
     signature: str | None,
-    certificate_handling: CAInfo | None,
 ) -> _S3Options:
     if signature not in (None, "v4", "s3v4"):
         raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
@@ -212,16 +211,14 @@ def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
         "config_path": None if config_path is None else os.fspath(config_path),
         "force_http": force_http,
         "region": region,
-        **_trust(certificate_handling),
     }
 
 
-def _open_s3(
-    uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: _S3Options
+def _over(
+    source: Source, begin: int | None, end: int | None, buffer_size: int | None
 ) -> CURLStreamFile:
-    check_range(begin, end)
     stream = CURLStreamFile.__new__(CURLStreamFile)
-    stream._over(Source.s3(uri, **options), begin, end, buffer_size)
+    stream._over(source, begin, end, buffer_size)
     return stream
 
 
@@ -296,13 +293,14 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 force_http,
                 s3_region_name,
                 s3_signature_version,
-                certificate_handling,
             )
+            trust = _trust(certificate_handling)
             if normal == "rb":
-                return _open_s3(path_uri, begin, end, buffer_size, options)
+                check_range(begin, end)
+                return _over(Source.s3(path_uri, options, trust), begin, end, buffer_size)
             if normal[0] not in "wa":
                 raise ValueError(f"s3:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
-            return UploadFile(Sink.s3(path_uri, **options))
+            return UploadFile(Sink.s3(path_uri, options, trust))
         if scheme in ("redis", "rediss"):
             if normal != "rb":
                 raise ValueError(
@@ -340,24 +338,17 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     s3_signature_version: str | None = None,
 ) -> None:
     """Upload a local file; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
-    with (
-        Path(path).open("rb") as file,
-        UploadFile(
-            Sink.s3(
-                target_uri,
-                **_s3_options(
-                    s3_access_key_id,
-                    s3_secret_access_key,
-                    s3_endpoint,
-                    None,
-                    _is_plain(s3_endpoint),
-                    s3_region_name,
-                    s3_signature_version,
-                    None,
-                ),
-            )
-        ) as upload,
-    ):
+    options = _s3_options(
+        s3_access_key_id,
+        s3_secret_access_key,
+        s3_endpoint,
+        None,
+        _is_plain(s3_endpoint),
+        s3_region_name,
+        s3_signature_version,
+    )
+    sink = Sink.s3(target_uri, options, _trust(None))
+    with Path(path).open("rb") as file, UploadFile(sink) as upload:
         shutil.copyfileobj(file, upload, 8 << 20)
 
 
@@ -382,9 +373,10 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
         _is_plain(s3_endpoint),
         s3_region_name,
         s3_signature_version,
-        certificate_handling,
     )
-    return _open_s3(path_uri, begin, end, buffer_size, options)
+    check_range(begin, end)
+    source = Source.s3(path_uri, options, _trust(certificate_handling))
+    return _over(source, begin, end, buffer_size)
 
 
 def _is_plain(endpoint: str | None) -> bool | None:

@@ -2,17 +2,15 @@
 
 use std::ffi::{OsString, c_int};
 use std::os::fd::IntoRawFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::signals;
-use super::source::trust;
+use super::source::{Certificates, S3Given};
 use crate::error::{Error, Result};
-use crate::net::NetOptions;
-use crate::net::s3::S3Options;
 use crate::sink::{FileSink, S3Sink, WriteAt, write_all_at};
 use crate::workers;
 
@@ -36,28 +34,15 @@ impl Sink {
 impl Sink {
     /// Finds endpoint and credentials; nothing is sent yet.
     #[staticmethod]
-    #[pyo3(signature = (uri, *, access_key, secret_key, endpoint, config_path, force_http, region,
-                        ca_file=None, ca_folder=None, trust_all=false))]
-    #[allow(clippy::too_many_arguments)] // keywords
     fn s3(
         py: Python<'_>,
         uri: String,
-        access_key: Option<String>,
-        secret_key: Option<String>,
-        endpoint: Option<String>,
-        config_path: Option<PathBuf>,
-        force_http: Option<bool>,
-        region: Option<String>,
-        ca_file: Option<PathBuf>,
-        ca_folder: Option<PathBuf>,
-        trust_all: bool,
+        options: S3Given,
+        certificates: Certificates,
     ) -> PyResult<Self> {
-        let trust = trust(ca_file, ca_folder, trust_all);
-        let options =
-            S3Options { access_key, secret_key, endpoint, config_path, force_http, region };
-        let sink = py.detach(|| -> Result<_> {
-            S3Sink::create(&uri, &options, NetOptions { trust, ..NetOptions::from_environment()? })
-        })?;
+        let options = options.into();
+        let sink =
+            py.detach(|| -> Result<_> { S3Sink::create(&uri, &options, certificates.options()?) })?;
         Ok(Sink { sink })
     }
 

@@ -34,77 +34,80 @@ impl Source {
 }
 
 /// Which certificates Python's `CAInfo` stands for.
-pub fn trust(file: Option<PathBuf>, folder: Option<PathBuf>, all: bool) -> Trust {
-    match (file, folder, all) {
-        (Some(file), ..) => Trust::File(file),
-        (_, Some(folder), _) => Trust::Folder(folder),
-        (.., true) => Trust::Anything,
-        _ => Trust::System,
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Certificates {
+    ca_file: Option<PathBuf>,
+    ca_folder: Option<PathBuf>,
+    trust_all: bool,
+}
+
+impl Certificates {
+    /// The options of the environment, with these certificates.
+    pub fn options(self) -> Result<NetOptions> {
+        let trust = match (self.ca_file, self.ca_folder, self.trust_all) {
+            (Some(file), ..) => Trust::File(file),
+            (_, Some(folder), _) => Trust::Folder(folder),
+            (.., true) => Trust::Anything,
+            _ => Trust::System,
+        };
+        Ok(NetOptions { trust, ..NetOptions::from_environment()? })
+    }
+}
+
+/// What a call says about S3.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct S3Given {
+    access_key: Option<String>,
+    secret_key: Option<String>,
+    endpoint: Option<String>,
+    config_path: Option<PathBuf>,
+    force_http: Option<bool>,
+    region: Option<String>,
+}
+
+impl From<S3Given> for S3Options {
+    fn from(given: S3Given) -> Self {
+        let S3Given { access_key, secret_key, endpoint, config_path, force_http, region } = given;
+        S3Options { access_key, secret_key, endpoint, config_path, force_http, region }
     }
 }
 
 #[pymethods]
 impl Source {
-    /// Opens an address. Certificates that are trusted: those of the system, or of the file or
-    /// the folder, or all.
+    /// Opens an address.
     #[staticmethod]
-    #[pyo3(signature = (uri, headers, *, ca_file=None, ca_folder=None, trust_all=false))]
     fn http(
         py: Python<'_>,
         uri: String,
         headers: Vec<(String, String)>,
-        ca_file: Option<PathBuf>,
-        ca_folder: Option<PathBuf>,
-        trust_all: bool,
+        certificates: Certificates,
     ) -> PyResult<Self> {
-        let trust = trust(ca_file, ca_folder, trust_all);
         let source = py.detach(|| -> Result<_> {
-            http::open(&uri, NetOptions { headers, trust, ..NetOptions::from_environment()? })
+            http::open(&uri, NetOptions { headers, ..certificates.options()? })
         })?;
         Ok(Self::new(source))
     }
 
     /// Opens an object of S3.
     #[staticmethod]
-    #[pyo3(signature = (uri, *, access_key, secret_key, endpoint, config_path, force_http, region,
-                        ca_file=None, ca_folder=None, trust_all=false))]
-    #[allow(clippy::too_many_arguments)] // keywords
     fn s3(
         py: Python<'_>,
         uri: String,
-        access_key: Option<String>,
-        secret_key: Option<String>,
-        endpoint: Option<String>,
-        config_path: Option<PathBuf>,
-        force_http: Option<bool>,
-        region: Option<String>,
-        ca_file: Option<PathBuf>,
-        ca_folder: Option<PathBuf>,
-        trust_all: bool,
+        options: S3Given,
+        certificates: Certificates,
     ) -> PyResult<Self> {
-        let trust = trust(ca_file, ca_folder, trust_all);
-        let options =
-            S3Options { access_key, secret_key, endpoint, config_path, force_http, region };
-        let source = py.detach(|| -> Result<_> {
-            s3::open(&uri, &options, NetOptions { trust, ..NetOptions::from_environment()? })
-        })?;
+        let options = options.into();
+        let source =
+            py.detach(|| -> Result<_> { s3::open(&uri, &options, certificates.options()?) })?;
         Ok(Self::new(source))
     }
 
     /// Opens the values of a Redis server.
     #[staticmethod]
-    #[pyo3(signature = (uri, *, ca_file=None, ca_folder=None, trust_all=false))]
-    fn redis(
-        py: Python<'_>,
-        uri: String,
-        ca_file: Option<PathBuf>,
-        ca_folder: Option<PathBuf>,
-        trust_all: bool,
-    ) -> PyResult<Self> {
-        let trust = trust(ca_file, ca_folder, trust_all);
-        let source = py.detach(|| -> Result<_> {
-            redis::open(&uri, NetOptions { trust, ..NetOptions::from_environment()? })
-        })?;
+    fn redis(py: Python<'_>, uri: String, certificates: Certificates) -> PyResult<Self> {
+        let source = py.detach(|| -> Result<_> { redis::open(&uri, certificates.options()?) })?;
         Ok(Self::new(source))
     }
 

@@ -1,5 +1,6 @@
 """Servers on loopback: nginx, redis-server, an S3 server, and two that fail as they are told."""
 
+import contextlib
 import http.client
 import http.server
 import importlib.util
@@ -274,6 +275,22 @@ class Relay:
         for thread in threading.enumerate():
             if "process_request_thread" in thread.name:
                 thread.join(10)
+
+
+def move_bytes(source, target, left=None):
+    """Pass bytes on until one side closes, or so many have passed; return their number."""
+    moved = 0
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            data = data if left is None else data[: left - moved]
+            target.sendall(data)
+            moved += len(data)
+            if left is not None and moved >= left:
+                break
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+    return moved
 
 
 class FaultServer:

@@ -1,6 +1,5 @@
 """Files of HTTP servers: nginx, and a server that fails in every way."""
 
-import contextlib
 import io
 import json
 import os
@@ -16,7 +15,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, assert_same, run_python
-from servers import FaultServer, Nginx
+from servers import FaultServer, Nginx, move_bytes
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
 
@@ -388,17 +387,8 @@ class ConnectProxy:
             outer = socket.create_connection((host, int(port)))
             inner.sendall(b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n")
             for pair in ((inner, outer), (outer, inner)):
-                self.threads.append(threading.Thread(target=self.move, args=pair))
+                self.threads.append(threading.Thread(target=move_bytes, args=pair))
                 self.threads[-1].start()
-
-    @staticmethod
-    def move(source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self):
         return self

@@ -1,6 +1,5 @@
 """Values of a Redis server."""
 
-import contextlib
 import io
 import os
 import socket
@@ -13,7 +12,7 @@ import redis
 import tensorizer
 import torch
 from conftest import OLD_PYTHON, assert_same
-from servers import Redis, free_port
+from servers import Redis, free_port, move_bytes
 from tensorizer import TensorDeserializer, _redis
 from tensorizer.stream_io import CAInfo, RedisStreamFile, open_stream
 
@@ -261,20 +260,8 @@ class Proxy:
                 self.threads.append(threading.Thread(target=self.move, args=pair))
                 self.threads[-1].start()
 
-    def move(self, source, target, left):
-        try:
-            while data := source.recv(1 << 16):
-                if left is not None:
-                    data, left = data[:left], left - len(data)
-                target.sendall(data)
-                self.passed += len(data)
-                if left is not None and left <= 0:
-                    break
-        except OSError:
-            pass
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+    def move(self, *pair):
+        self.passed += move_bytes(*pair)
 
     def __enter__(self):
         return self
