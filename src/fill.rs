@@ -3,7 +3,7 @@
 use std::io::IoSliceMut;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use crate::crypt::{DecryptionOptions, PIECE_LEN};
+use crate::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
@@ -302,7 +302,11 @@ impl<'a> Pass<'_, 'a> {
                         (Some(bytes), ..) => whole.push((tensor, covered, bytes)),
                         (None, 0, _) => whole.push((tensor, covered, &[])),
                         (None, _, Some(Destination::Data { bytes, .. })) => {
-                            whole.push((tensor, covered, self.opened(tensor, bytes)?));
+                            let bytes = match &self.opener {
+                                Some(opener) => opener.whole(tensor, bytes)?,
+                                None => bytes,
+                            };
+                            whole.push((tensor, covered, bytes));
                         }
                         // The plan does not cut small tensors, unless parts are tiny.
                         _ => return Err(Error::Bug("a small tensor in two parts".to_owned())),
@@ -338,17 +342,6 @@ impl<'a> Pass<'_, 'a> {
         }
     }
 
-    /// Decrypts all data of a tensor that came with its header.
-    fn opened(&self, tensor: usize, bytes: &'a mut [u8]) -> Result<&'a [u8]> {
-        let (Some(_), Some(options)) = (&self.opener, self.file.decryption()) else {
-            return Ok(bytes);
-        };
-        let header = self.headers.get(tensor).and_then(OnceLock::get);
-        let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        open_whole(header, self.entry(tensor)?, options, self.file.uri(), bytes)?;
-        Ok(bytes)
-    }
-
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
     fn hash(&self, more_to_read: bool, control: &Control) -> Result<bool> {
         let mut outcome = Ok(());
@@ -369,6 +362,7 @@ impl<'a> Pass<'_, 'a> {
     }
 
     fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<&Header> {
+        self.file.check_header(self.entry(tensor)?, &raw)?;
         let header = Header::parse(raw, self.entry(tensor)?, self.file.prologue().encrypted)
             .map_err(|e| e.of(self.file.uri()))?;
         let place =
@@ -383,35 +377,13 @@ impl<'a> Pass<'_, 'a> {
     }
 }
 
-/// Decrypts all data of a tensor.
-fn open_whole(
-    header: &Header,
-    entry: &Entry,
-    options: &DecryptionOptions,
-    uri: &str,
-    bytes: &mut [u8],
-) -> Result<()> {
-    let Some((pieces, key)) = how(header, entry, options, uri)? else { return Ok(()) };
-    let (mut at, mut rest) = (0, bytes);
-    while !rest.is_empty() {
-        let (number, start, end) = pieces.piece(at);
-        let len = usize::try_from(end - start).unwrap_or(usize::MAX).min(rest.len());
-        let (now, later) = rest.split_at_mut_checked(len).unwrap_or_default();
-        if !pieces.open(number, now, &key) {
-            return Err(refused(entry, uri));
-        }
-        (at, rest) = (end, later);
-    }
-    Ok(())
-}
-
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
-/// has been read.
+/// has been read. A key that has fitted once is not tried again.
 fn check_key(pass: &Pass<'_, '_>, any_order: bool) -> Result<()> {
     let (Some(_), Some(options)) = (&pass.opener, pass.file.decryption()) else { return Ok(()) };
-    let sealed = pass.entries.iter().enumerate().filter(|(_, entry)| entry.data_len > 0);
-    let first = sealed.min_by_key(|(_, entry)| entry.data_len).filter(|_| any_order);
-    let Some((_, entry)) = first else { return Ok(()) };
+    let sealed = pass.entries.iter().filter(|entry| entry.data_len > 0);
+    let first = sealed.min_by_key(|entry| entry.data_len).filter(|_| any_order);
+    let Some(entry) = first.filter(|_| !pass.file.key_fits()) else { return Ok(()) };
     let uri = pass.file.uri();
     let len = usize::try_from(entry.data_offset - entry.header_offset).unwrap_or(usize::MAX);
     let mut raw = vec![0; len].into_boxed_slice();
@@ -426,7 +398,11 @@ fn check_key(pass: &Pass<'_, '_>, any_order: bool) -> Result<()> {
     }
     let mut bytes = vec![0; usize::try_from(end).unwrap_or(usize::MAX)];
     read_exact_at(pass.source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what)?;
-    if pieces.open(0, &mut bytes, &key) { Ok(()) } else { Err(refused(entry, uri)) }
+    if !pieces.open(0, &mut bytes, &key) {
+        return Err(refused(entry, uri));
+    }
+    pass.file.set_key_fits();
+    Ok(())
 }
 
 /// Ends a long series of short reads when the call is given up.

@@ -184,6 +184,7 @@ impl Writer {
         if let Some(mut sink) = self.sink.take() {
             sink.publish(end)?;
         }
+        self.failed = false;
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use std::io::IoSliceMut;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::crypt::{DecryptionOptions, Manifest};
@@ -21,6 +22,9 @@ pub struct TensorFile {
     prologue: Prologue,
     /// Prologue and index as they are, of a file that says that it is sealed.
     head: Option<Vec<u8>>,
+    /// What headers must be, once the seal was found right.
+    sealed: OnceLock<(Manifest, Vec<[u8; 32]>)>,
+    key_fits: AtomicBool,
     entries: Vec<Entry>,
     names: NameTree,
 }
@@ -94,6 +98,8 @@ impl TensorFile {
             decryption,
             prologue,
             head,
+            sealed: OnceLock::new(),
+            key_fits: AtomicBool::new(false),
             entries,
             names,
         })
@@ -143,7 +149,29 @@ impl TensorFile {
         let digests: Vec<[u8; 32]> =
             headers.iter().map(|header| manifest.digest(&header.raw)).collect();
         let (prologue, index) = head.split_at_checked(PROLOGUE_LEN).unwrap_or_default();
-        if manifest.verifies(prologue, index, &digests)? { Ok(()) } else { Err(self.unsealed()) }
+        if !manifest.verifies(prologue, index, &digests)? {
+            return Err(self.unsealed());
+        }
+        // Headers are read again with their data, and whoever sends them may send others then.
+        self.sealed.get_or_init(|| (manifest, digests));
+        Ok(())
+    }
+
+    /// Refuses a header that is not the one that was sealed.
+    pub fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
+        let Some((manifest, digests)) = self.sealed.get() else { return Ok(()) };
+        let expected = self.find(entry.name.stored()).and_then(|number| digests.get(number));
+        if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
+    }
+
+    /// Whether something was decrypted with the key already.
+    pub fn key_fits(&self) -> bool {
+        self.key_fits.load(Ordering::Relaxed)
+    }
+
+    /// Remembers that the key is right.
+    pub fn set_key_fits(&self) {
+        self.key_fits.store(true, Ordering::Relaxed);
     }
 
     fn unsealed(&self) -> Error {
@@ -188,6 +216,10 @@ impl TensorFile {
                 "`{}` begins at byte {} of another file, and its positions count from there",
                 self.uri, self.base
             )));
+        }
+        if let Some(head) = self.head.as_ref().filter(|_| numbers.len() == self.entries.len()) {
+            // As it is, so that its seal stays right.
+            return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
         let entries = entries.collect::<Result<Vec<_>>>()?;

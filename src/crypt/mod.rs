@@ -73,6 +73,13 @@ impl Pieces {
         };
         sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key)
     }
+
+    /// Decrypts all pieces in place.
+    #[must_use]
+    pub fn open_all(&self, bytes: &mut [u8], key: &Key) -> bool {
+        let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
+        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.open(number, piece, key))
+    }
 }
 
 /// The nonce of a piece: a 192-bit little-endian counter, which wraps around.

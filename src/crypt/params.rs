@@ -72,7 +72,7 @@ impl DecryptionOptions {
 
     /// The key of a tensor whose header names this derivation.
     pub fn key(&self, derivation: Option<&KeyDerivation>, uri: &str) -> Result<Key> {
-        let source = match (&self.secret, derivation) {
+        let (source, derivation) = match (&self.secret, derivation) {
             (Secret::Key(key), _) => return Ok(key.clone()),
             (Secret::Passphrase(_), None) => {
                 return Err(Error::Crypt(format!(
@@ -80,10 +80,7 @@ impl DecryptionOptions {
                      use DecryptionParams.from_key"
                 )));
             }
-            (Secret::Passphrase(source), Some(_)) => source,
-        };
-        let Some(derivation) = derivation else {
-            return Err(Error::Bug("a derivation that is none".to_owned()));
+            (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
         // Held while deriving, so that the memory for it is taken once.
         let mut derived = self.derived.lock().unwrap_or_else(PoisonError::into_inner);

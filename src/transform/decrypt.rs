@@ -107,6 +107,14 @@ impl<'o, 'a> Opener<'o, 'a> {
         Ok(plain)
     }
 
+    /// Decrypts all data of a tensor, whose header came before.
+    pub fn whole(&self, tensor: usize, bytes: &'a mut [u8]) -> Result<&'a [u8]> {
+        let how = self.lane(tensor)?.how.clone();
+        let how = how.ok_or_else(|| Error::Bug(format!("no header of tensor {tensor}")))?;
+        self.check(tensor, how.0.open_all(bytes, &how.1))?;
+        Ok(bytes)
+    }
+
     fn open(
         &self,
         tensor: usize,

@@ -11,6 +11,7 @@ pub struct Seal<'p> {
     options: &'p EncryptionOptions,
     nonce: [u8; NONCE_LEN],
     macs: Mutex<Vec<[u8; MAC_LEN]>>,
+    encoded_len: usize,
 }
 
 impl<'p> Seal<'p> {
@@ -18,8 +19,11 @@ impl<'p> Seal<'p> {
     pub fn new(data_len: u64, options: &'p EncryptionOptions) -> Result<Self> {
         let count = usize::try_from(data_len.div_ceil(PIECE_LEN));
         let count = count.map_err(|_| Error::Bug("too many tags".to_owned()))?;
+        let len = crypt_info::encoded_len(options.derivation.is_some(), count as u64);
+        let encoded_len =
+            usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
         let macs = Mutex::new(vec![[0; MAC_LEN]; count]);
-        Ok(Seal { options, nonce: crypt::random()?, macs })
+        Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
     /// The encrypted bytes of data that begin at a multiple of the length of pieces. The data
@@ -38,7 +42,7 @@ impl<'p> Seal<'p> {
 
     /// Bytes of the header's block.
     pub fn encoded_len(&self) -> usize {
-        self.encode().len()
+        self.encoded_len
     }
 
     /// The header's block, complete once all data were sealed.

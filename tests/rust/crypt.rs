@@ -2,11 +2,14 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation)]
 
+use std::io::IoSliceMut;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
 use tensorizer::format::crypt_info::KeyDerivation;
+use tensorizer::source::{MemorySource, ReadAt, Traits};
 use tensorizer::{
     Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Verify, load, load_into, save,
 };
@@ -162,6 +165,49 @@ fn a_manifest_seals_what_encryption_leaves_open() {
         std::fs::write(&path, bytes).unwrap();
         assert!(open(&path, secret(), true).is_err(), "byte {at}");
     }
+}
+
+/// Serves one file while it is opened, and another one afterwards.
+struct TwoFaced {
+    faces: [Vec<u8>; 2],
+    turned: AtomicBool,
+}
+
+impl ReadAt for TwoFaced {
+    fn uri(&self) -> &str {
+        "two-faced"
+    }
+
+    fn traits(&self) -> Traits {
+        MemorySource::new(&self.faces[0][..], "").traits()
+    }
+
+    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> tensorizer::Result<usize> {
+        let face = &self.faces[usize::from(self.turned.load(Ordering::Relaxed))];
+        MemorySource::new(&face[..], "two-faced").read_at(offset, buffers)
+    }
+}
+
+#[test]
+fn sealed_headers_cannot_change_after_the_file_was_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    write(&path, plain(true), false);
+    let first = std::fs::read(&path).unwrap();
+    // The same names, shapes and places under the same key, but other nonces, tags and data.
+    write(&path, plain(true), false);
+    let second = std::fs::read(&path).unwrap();
+    assert_eq!(first.len(), second.len());
+    let source = Arc::new(TwoFaced { faces: [first, second], turned: AtomicBool::new(false) });
+    let shared: Arc<dyn ReadAt> = Arc::clone(&source) as _;
+    let mut options = DecryptionOptions::new(Secret::Key(key(1)));
+    options.require_manifest = true;
+    let file = TensorFile::from_source(shared, 0).unwrap().decrypt(Arc::new(options), NEVER);
+    let file = file.unwrap();
+    assert!(load(&file, &[1, 6], &LoadOptions::default(), NEVER).is_ok());
+    source.turned.store(true, Ordering::Relaxed);
+    let failed = load(&file, &[1, 6], &LoadOptions::default(), NEVER);
+    assert!(matches!(failed, Err(Error::Crypt(_))));
 }
 
 #[test]
