@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from ._deserializer import TensorDeserializer
-from ._encryption import DecryptionParams, EncryptionParams
+from ._encryption import DecryptionParams, EncryptionParams, native_decryption
 from ._errors import CryptographyError, HashMismatchError
 from ._exchange import take
+from ._files import open_address
+from ._reading import open_reader
 from ._serializer import TensorSerializer
 from ._types import Name, TensorType
 from .utils import convert_bytes
@@ -59,24 +61,37 @@ class _Progress:
 class _File:
     """An open file, read in batches."""
 
-    def __init__(self, uri: str, params: DecryptionParams | None, readers: int | None) -> None:
+    def __init__(
+        self, uri: str, params: DecryptionParams | None = None, readers: int | None = None
+    ) -> None:
         self.uri = uri
-        self._deserializer = TensorDeserializer(
-            uri, "cpu", lazy_load=True, encryption=params, num_readers=readers
-        )
-        self.reader = self._deserializer._reader
         self._readers = readers
+        decryption = native_decryption(params)
+        self._stream = open_address(uri)
+        self.reader = open_reader(self._stream)
+        try:
+            # Names and shapes need no key.
+            if decryption is not None:
+                self.reader.decrypt(decryption)
+        except BaseException:
+            self._close()
+            raise
         self.names: list[Name] = self.reader.names()
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
 
+    def _close(self) -> None:
+        self.reader.close()
+        if hasattr(self._stream, "close"):
+            self._stream.close()
+
     def __enter__(self) -> _File:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._deserializer.close()
+        self._close()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -166,7 +181,7 @@ def _encryption(options: argparse.Namespace, prefix: str) -> EncryptionParams:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    with _open_to_look(options) as file:
+    with _File(options.file) as file:
         offsets = file.reader.offsets()
         rows: list[dict[str, Any]] = []
         for number, name in enumerate(file.names):
@@ -202,28 +217,6 @@ def _ls(options: argparse.Namespace) -> int:
             f"data version {file.reader.version}{encrypted}"
         )
     return 0
-
-
-class _open_to_look(_File):  # reads as what it does
-    """Names and shapes need no key."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from ._files import open_address
-        from ._reading import open_reader
-
-        self.uri = options.file
-        self._deserializer = self  # type: ignore[assignment]
-        self._stream = open_address(options.file)
-        self.reader = open_reader(self._stream)
-        self.names = self.reader.names()
-        self.kinds = self.reader.kinds()
-        self.data_lens = self.reader.data_lens()
-        self.total = sum(self.data_lens)
-
-    def close(self) -> None:
-        self.reader.close()
-        if hasattr(self._stream, "close"):
-            self._stream.close()
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -338,18 +338,18 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     s3_signature_version: str | None = None,
 ) -> None:
     """Upload a local file; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
-    options = _s3_options(
+    target = open_stream(
+        target_uri,
+        "wb",
         s3_access_key_id,
         s3_secret_access_key,
         s3_endpoint,
-        None,
-        _is_plain(s3_endpoint),
-        s3_region_name,
-        s3_signature_version,
+        force_http=_is_plain(s3_endpoint),
+        s3_region_name=s3_region_name,
+        s3_signature_version=s3_signature_version,
     )
-    sink = Sink.s3(target_uri, options, _trust(None))
-    with Path(path).open("rb") as file, UploadFile(sink) as upload:
-        shutil.copyfileobj(file, upload, 8 << 20)
+    with target, Path(path).open("rb") as file:
+        shutil.copyfileobj(file, target, 8 << 20)
 
 
 def s3_download(  # noqa: PLR0917  # the order is that of the old package
@@ -365,18 +365,23 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
     certificate_handling: CAInfo | None = None,
 ) -> CURLStreamFile:
     """Open an object for reading; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
-    options = _s3_options(
+    stream = open_stream(
+        path_uri,
+        "rb",
         s3_access_key_id,
         s3_secret_access_key,
         s3_endpoint,
         None,
+        buffer_size,
         _is_plain(s3_endpoint),
-        s3_region_name,
-        s3_signature_version,
+        begin=begin,
+        end=end,
+        s3_region_name=s3_region_name,
+        s3_signature_version=s3_signature_version,
+        certificate_handling=certificate_handling,
     )
-    check_range(begin, end)
-    source = Source.s3(path_uri, options, _trust(certificate_handling))
-    return _over(source, begin, end, buffer_size)
+    assert isinstance(stream, CURLStreamFile)
+    return stream
 
 
 def _is_plain(endpoint: str | None) -> bool | None:

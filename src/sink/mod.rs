@@ -66,7 +66,7 @@ pub trait WriteAt: Send + Sync {
             let from = end.saturating_sub(MOVE_STEP).max(at);
             buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
             self.read_back(from, &mut buffer)?;
-            write_all(self, from + len, &buffer)?;
+            write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], &|| true)?;
             end = from;
         }
         Ok(len)
@@ -99,24 +99,9 @@ pub fn unwritable(scheme: &str) -> Error {
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))
 }
 
-fn write_all<S: WriteAt + ?Sized>(sink: &S, offset: u64, bytes: &[u8]) -> Result<()> {
-    let mut done = 0;
-    while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
-        match sink.write_at(offset + done as u64, &[IoSlice::new(rest)])? {
-            0 => return Err(nothing_written(sink.uri())),
-            written => done += written,
-        }
-    }
-    Ok(())
-}
-
-fn nothing_written(uri: &str) -> Error {
-    Error::io("writing", uri, std::io::Error::from(std::io::ErrorKind::WriteZero))
-}
-
 /// Writes all of the buffers, unless `go_on` says no.
-pub fn write_all_at(
-    sink: &dyn WriteAt,
+pub fn write_all_at<S: WriteAt + ?Sized>(
+    sink: &S,
     offset: u64,
     mut buffers: &mut [IoSlice<'_>],
     go_on: &dyn Fn() -> bool,
@@ -128,7 +113,8 @@ pub fn write_all_at(
         let window = buffers.get(..window).unwrap_or_default();
         let written = sink.write_at_while(at, window, go_on)?;
         if written == 0 {
-            return Err(nothing_written(sink.uri()));
+            let error = std::io::Error::from(std::io::ErrorKind::WriteZero);
+            return Err(Error::io("writing", sink.uri(), error));
         }
         at += written as u64;
         IoSlice::advance_slices(&mut buffers, written);
