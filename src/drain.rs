@@ -5,16 +5,16 @@
 use std::io::IoSlice;
 use std::sync::{Mutex, PoisonError};
 
-use crate::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
+use crate::crypt::{Manifest, PIECE_LEN};
 use crate::error::{Error, Result};
-use crate::format::header::Draft;
+use crate::format::header::{Draft, Hashes};
 use crate::format::index::Entry;
 use crate::plan::{Extent, Part, PieceKind, partition};
-use crate::save::{Data, HostCopy};
+use crate::save::{Data, HostCopy, SaveOptions};
 use crate::sink::{WriteAt, write_all_at};
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
-use crate::transform::hash::{Digests, SMALL, digest, digest_all};
+use crate::transform::hash::{Digests, SMALL, digest, digest_all, digest_crc, sha256};
 use crate::workers::{self, Control, Interrupt};
 
 /// A tensor with its place in the file.
@@ -53,15 +53,15 @@ const PART_LEN: u64 = 4 << 20;
 /// Less than this is written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 
-/// Writes headers and data of the items to their places. Gives what stands for each header in a
-/// manifest, if there is to be one.
+/// Writes headers and data of the items to their places. Gives what stands for each header where
+/// all of them together are to be sealed or named.
 pub fn drain(
     sink: &dyn WriteAt,
     items: Vec<Item<'_>>,
-    threads: Option<usize>,
-    encryption: Option<&EncryptionOptions>,
+    options: &SaveOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<[u8; 32]>> {
+    let encryption = options.encryption.as_deref();
     for item in &items {
         if let Data::Bytes(bytes) = item.data
             && bytes.len() as u64 != item.entry.data_len
@@ -86,8 +86,10 @@ pub fn drain(
         .collect();
     let jobs = jobs(&items, &extents);
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
-    let wanted =
-        threads.unwrap_or_else(|| sink.default_writers()).clamp(1, sink.max_writers().max(1));
+    let wanted = options
+        .threads
+        .unwrap_or_else(|| sink.default_writers())
+        .clamp(1, sink.max_writers().max(1));
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
     let seals = items
         .iter()
@@ -95,10 +97,12 @@ pub fn drain(
     let manifest = encryption.filter(|options| options.manifest);
     let pass = Pass {
         sink,
-        hashes: HashPool::new(items.iter().map(Item::len_for_pool), true),
+        hashes: HashPool::new(items.iter().map(Item::len_for_pool), options.hashes == Hashes::All),
         items: &items,
         seals: seals.collect::<Result<Vec<_>>>()?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
+        named: options.pair.is_some(),
+        kinds: options.hashes,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
     };
     let queue = Mutex::new(jobs.into_iter());
@@ -161,6 +165,9 @@ struct Pass<'p> {
     hashes: HashPool<'p>,
     seals: Vec<Option<Seal<'p>>>,
     manifest: Option<Manifest>,
+    /// Whether headers get a digest where there is no manifest.
+    named: bool,
+    kinds: Hashes,
     digests: Mutex<Vec<[u8; 32]>>,
 }
 
@@ -250,17 +257,21 @@ impl<'p> Pass<'p> {
     fn draft(&self, tensor: usize) -> Result<Draft> {
         let item = self.item(tensor)?;
         let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
-        Draft::new(item.entry, item.module_index, crypt_len)
+        Draft::new(item.entry, item.module_index, self.kinds, crypt_len)
     }
 
     /// A header with everything in it.
     fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
         let crypt = self.seal(tensor)?.map(Seal::encode).unwrap_or_default();
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
-        if let Some(manifest) = &self.manifest {
+        let digest = match &self.manifest {
+            Some(manifest) => Some(manifest.digest(&header)),
+            None => self.named.then(|| sha256(&header)),
+        };
+        if let Some(digest) = digest {
             let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = all.get_mut(tensor) {
-                *slot = manifest.digest(&header);
+                *slot = digest;
             }
         }
         Ok(header)
@@ -285,7 +296,10 @@ impl<'p> Pass<'p> {
             .zip(&data)
             .map(|((_, draft), data)| (draft.bytes.as_slice(), *data))
             .collect();
-        let digests = digest_all(&inputs);
+        let digests = match self.kinds {
+            Hashes::All => digest_all(&inputs),
+            Hashes::Crc32 => inputs.iter().map(|(header, data)| digest_crc(header, data)).collect(),
+        };
         drafts
             .into_iter()
             .zip(digests)
@@ -333,7 +347,10 @@ impl<'p> Pass<'p> {
             return Err(Error::Bug(format!("tensor `{}` changed its size", item.entry.name)));
         }
         let draft = self.draft(tensor)?;
-        let digests = digest(&draft.bytes, data);
+        let digests = match self.kinds {
+            Hashes::All => digest(&draft.bytes, data),
+            Hashes::Crc32 => digest_crc(&draft.bytes, data),
+        };
         let go_on = || !control.stopped();
         let Some(seal) = self.seal(tensor)? else {
             let header = self.finish(tensor, draft, &digests)?;

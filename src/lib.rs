@@ -71,8 +71,9 @@ pub use half;
 
 pub use error::{Error, Result};
 pub use fill::read_headers;
+pub use format::header::Hashes;
 pub use load::{LoadOptions, LoadedTensor, Mapping, Verify, load, load_into};
-pub use save::{Data, HostCopy, SaveOptions, SaveTensor, Writer, save, save_to};
+pub use save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
 pub use tensor_file::TensorFile;
 pub use typed::{Element, Tensor, write};
 pub use workers::Interrupt;

@@ -8,12 +8,15 @@ use crate::drain::{Item, drain};
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
+use crate::format::header::Hashes;
 use crate::format::index::{self, Entry, end_of_index};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
+use crate::format::pair::{self, PAIR_LEN, PairId};
 use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
 use crate::plan::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
 use crate::sink::{WriteAt, write_all_at};
+use crate::transform::hash::sha256;
 use crate::workers::Interrupt;
 
 /// Bytes of a tensor that had to be brought into one piece of host memory first.
@@ -54,13 +57,32 @@ pub struct SaveOptions {
     pub alignment: u64,
     /// Threads that hash and write at once.
     pub threads: Option<usize>,
+    /// Which hashes to store.
+    pub hashes: Hashes,
     /// Encrypt the tensors' data.
     pub encryption: Option<Arc<EncryptionOptions>>,
+    /// Give the file an identity, by which the other half of a saved object knows it.
+    pub pair: Option<Pair>,
+}
+
+/// Where the identity of a file comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pair {
+    /// From the tensors in it.
+    FromContent,
+    /// From the file of which this is a copy.
+    Given(PairId),
 }
 
 impl Default for SaveOptions {
     fn default() -> Self {
-        SaveOptions { alignment: 64, threads: None, encryption: None }
+        SaveOptions {
+            alignment: 64,
+            threads: None,
+            hashes: Hashes::All,
+            encryption: None,
+            pair: None,
+        }
     }
 }
 
@@ -78,7 +100,7 @@ pub struct Writer {
     base: u64,
     options: SaveOptions,
     entries: Vec<Entry>,
-    /// What stands for their headers in a manifest.
+    /// What stands for their headers in a manifest and in the file's identity.
     digests: Vec<[u8; 32]>,
     names: NameTree,
     index_len: u64,
@@ -124,6 +146,23 @@ impl Writer {
         self.tensor_bytes
     }
 
+    /// Gives the file an identity. Nothing may have been written yet.
+    pub fn set_pair(&mut self, pair: Pair) -> Result<()> {
+        if self.index_len > 0 {
+            return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
+        }
+        self.options.pair = Some(pair);
+        Ok(())
+    }
+
+    /// The file's identity, of the tensors written so far.
+    pub fn pair_id(&self) -> Option<PairId> {
+        match self.options.pair? {
+            Pair::Given(id) => Some(id),
+            Pair::FromContent => sha256(self.digests.as_flattened()).first_chunk().copied(),
+        }
+    }
+
     /// Position after the last byte of the file, its end mark included.
     pub fn end(&self) -> u64 {
         self.end + END_MARK.len() as u64
@@ -155,8 +194,7 @@ impl Writer {
             .zip(sources)
             .map(|(entry, (module_index, data))| Item { entry, module_index, data })
             .collect();
-        let encryption = self.options.encryption.as_deref();
-        let digests = drain(sink, items, self.options.threads, encryption, interrupt)?;
+        let digests = drain(sink, items, &self.options, interrupt)?;
         self.digests.extend(digests);
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);
@@ -224,7 +262,7 @@ impl Writer {
 
     /// Places tensors behind the earlier ones, making room in the index first.
     fn lay_out(&mut self, placed: Vec<Placed>) -> Result<Layout> {
-        let alignment = self.options.alignment;
+        let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
@@ -232,21 +270,21 @@ impl Writer {
             placed.clone(),
             self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
             alignment,
+            hashes,
             encrypted,
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let all = self.entries.iter().chain(&trial.entries);
         let used: u64 = all.map(|entry| entry.encoded_len(tagged) as u64).sum();
-        let seal =
-            if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 };
-        let used = used + seal as u64;
+        let pair = self.options.pair.map_or(0, |_| PAIR_LEN);
+        let used = used + (self.seal_len() + pair) as u64;
         if self.index_len == 0 {
             self.reserve_index(index_len_for(used))?;
         } else if used > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(index_len_for(used.saturating_mul(2)))?;
         }
-        place(placed, self.end, alignment, encrypted)
+        place(placed, self.end, alignment, hashes, encrypted)
     }
 
     fn reserve_index(&mut self, index_len: u64) -> Result<()> {
@@ -270,6 +308,12 @@ impl Writer {
         Ok(())
     }
 
+    /// Bytes at the end of the index block that a manifest takes.
+    fn seal_len(&self) -> usize {
+        let encryption = self.options.encryption.as_deref();
+        if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
+    }
+
     /// Writes end mark, index and prologue, in this order: the prologue makes the rest count.
     fn write_index(&self) -> Result<()> {
         let sink = self.sink()?;
@@ -285,6 +329,12 @@ impl Writer {
         };
         let mut block = index::encode(&self.entries, tagged, self.index_len)?;
         let start = prologue.encode();
+        let unsealed = block.len().saturating_sub(self.seal_len());
+        if let (Some(id), Some(space)) = (self.pair_id(), block.get_mut(..unsealed))
+            && !pair::put(space, id)
+        {
+            return Err(Error::Bug("no room for an identity".to_owned()));
+        }
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }

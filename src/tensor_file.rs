@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::crypt::{DecryptionOptions, Manifest};
+use crate::crypt::{DecryptionOptions, MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
+use crate::format::pair::{self, PairId};
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
 use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, address, read_exact_at};
 use crate::workers::Interrupt;
@@ -25,6 +26,7 @@ pub struct TensorFile {
     /// What headers must be, once the seal was found right.
     sealed: OnceLock<(Manifest, Vec<[u8; 32]>)>,
     key_fits: AtomicBool,
+    pair_id: Option<PairId>,
     entries: Vec<Entry>,
     names: NameTree,
 }
@@ -85,11 +87,10 @@ impl TensorFile {
         let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
         let source = Mutex::new(source);
         // All that a seal covers is needed again to check it.
-        let head = if Manifest::is_in(&block) {
-            Some(start.into_iter().chain(block).collect())
-        } else {
-            None
-        };
+        let sealed = Manifest::is_in(&block);
+        let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
+        let pair_id = block.get(..unsealed).and_then(pair::find);
+        let head = if sealed { Some(start.into_iter().chain(block).collect()) } else { None };
         let decryption = OnceLock::new();
         Ok(TensorFile {
             uri: uri.clone(),
@@ -100,6 +101,7 @@ impl TensorFile {
             head,
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
+            pair_id,
             entries,
             names,
         })
@@ -185,6 +187,11 @@ impl TensorFile {
     /// How loads decrypt.
     pub fn decryption(&self) -> Option<&DecryptionOptions> {
         self.decryption.get().map(Arc::as_ref)
+    }
+
+    /// The identity by which the other half of a saved object knows this file.
+    pub fn pair_id(&self) -> Option<PairId> {
+        self.pair_id
     }
 
     /// The path or address.

@@ -74,6 +74,8 @@ class Reader:
     @property
     def encrypted(self) -> bool: ...
     @property
+    def pair_id(self) -> bytes | None: ...
+    @property
     def tensor_bytes_field(self) -> int: ...
     @property
     def parallel(self) -> bool: ...
@@ -133,7 +135,11 @@ class Sink:
 class Writer:
     @staticmethod
     def to_path(
-        path: str, alignment: int, threads: int | None, encryption: Encryption | None
+        path: str,
+        alignment: int,
+        threads: int | None,
+        hashes: str,
+        encryption: Encryption | None,
     ) -> Writer: ...
     @staticmethod
     def to_fd(
@@ -142,11 +148,17 @@ class Writer:
         base: int,
         alignment: int,
         threads: int | None,
+        hashes: str,
         encryption: Encryption | None,
     ) -> Writer: ...
     @staticmethod
     def to_sink(
-        sink: Sink, base: int, alignment: int, threads: int | None, encryption: Encryption | None
+        sink: Sink,
+        base: int,
+        alignment: int,
+        threads: int | None,
+        hashes: str,
+        encryption: Encryption | None,
     ) -> Writer: ...
     @staticmethod
     def to_object(
@@ -155,12 +167,16 @@ class Writer:
         base: int,
         alignment: int,
         threads: int | None,
+        hashes: str,
         encryption: Encryption | None,
     ) -> Writer: ...
     @property
     def total_tensor_bytes(self) -> int: ...
     @property
     def end(self) -> int: ...
+    def set_pair(self, given: bytes | None) -> None: ...
+    @property
+    def pair_id(self) -> bytes | None: ...
     def write(
         self,
         ticket: int,

@@ -24,6 +24,8 @@ logger = logging.getLogger("tensorizer.serialization")
 
 #: Module indices take 16 bits in the file; modules beyond share the last one.
 _LAST_MODULE_INDEX = 0xFFFF
+#: Alignment, threads, hashes and encryption.
+_Options = tuple[int, int | None, str, Encryption | None]
 
 
 class TensorSerializer:
@@ -44,6 +46,9 @@ class TensorSerializer:
         alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
             of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
             version 2.12.1 of the package.
+        hashes: Which hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or
+            ``"crc32"``, which finds damage by accident and costs little. Readers verify those that
+            are there.
 
     Raises:
         OSError: The file cannot be created or written.
@@ -59,6 +64,7 @@ class TensorSerializer:
         encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
+        hashes: str = "all",
     ) -> None:
         self._file_obj: Any = None
         self._writer: Writer | None = None
@@ -82,7 +88,9 @@ class TensorSerializer:
                 )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
         file_obj = _files.open_address(file_obj, "wb")
-        self._writer = self._open(file_obj, alignment, limit_cpu_concurrency)
+        self._writer = self._open(
+            file_obj, (alignment, limit_cpu_concurrency, hashes, self._encryption)
+        )
         if not isinstance(file_obj, (str, bytes, os.PathLike, int)):
             self._file_obj = file_obj
 
@@ -91,11 +99,11 @@ class TensorSerializer:
         """Bytes of tensor data written so far."""
         return self._total_tensor_bytes
 
-    def _open(self, file_obj: Any, alignment: int, threads: int | None) -> Writer:
+    def _open(self, file_obj: Any, options: _Options) -> Writer:
         if isinstance(file_obj, UploadFile):
             sink, base = file_obj._native_sink(self)
-            return Writer.to_sink(sink, base, alignment, threads, self._encryption)
-        return _open(file_obj, alignment, threads, self._encryption)
+            return Writer.to_sink(sink, base, *options)
+        return _open(file_obj, options)
 
     # Writing
 
@@ -259,14 +267,12 @@ class TensorSerializer:
             logger.exception("a file that was not closed could not be finished")
 
 
-def _open(
-    file_obj: Any, alignment: int, threads: int | None, encryption: Encryption | None
-) -> Writer:
+def _open(file_obj: Any, options: _Options) -> Writer:
     target = _files.classify(file_obj)
     if isinstance(target, _files.Remote):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, _files.LocalPath):
-        return Writer.to_path(target.path, alignment, threads, encryption)
+        return Writer.to_path(target.path, *options)
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
@@ -275,8 +281,8 @@ def _open(
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {target.uri}")
     if isinstance(target, _files.Descriptor):
-        return Writer.to_fd(target.number, target.uri, target.base, alignment, threads, encryption)
-    return Writer.to_object(target.file, target.uri, target.base, alignment, threads, encryption)
+        return Writer.to_fd(target.number, target.uri, target.base, *options)
+    return Writer.to_object(target.file, target.uri, target.base, *options)
 
 
 def _is_container(value: Any) -> bool:

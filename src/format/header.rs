@@ -188,23 +188,43 @@ fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
     Ok(hashes)
 }
 
-/// The hashes that the writer stores, in its order.
-const WRITTEN: [Algorithm; 2] = [Algorithm::Crc32, Algorithm::Sha256];
+/// Which hashes of a tensor the writer stores.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Hashes {
+    /// CRC-32 and SHA-256, as the old package does.
+    #[default]
+    All,
+    /// CRC-32 only, which finds damage by accident and costs little.
+    Crc32,
+}
+
+impl Hashes {
+    /// In the order in which they are stored.
+    fn algorithms(self) -> &'static [Algorithm] {
+        match self {
+            Hashes::All => &[Algorithm::Crc32, Algorithm::Sha256],
+            Hashes::Crc32 => &[Algorithm::Crc32],
+        }
+    }
+
+    /// Bytes of all of them with their types and sizes, after their count.
+    fn encoded_len(self) -> usize {
+        self.algorithms().iter().map(|algorithm| 2 + algorithm.size()).sum()
+    }
+}
 
 /// A header about to be written, with zeros where its hashes will be.
 #[derive(Debug)]
 pub struct Draft {
     /// The bytes that hashes cover.
     pub bytes: Vec<u8>,
-    crc_at: usize,
-    sha_at: usize,
+    hashes: Vec<(Algorithm, usize)>,
     /// Where a block about encryption goes.
     crypt_at: usize,
 }
 
 /// Length of the header of a tensor, without padding.
-pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool) -> usize {
-    let hashes: usize = WRITTEN.iter().map(|a| 2 + a.size()).sum();
+pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool, hashes: Hashes) -> usize {
     8 + 2
         + 1
         + 2
@@ -212,7 +232,7 @@ pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool) -> usiz
         + dtype_and_shape_len(dtype, shape, long)
         + 2
         + 1
-        + hashes
+        + hashes.encoded_len()
         + 8
 }
 
@@ -220,7 +240,7 @@ impl Draft {
     /// The header of `entry`, padded with zeros to the length that the entry leaves for it.
     ///
     /// `crypt_len`: bytes to leave for a block about encryption, which hashes do not cover.
-    pub fn new(entry: &Entry, module_index: u16, crypt_len: usize) -> Result<Self> {
+    pub fn new(entry: &Entry, module_index: u16, hashes: Hashes, crypt_len: usize) -> Result<Self> {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
         let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
             .map_err(|_| bug("too long"))?;
@@ -233,16 +253,17 @@ impl Draft {
         out.extend_from_slice(&name_len.to_le_bytes());
         out.extend_from_slice(name);
         encode_dtype_and_shape(entry.dtype, &entry.shape, entry.long, &mut out)?;
-        let section: usize = 1 + WRITTEN.iter().map(|a| 2 + a.size()).sum::<usize>();
+        let section = 1 + hashes.encoded_len();
         out.extend_from_slice(
             &u16::try_from(section).map_err(|_| bug("hash section"))?.to_le_bytes(),
         );
-        out.push(u8::try_from(WRITTEN.len()).map_err(|_| bug("hash count"))?);
-        let mut value_at = [0; WRITTEN.len()];
-        for (algorithm, at) in WRITTEN.iter().zip(&mut value_at) {
-            out.push(*algorithm as u8);
+        let algorithms = hashes.algorithms();
+        out.push(u8::try_from(algorithms.len()).map_err(|_| bug("hash count"))?);
+        let mut hashes = Vec::with_capacity(algorithms.len());
+        for &algorithm in algorithms {
+            out.push(algorithm as u8);
             out.push(u8::try_from(algorithm.size()).map_err(|_| bug("hash size"))?);
-            *at = out.len();
+            hashes.push((algorithm, out.len()));
             out.resize(out.len() + algorithm.size(), 0);
         }
         let crypt_at = out.len();
@@ -251,13 +272,17 @@ impl Draft {
         out.resize(padded, 0);
         let data_len = i64::try_from(entry.data_len).map_err(|_| bug("data too long"))?;
         out.extend_from_slice(&data_len.to_le_bytes());
-        let [crc_at, sha_at] = value_at;
-        Ok(Draft { bytes: out, crc_at, sha_at, crypt_at })
+        Ok(Draft { bytes: out, hashes, crypt_at })
     }
 
     /// Puts the hashes in, and the block about encryption, which may be empty.
     pub fn finish(mut self, crc: u32, sha: &[u8; 32], crypt: &[u8]) -> Vec<u8> {
-        for (at, value) in [(self.crc_at, &crc.to_le_bytes()[..]), (self.sha_at, &sha[..])] {
+        let crc = crc.to_le_bytes();
+        for (algorithm, at) in self.hashes {
+            let value = match algorithm {
+                Algorithm::Crc32 => &crc[..],
+                Algorithm::Sha256 => &sha[..],
+            };
             if let Some(slot) = self.bytes.get_mut(at..at + value.len()) {
                 slot.copy_from_slice(value);
             }

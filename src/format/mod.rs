@@ -16,6 +16,7 @@ pub mod header;
 pub mod index;
 pub mod name;
 pub mod name_tree;
+pub mod pair;
 pub mod prologue;
 
 /// What a tensor was in the object that was saved.

@@ -6,7 +6,7 @@ use crate::format::TensorKind;
 use crate::format::crypt_info;
 use crate::format::dtype::DType;
 use crate::format::element_count;
-use crate::format::header::encoded_len;
+use crate::format::header::{Hashes, encoded_len};
 use crate::format::index::{Entry, is_long};
 use crate::format::name::Name;
 use crate::format::prologue::{
@@ -43,11 +43,13 @@ pub struct Layout {
 }
 
 /// Places tensors one after another from `start`, each one's data at a multiple of `alignment`
-/// bytes of the file, by padding its header. `encrypted`: whether their keys are derived.
+/// bytes of the file, by padding its header. `hashes`: those in the headers. `encrypted`: whether
+/// their keys are derived.
 pub fn place(
     tensors: Vec<Placed>,
     start: u64,
     alignment: u64,
+    hashes: Hashes,
     encrypted: Option<bool>,
 ) -> Result<Layout> {
     let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
@@ -66,7 +68,7 @@ pub fn place(
             .ok_or_else(too_large)?;
         let data_len = if meta { 0 } else { size };
         let header_offset = layout.end;
-        let header_len = encoded_len(&name, dtype, &shape, long) as u64
+        let header_len = encoded_len(&name, dtype, &shape, long, hashes) as u64
             + encrypted.map_or(0, |derived| {
                 crypt_info::encoded_len(derived, data_len.div_ceil(PIECE_LEN))
             });

@@ -1,5 +1,6 @@
 //! `tensorizer._C.Reader`: an open file for `TensorDeserializer`.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
@@ -115,6 +116,12 @@ impl Reader {
     #[getter]
     fn encrypted(&self) -> bool {
         self.file.prologue().encrypted
+    }
+
+    /// The identity by which the other half of a saved object knows this file.
+    #[getter]
+    fn pair_id(&self) -> Option<Cow<'static, [u8]>> {
+        self.file.pair_id().map(|id| id.to_vec().into())
     }
 
     #[getter]

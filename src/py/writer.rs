@@ -1,5 +1,6 @@
 //! `tensorizer._C.Writer`: a file under construction for `TensorSerializer`.
 
+use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -15,8 +16,9 @@ use super::sink::Sink;
 use crate::error::{Error, Result};
 use crate::ffi::exchange::borrow;
 use crate::format::TensorKind;
+use crate::format::header::Hashes;
 use crate::save;
-use crate::save::SaveOptions;
+use crate::save::{Pair, SaveOptions};
 use crate::sink::{FileSink, WriteAt};
 use crate::tensor::one_to_save;
 
@@ -32,10 +34,19 @@ impl Writer {
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        hashes: &str,
         encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
         let encryption = encryption.map(|encryption| Arc::clone(&encryption.0));
-        let options = SaveOptions { alignment, threads, encryption };
+        let hashes = match hashes {
+            "all" => Hashes::All,
+            "crc32" => Hashes::Crc32,
+            other => {
+                let what = format!("hashes must be 'all' or 'crc32', not {other:?}");
+                return Err(Error::InvalidArgument(what).into());
+            }
+        };
+        let options = SaveOptions { alignment, threads, hashes, encryption, pair: None };
         let inner = save::Writer::new(sink?, base, options)?;
         Ok(Writer { inner: Mutex::new(inner) })
     }
@@ -55,55 +66,59 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    #[pyo3(signature = (path, alignment, threads, encryption))]
+    #[pyo3(signature = (path, alignment, threads, hashes, encryption))]
     fn to_path(
         path: OsString,
         alignment: u64,
         threads: Option<usize>,
+        hashes: &str,
         encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
-        Self::new(sink, 0, alignment, threads, encryption)
+        Self::new(sink, 0, alignment, threads, hashes, encryption)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (descriptor, uri, base, alignment, threads, encryption))]
+    #[pyo3(signature = (descriptor, uri, base, alignment, threads, hashes, encryption))]
     fn to_fd(
         descriptor: c_int,
         uri: String,
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        hashes: &str,
         encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
         let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
-        Self::new(sink, base, alignment, threads, encryption)
+        Self::new(sink, base, alignment, threads, hashes, encryption)
     }
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (sink, base, alignment, threads, encryption))]
+    #[pyo3(signature = (sink, base, alignment, threads, hashes, encryption))]
     fn to_sink(
         sink: &Sink,
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        hashes: &str,
         encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
-        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads, encryption)
+        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads, hashes, encryption)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (object, uri, base, alignment, threads, encryption))]
+    #[pyo3(signature = (object, uri, base, alignment, threads, hashes, encryption))]
     fn to_object(
         object: Py<PyAny>,
         uri: String,
         base: u64,
         alignment: u64,
         threads: Option<usize>,
+        hashes: &str,
         encryption: Option<&Encryption>,
     ) -> PyResult<Self> {
         Self::new(
@@ -111,6 +126,7 @@ impl Writer {
             base,
             alignment,
             threads,
+            hashes,
             encryption,
         )
     }
@@ -124,6 +140,19 @@ impl Writer {
     #[getter]
     fn end(&self, py: Python<'_>) -> PyResult<u64> {
         self.with(py, |writer| Ok(writer.end()))
+    }
+
+    /// Gives the file an identity: that of the file which it is a copy of, or one of its own.
+    #[pyo3(signature = (given))]
+    fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> PyResult<()> {
+        let pair = given.map_or(Pair::FromContent, Pair::Given);
+        self.with(py, |writer| writer.set_pair(pair))
+    }
+
+    /// The file's identity, of the tensors written so far.
+    #[getter]
+    fn pair_id(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
+        self.with(py, |writer| Ok(writer.pair_id().map(|id| id.to_vec().into())))
     }
 
     /// Writes lent tensors. Names are `str` or tuples of `str` and `int`.

@@ -209,7 +209,7 @@ mod tests {
     use crate::format::TensorKind;
     use crate::format::crypt_info;
     use crate::format::dtype::DType;
-    use crate::format::header::Draft;
+    use crate::format::header::{Draft, Hashes};
     use crate::format::name::Name;
     use proptest::prelude::*;
 
@@ -245,7 +245,7 @@ mod tests {
                 data_len: len as u64,
             };
             entry.header_offset = 100;
-            let raw = Draft::new(&entry, 0, block.len()).unwrap().finish(0, &[0; 32], &block);
+            let raw = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap().finish(0, &[0; 32], &block);
             let header = Header::parse(raw.into(), &entry, true).unwrap();
             if let Some(at) = damage {
                 sealed[at % len] ^= 1;

@@ -77,6 +77,13 @@ pub fn digest(header: &[u8], data: &[u8]) -> Digests {
     Digests { crc: crc.finalize(), sha: sha.finish() }
 }
 
+/// The SHA-256 of some bytes.
+pub fn sha256(bytes: &[u8]) -> [u8; 32] {
+    let mut sha = Sha256::default();
+    sha.update(bytes);
+    sha.finish()
+}
+
 /// The CRC-32 of one tensor; the other hash is left out.
 pub fn digest_crc(header: &[u8], data: &[u8]) -> Digests {
     let mut crc = crc32fast::Hasher::new();

@@ -6,6 +6,7 @@ import tensorizer
 import torch
 from conftest import assert_same, bits
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+from tensorizer.serialization import HashMismatchError
 
 #: Every dtype of the table, without torch's prefix.
 DTYPES = [
@@ -334,3 +335,28 @@ def test_names_of_more_than_65535_bytes_are_refused(tmp_path):
         tensorizer.save({"x" * 65536: torch.ones(1)}, tmp_path / "no.tensors")
     tensorizer.save({"é" * 32767 + "x": torch.ones(1)}, tmp_path / "yes.tensors")
     assert list(tmp_path.iterdir()) == [tmp_path / "yes.tensors"]
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_files_with_one_hash_only(old, tmp_path, encrypted):
+    path = tmp_path / "f.tensors"
+    key = bytes(range(32))
+    params = tensorizer.EncryptionParams(key) if encrypted else None
+    tensors = {"large": torch.randn(300, 1000), "small": torch.arange(5), "empty": torch.empty(0)}
+    with TensorSerializer(path, hashes="crc32", encryption=params) as serializer:
+        serializer.write_state_dict(tensors)
+        serializer.write_tensor(0, "strided", TensorType.BUFFER, torch.randn(50, 60).t())
+    decryption = tensorizer.DecryptionParams.from_key(key) if encrypted else None
+    for verify in (True, "crc32"):
+        loaded = tensorizer.load(path, "cpu", verify_hash=verify, encryption=decryption)
+        assert_same(loaded["large"], tensors["large"])
+    if not encrypted:
+        found = read_with_old(old, path)
+        assert found["large"][5] == bits(tensors["large"])
+        data = path.read_bytes()
+        at = data.index(bits(tensors["large"])[:100])
+        path.write_bytes(data[: at + 5] + bytes([data[at + 5] ^ 4]) + data[at + 6 :])
+        with pytest.raises(HashMismatchError, match="CRC32"):
+            tensorizer.load(path, "cpu", verify_hash=True)
+    with pytest.raises(ValueError, match="hashes must be"):
+        TensorSerializer(path, hashes="md5")

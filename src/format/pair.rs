@@ -1,0 +1,44 @@
+//! What the two halves of an object saved by `torch.save` share: its pickle, and the `.tensors`
+//! file that holds its storages. The pickle states the identity of its file, so that no other
+//! file is taken for it.
+//!
+//! In the file the identity is at the end of the index block (in front of a manifest, if there is
+//! one), where other readers see unused space.
+
+/// What the bytes begin with.
+const MAGIC: [u8; 8] = *b"TZPAIR01";
+/// Bytes of magic and identity.
+pub const PAIR_LEN: usize = MAGIC.len() + 16;
+
+/// Tells files of storages apart: the same for the same storages, saved the same way.
+pub type PairId = [u8; 16];
+
+/// Writes an identity into the last bytes of `space`. False if they are too few.
+pub fn put(space: &mut [u8], id: PairId) -> bool {
+    let Some(end) = space.last_chunk_mut::<PAIR_LEN>() else { return false };
+    for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(id)) {
+        *slot = byte;
+    }
+    true
+}
+
+/// The identity in the last bytes of `space`, if there is one.
+pub fn find(space: &[u8]) -> Option<PairId> {
+    let end = space.last_chunk::<PAIR_LEN>().filter(|end| end.starts_with(&MAGIC))?;
+    end.last_chunk().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_identity_is_found_where_it_was_put() {
+        let mut space = [0; PAIR_LEN + 3];
+        assert_eq!(find(&space), None);
+        assert!(put(&mut space, *b"0123456789abcdef"));
+        assert_eq!(find(&space), Some(*b"0123456789abcdef"));
+        assert!(space.starts_with(&[0, 0, 0, b'T']));
+        assert!(!put(&mut [0; PAIR_LEN - 1], [0; 16]));
+    }
+}
