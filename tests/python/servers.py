@@ -189,20 +189,17 @@ class Moto:
         self.process.wait(20)
 
 
-class Relay:
-    """Hands requests on to another server, as a proxy or as if it were that server. Each one is
-    given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
-    a number and fields, ``"reset"``, or ``"stall"``.
-    """
+class Scripted:
+    """An HTTP server whose ``answer`` gets the handler of each request."""
 
-    def __init__(self, host, script=lambda method, path, number: None):
-        self.to, self.script, self.requests, self.lock = host, script, [], threading.Lock()
-        self.stopping = threading.Event()
+    def __init__(self, timeout=None):
         outer = self
+        self.lock, self.stopping = threading.Lock(), threading.Event()
+        limit = timeout
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 1  # for connections that nobody uses
+            timeout = limit
 
             def do_GET(self):
                 outer.answer(self)
@@ -215,9 +212,40 @@ class Relay:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.server.block_on_close = False
-        self.host = f"127.0.0.1:{self.server.server_port}"
+        self.port = self.server.server_port
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
         self.thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.stopping.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(10)
+
+
+def reset(connection):
+    """End a connection by a reset."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+class Relay(Scripted):
+    """Hands requests on to another server, as a proxy or as if it were that server. Each one is
+    given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
+    a number and fields, ``"reset"``, or ``"stall"``.
+    """
+
+    def __init__(self, host, script=lambda method, path, number: None):
+        self.to, self.script, self.requests = host, script, []
+        # Connections that nobody uses end after a second.
+        super().__init__(timeout=1)
+        self.host = f"127.0.0.1:{self.port}"
 
     def answer(self, handler):
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
@@ -235,9 +263,7 @@ class Relay:
         if fault == "stall":
             self.stopping.wait(30)
         if fault in ("stall", "reset"):
-            linger = struct.pack("ii", 1, 0)
-            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            handler.connection.close()
+            reset(handler.connection)
             handler.close_connection = True
             return
         if fault == "status":
@@ -264,18 +290,6 @@ class Relay:
         except OSError:
             pass
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.stopping.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-        for thread in threading.enumerate():
-            if "process_request_thread" in thread.name:
-                thread.join(10)
-
 
 def move_bytes(source, target, left=None):
     """Pass bytes on until one side closes, or so many have passed; return their number."""
@@ -293,32 +307,54 @@ def move_bytes(source, target, left=None):
     return moved
 
 
-class FaultServer:
+class Forwarder:
+    """Passes connections on: ``connect`` returns where to, with the most bytes to pass back."""
+
+    def __init__(self):
+        self.passed = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.host = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
+
+    def accept(self):
+        while True:
+            try:
+                inner, _ = self.listener.accept()
+            except OSError:
+                return
+            found = self.connect(inner)
+            if found is None:
+                inner.close()
+                continue
+            outer, limit = found
+            for pair in ((inner, outer, None), (outer, inner, limit)):
+                self.threads.append(threading.Thread(target=self.move, args=pair))
+                self.threads[-1].start()
+
+    def move(self, *pair):
+        self.passed += move_bytes(*pair)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for thread in self.threads:
+            thread.join(10)
+
+
+class FaultServer(Scripted):
     """Serves one file with ranges. Each request is given to ``script`` with its number and range,
     which returns None, or the name of a fault with what belongs to it.
     """
 
     def __init__(self, data, script=lambda number, start, end: None, ranges=True, etag='"one"'):
         self.data, self.script, self.ranges, self.etag = data, script, ranges, etag
-        self.requests, self.sent, self.lock = [], 0, threading.Lock()
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                outer.answer(self)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.server.block_on_close = False
-        self.url = f"http://127.0.0.1:{self.server.server_port}/f.tensors"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
-        self.thread.start()
-        self.stopping = threading.Event()
+        self.requests, self.sent = [], 0
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/f.tensors"
 
     def answer(self, handler):  # noqa: PLR0915
         start, end, size = 0, len(self.data), len(self.data)
@@ -373,20 +409,6 @@ class FaultServer:
         if fault == "stall":
             self.stopping.wait(30)
         if fault == "reset":
-            linger = struct.pack("ii", 1, 0)
-            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            handler.connection.close()
+            reset(handler.connection)
         if fault in ("cut", "reset", "stall", "unknown"):
             handler.close_connection = True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.stopping.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-        for thread in threading.enumerate():
-            if "process_request_thread" in thread.name:
-                thread.join(10)

@@ -15,7 +15,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, assert_same, run_python
-from servers import FaultServer, Nginx, move_bytes
+from servers import FaultServer, Forwarder, Nginx
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
 
@@ -358,46 +358,26 @@ def test_http_1_0(data):
         check(tensorizer.load(server.url, "cpu", verify_hash=True))
 
 
-class ConnectProxy:
+class ConnectProxy(Forwarder):
     """Tunnels CONNECT requests, which it counts, if they have the right password."""
 
     def __init__(self):
-        self.asked, self.threads = [], []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.host = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.threads.append(threading.Thread(target=self.accept))
-        self.threads[0].start()
+        self.asked = []
+        super().__init__()
 
-    def accept(self):
-        while True:
-            try:
-                inner, _ = self.listener.accept()
-            except OSError:
-                return
-            request = b""
-            while not request.endswith(b"\r\n\r\n"):
-                request += inner.recv(1)
-            self.asked.append(request.decode())
-            # `me:word`
-            if b"proxy-authorization: basic bwu6d29yza==" not in request.lower():
-                inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")
-                inner.close()
-                continue
-            host, port = request.split()[1].decode().rsplit(":", 1)
-            outer = socket.create_connection((host, int(port)))
-            inner.sendall(b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n")
-            for pair in ((inner, outer), (outer, inner)):
-                self.threads.append(threading.Thread(target=move_bytes, args=pair))
-                self.threads[-1].start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for thread in self.threads:
-            thread.join(10)
+    def connect(self, inner):
+        request = b""
+        while not request.endswith(b"\r\n\r\n"):
+            request += inner.recv(1)
+        self.asked.append(request.decode())
+        # `me:word`
+        if b"proxy-authorization: basic bwu6d29yza==" not in request.lower():
+            inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")
+            return None
+        host, port = request.split()[1].decode().rsplit(":", 1)
+        outer = socket.create_connection((host, int(port)))
+        inner.sendall(b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n")
+        return outer, None
 
 
 def test_a_connect_proxy(nginx, monkeypatch):

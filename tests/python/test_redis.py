@@ -5,14 +5,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 import redis
 import tensorizer
 import torch
 from conftest import OLD_PYTHON, assert_same
-from servers import Redis, free_port, move_bytes
+from servers import Forwarder, Redis, free_port
 from tensorizer import TensorDeserializer, _redis
 from tensorizer.stream_io import CAInfo, RedisStreamFile, open_stream
 
@@ -237,40 +236,18 @@ def test_values_that_change(server, client, path, damage):
             tensorizer.load(f"{server.address}/m", "cpu")
 
 
-class Proxy:
+class Proxy(Forwarder):
     """Passes bytes on; every connection is reset after as many bytes as ``limits`` says."""
 
     def __init__(self, port, limits):
-        self.port, self.limits, self.opened, self.passed = port, list(limits), 0, 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"redis://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.threads = [threading.Thread(target=self.accept)]
-        self.threads[0].start()
+        self.port, self.limits, self.opened = port, list(limits), 0
+        super().__init__()
+        self.address = f"redis://{self.host}"
 
-    def accept(self):
-        while True:
-            try:
-                inner, _ = self.listener.accept()
-            except OSError:
-                return
-            limit = self.limits[self.opened] if self.opened < len(self.limits) else None
-            self.opened += 1
-            outer = socket.create_connection(("127.0.0.1", self.port))
-            for pair in ((inner, outer, None), (outer, inner, limit)):
-                self.threads.append(threading.Thread(target=self.move, args=pair))
-                self.threads[-1].start()
-
-    def move(self, *pair):
-        self.passed += move_bytes(*pair)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for thread in self.threads:
-            thread.join(10)
+    def connect(self, inner):
+        limit = self.limits[self.opened] if self.opened < len(self.limits) else None
+        self.opened += 1
+        return socket.create_connection(("127.0.0.1", self.port)), limit
 
 
 def test_lost_connections_are_made_again(server, client, path):

@@ -5,13 +5,12 @@ import io
 import os
 import threading
 
-import boto3
 import pytest
 import redis
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import FaultServer, Moto, Nginx, Redis
+from servers import FaultServer, Nginx, Redis
 from tensorizer import TensorDeserializer
 from tensorizer.serialization import FormatError, HashMismatchError
 from tensorizer.stream_io import open_stream
@@ -31,19 +30,14 @@ WANTED = {name: torch.zeros(3, 2) if t.is_meta else t for name, t in TENSORS.ite
 class Sources:
     """Puts bytes where each kind of source finds them."""
 
-    def __init__(self, factory):
+    def __init__(self, factory, moto):
         self.nginx = Nginx(factory.mktemp("nginx"))
         self.redis = Redis(factory.mktemp("redis"))
-        self.moto = Moto()
+        self.s3 = moto.client()
         self.count = 0
-        self.s3 = boto3.client(
-            "s3", endpoint_url=f"http://{self.moto.host}", aws_access_key_id="key",
-            aws_secret_access_key="secret", region_name="us-east-1",
-        )  # fmt: skip
-        self.s3.create_bucket(Bucket="bucket")
 
     def stop(self):
-        for server in (self.nginx, self.redis, self.moto):
+        for server in (self.nginx, self.redis):
             server.stop()
 
     @contextlib.contextmanager
@@ -102,8 +96,8 @@ ONE_PASS = ("pipe", "no ranges", "unknown", "chunked")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    sources = Sources(tmp_path_factory)
+def sources(tmp_path_factory, moto):
+    sources = Sources(tmp_path_factory, moto)
     yield sources
     sources.stop()
 
@@ -116,10 +110,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def settings(no_settings_of_the_machine, monkeypatch, sources):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{sources.moto.host}")
+def settings(s3, monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "5")
     monkeypatch.setenv("SSL_CERT_FILE", "")

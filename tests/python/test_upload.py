@@ -38,24 +38,13 @@ os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret",
 """
 
 
-@pytest.fixture(scope="session")
-def moto():
-    server = Moto()
-    server.client().create_bucket(Bucket="bucket")
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 def client(moto):
     return moto.client()
 
 
 @pytest.fixture(autouse=True)
-def settings(no_settings_of_the_machine, monkeypatch, moto):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
+def settings(s3, monkeypatch):
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "2")
     monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "20")
 
