@@ -96,7 +96,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout psutil safetensors "transformers>=5" \
-	  cmake "moto[server]>=5" redis
+	  accelerate cmake "moto[server]>=5" redis
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

@@ -10,7 +10,7 @@ from pathlib import Path as _Path
 from ._native import __version__
 
 from . import _ops  # isort: skip  # defines what torch must know before anything is compiled
-from . import serialization, stream_io, utils
+from . import serialization, stream_io, torch_compat, utils
 from ._api import load, save
 from .serialization import (
     CryptographyError,
@@ -36,6 +36,7 @@ __all__ = [
     "save",
     "serialization",
     "stream_io",
+    "torch_compat",
     "utils",
 ]
 

@@ -245,6 +245,10 @@ def _copy(file: _File, target: str, encryption: EncryptionParams | None, alignme
         TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
         _Progress(file.total) as progress,
     ):
+        identity = file.reader.pair_id
+        if identity is not None and serializer._writer is not None:
+            # A copy is as good a half of a saved object.
+            serializer._writer.set_pair(identity)
         for batch in file.batches():
             tensors, modules = file.load(batch, "nothing")
             serializer._write(

@@ -119,8 +119,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         try:
             self._device = resolve_device(device)
             self._dtype = checked_dtype(dtype)
-            # Tensors are used as they come, without a copy.
-            self._unchanged = dtype is None and self._device.type == "cpu"
             check_num_readers(num_readers)
             decryption = native_decryption(encryption)
             self._reader = open_reader(file_obj)
@@ -201,25 +199,33 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         if missing and not self._reader.seekable:
             # One pass is all there is: take everything that may be asked for later.
             missing = [number for number in self._selection if number not in self._cache]
-        for batch in self._batches(missing):
+        for batch in self._batches(missing, self._device):
             with without_collections():
                 tensors, modules = self._read(batch, verify)
                 for number, tensor in zip(batch, tensors, strict=True):
-                    self._cache[number] = parameter(self._placed(tensor))
+                    self._cache[number] = parameter(self._placed(tensor, self._device))
                 self._module_indices.update(zip(batch, modules, strict=True))
 
-    def _plain_tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
-        """Load everything; yield names and tensors that are not parameters."""
-        for batch in self._batches(self._selection):
+    def _plain_tensors(
+        self, numbers: list[int] | None = None, device: torch.device | None = None
+    ) -> Iterator[tuple[Name, torch.Tensor]]:
+        """Load some tensors, or all; yield names and tensors that are not parameters."""
+        numbers = self._selection if numbers is None else numbers
+        device = device or self._device
+        for batch in self._batches(numbers, device):
             for number, tensor in zip(batch, self._read(batch, self._verify_hash)[0], strict=True):
-                yield self._names[number], self._placed(tensor)
+                yield self._names[number], self._placed(tensor, device)
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device and in the dtype that were asked for."""
-        if self._unchanged:
+    def _unchanged(self, device: torch.device) -> bool:
+        """Tell whether tensors are used as they come, without a copy."""
+        return self._dtype is None and device.type == "cpu"
+
+    def _placed(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor on a device and in the dtype that was asked for."""
+        if self._unchanged(device):
             return tensor
         wanted = cast_dtype(tensor.dtype, self._dtype)
-        return tensor.to(self._device, wanted)
+        return tensor.to(device, wanted)
 
     def _read(self, numbers: Sequence[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         ticket, modules = self._reader.load(
@@ -229,9 +235,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self._bytes_read += sum(tensor.nbytes for tensor in tensors)
         return tensors, modules
 
-    def _batches(self, numbers: list[int]) -> Iterator[list[int]]:
+    def _batches(self, numbers: list[int], device: torch.device) -> Iterator[list[int]]:
         """Split a load whose tensors are copied once more, to bound what is held twice."""
-        if self._unchanged:
+        if self._unchanged(device):
             if numbers:
                 yield numbers
             return

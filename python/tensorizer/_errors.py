@@ -30,5 +30,9 @@ class HashMismatchError(Exception):
     """A tensor's bytes are not those that were hashed when it was written."""
 
 
+class PairMismatchError(ValueError):
+    """A ``.pt`` file and a file of storages are not the two halves of one object."""
+
+
 class CryptographyError(Exception):
     """A file is encrypted and no key was given, or the key does not fit."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from servers import Moto
 
 # torch keeps compiled graphs on the disk: start without those of earlier runs.
 _compiled = tempfile.TemporaryDirectory()
@@ -107,6 +108,34 @@ def count_threads():
 
 
 @pytest.fixture
+def pair(tmp_path):
+    """Save an object with the storages in a file of their own; return the path."""
+    from pairs import save, state
+
+    path = tmp_path / "state.pt"
+    save(state(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def moto():
+    """An S3 server with a bucket called bucket."""
+    server = Moto()
+    server.client().create_bucket(Bucket="bucket")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3(no_settings_of_the_machine, monkeypatch, moto):
+    """The same as the server of this environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
+    return moto
+
+
+@pytest.fixture
 def no_settings_of_the_machine(monkeypatch, tmp_path):
     """Hide the credentials and proxies of whoever runs the tests."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -130,6 +159,11 @@ def nothing_left_behind():
         for task in os.listdir("/proc/self/task")
     ]
     assert "tensorizer" not in names, (native, names)
+
+
+def files(folder):
+    """Return the contents of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def bits(tensor):

@@ -1,0 +1,357 @@
+"""An object of ``torch.save`` in two halves: its pickle, and a file that holds its storages."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location
+
+from ._deserializer import TensorDeserializer
+from ._errors import FormatError, PairMismatchError
+from ._exchange import without_collections
+from ._files import NETWORK_SCHEMES
+from ._pickling import Collector, Record, Storages, saving_module
+from ._reading import resolve_device
+from ._serializer import TensorSerializer
+from ._streams import AtomicWriter
+
+logger = logging.getLogger("tensorizer.torch_compat")
+
+#: ``save_func(file_obj, tensors, options)`` and ``load_func(file_obj, options)``.
+SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
+LoadFunc = Callable[[Any, dict[str, Any]], Any]
+
+
+def is_path(file: Any) -> bool:
+    """Tell whether torch takes a file for a path."""
+    return isinstance(file, (str, os.PathLike))
+
+
+def name_of(file: Any) -> str:
+    """Return the name of what torch reads or writes.
+
+    Raises:
+        TypeError: It has none from which that of a second file could be made.
+
+    """
+    name = file if is_path(file) else getattr(file, "name", None)
+    if isinstance(name, (str, bytes, os.PathLike)):
+        return os.fsdecode(name)
+    raise TypeError(
+        f"{file!r} has no name from which that of a file for its storages could be made: pass one "
+        "as file_obj, or a function that returns one"
+    )
+
+
+def side_of(file_obj: Any, target: Any) -> Any:
+    """Return the file of storages that belongs to what torch reads or writes; None for no such.
+
+    ``file_obj`` is what the block was given: None, a file, or a function that returns one.
+    """
+    if file_obj is None:
+        if isinstance(target, io.BytesIO):
+            logger.warning("a BytesIO has no name: its storages stay in it, in torch's own format")
+            return None
+        return name_of(target) + ".tensors"
+    if callable(file_obj) and not isinstance(file_obj, (str, bytes, os.PathLike)):
+        file_obj = file_obj(target)
+    return os.fsdecode(file_obj) if isinstance(file_obj, (bytes, os.PathLike)) else file_obj
+
+
+class _Side:
+    """The file of storages, being written."""
+
+    def __init__(self, file: Any, options: dict[str, Any]) -> None:
+        # torch's own files have a CRC-32, too.
+        self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
+        remote = isinstance(file, str) and file.lower().startswith(NETWORK_SCHEMES)
+        self._path = os.path.realpath(file) if isinstance(file, str) and not remote else None
+        self._before: str | None = None
+        self._published = False
+
+    def write(self, tensors: list[torch.Tensor]) -> str:
+        """Write everything, and return the file's identity. It cannot be seen yet."""
+        writer = self._serializer._writer
+        assert writer is not None
+        writer.set_pair(None)
+        self._serializer.write_state_dict(tensors)
+        identity = writer.pair_id
+        assert identity is not None
+        return identity.hex()
+
+    def publish(self) -> None:
+        """Make the file visible, and remember the one that it replaces."""
+        if self._path is not None and os.path.isfile(self._path):  # noqa: PTH113
+            folder, name = os.path.split(self._path)
+            before = f".{name}.{secrets.token_hex(4)}.before"
+            # File systems without links, and devices, have no way back.
+            with contextlib.suppress(OSError):
+                os.link(self._path, os.path.join(folder, before))  # noqa: PTH118
+                self._before = os.path.join(folder, before)  # noqa: PTH118
+        self._serializer.close()
+        self._published = True
+
+    def withdraw(self) -> None:
+        """Put back what was there before."""
+        if not self._published:
+            self._serializer._abandon()
+        elif self._before is not None:
+            os.replace(self._before, str(self._path))  # noqa: PTH105
+            self._before = None
+        elif self._path is not None and os.path.isfile(self._path):  # noqa: PTH113
+            os.unlink(self._path)  # noqa: PTH108
+
+    def forget(self) -> None:
+        """Give up the way back."""
+        if self._before is not None:
+            os.unlink(self._before)  # noqa: PTH108
+            self._before = None
+
+
+def save_pair(
+    target: Any,
+    file: Any,
+    save_func: SaveFunc | None,
+    options: dict[str, Any],
+    torch_save: Callable[[io.BytesIO, ModuleType], None],
+) -> None:
+    """Have torch pickle an object, and its storages written to a file of their own.
+
+    Nothing of either can be seen before both are complete, and nothing is if anything fails.
+    ``torch_save`` saves to a file with a pickle module.
+    """
+    collector = Collector()
+    sides: list[_Side] = []
+
+    def finish() -> Record | None:
+        if not collector.storages:
+            return None
+        if save_func is not None:
+            save_func(file, collector.tensors(), dict(options))
+            return Record(None, collector.locations())
+        side = _Side(file, options)
+        sides.append(side)
+        return Record(side.write(collector.tensors()), collector.locations())
+
+    pickled = io.BytesIO()
+    try:
+        torch_save(pickled, saving_module(collector, finish))
+        _publish(target, pickled.getbuffer(), sides)
+    except BaseException:
+        for side in sides:
+            side.withdraw()
+        raise
+    for side in sides:
+        side.forget()
+
+
+def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
+    if is_path(target):
+        with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
+            out.write(pickled)
+            out.flush()
+            with contextlib.suppress(OSError):  # Of devices; of files the stream does it again.
+                os.fsync(out.fileno())
+            for side in sides:
+                side.publish()
+        return
+    for side in sides:
+        side.publish()
+    start = target.tell() if hasattr(target, "tell") else None
+    try:
+        while pickled:
+            written = target.write(pickled)
+            pickled = pickled[len(pickled) if written is None else written :]
+        if hasattr(target, "flush"):
+            target.flush()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.seek(start)
+            target.truncate()
+        raise
+
+
+class Loading(Storages):
+    """The storages that one call of ``torch.load`` needs: all are read when the first is met.
+
+    Args:
+        target: What torch loads.
+        file_obj: What the block was given; see :func:`side_of`.
+        load_func: Reads instead of us.
+        options: What :class:`TensorDeserializer` is given.
+        map_location: What ``torch.load`` was given.
+        mmap: Whether ``torch.load`` shall map files.
+
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        file_obj: Any,
+        load_func: LoadFunc | None,
+        options: Mapping[str, Any],
+        *,
+        map_location: Any,
+        mmap: bool,
+    ) -> None:
+        self._target, self._file_obj, self._load_func = target, file_obj, load_func
+        self._options = dict(options)
+        self._map_location = map_location
+        self._mmap = mmap
+        self._loaded: list[torch.UntypedStorage] | None = None
+
+    def get(self, index: int) -> torch.UntypedStorage:
+        """Return a storage."""
+        if self._loaded is None:
+            with without_collections():
+                self._loaded = self._load()
+        if not 0 <= index < len(self._loaded):
+            raise FormatError(
+                f"{self._name()} asks for storage {index}, found {len(self._loaded)} storages"
+            )
+        return self._loaded[index]
+
+    def _name(self) -> str:
+        try:
+            return repr(name_of(self._target))
+        except TypeError:
+            return repr(self._target)
+
+    def _load(self) -> list[torch.UntypedStorage]:
+        file = side_of(self._file_obj, self._target)
+        if file is None:
+            raise PairMismatchError(
+                f"{self._name()} keeps its storages in another file, and file_obj names none"
+            )
+        if self._load_func is not None:
+            tensors = self._load_func(file, dict(self._options))
+            loaded = [tensor.untyped_storage() for tensor in tensors]
+            if self._map_location is None:
+                return loaded
+            return [self._restored(storage, index) for index, storage in enumerate(loaded)]
+        options = dict(self._options)
+        device = options.pop("device", None)
+        # As torch has it: what is not mapped is the caller's own, whatever becomes of the file.
+        options["mmap"] = True if self._mmap else options.get("mmap", False)
+        options["lazy_load"] = True
+        try:
+            opened = TensorDeserializer(file, "cpu", **options)
+        except FileNotFoundError as error:
+            what = f"{self._name()} keeps its storages in a file that is not there"
+            raise FileNotFoundError(errno.ENOENT, what, file) from error
+        with opened:
+            return self._read(opened, self._numbers(opened), device)
+
+    def _numbers(self, file: TensorDeserializer) -> list[int]:
+        """Return which tensor of the file is which storage, after making sure that it is ours."""
+        reader = file._reader
+        expected = None if self.record is None else self.record.pair
+        found = None if reader.pair_id is None else reader.pair_id.hex()
+        by_func = self.record is not None and expected is None
+        if expected != found and not by_func:
+            raise PairMismatchError(
+                f"{reader.uri!r} is not the file of storages that was saved with {self._name()}: "
+                f"expected pair {expected or 'without a name (of an older release)'}, "
+                f"found {found or 'one without a name (of an older release, or another kind)'}"
+            )
+        names = {name: number for number, name in enumerate(reader.names())}
+        count = len(names) if self.record is None else len(self.record.locations)
+        numbers = [names.get((index,)) for index in range(count)]
+        known = [number for number in numbers if number is not None]
+        if not len(names) == len(known) == count:
+            raise FormatError(
+                f"expected a list of {count} storages in {reader.uri!r}, found {len(names)} "
+                f"tensors, {len(known)} of them storages"
+            )
+        for number in known:
+            dtype, shape, _ = reader.describe(number)
+            if dtype != "uint8" or len(shape) != 1:
+                raise FormatError(
+                    f"expected bytes of a storage in {reader.uri!r}, found {dtype} {shape}"
+                )
+        return known
+
+    def _read(
+        self, file: TensorDeserializer, numbers: list[int], device: Any
+    ) -> list[torch.UntypedStorage]:
+        lens = file._reader.memory_lens()
+        if self._nothing_to_read():
+            out = []
+            for index, number in enumerate(numbers):
+                storage = torch.UntypedStorage(lens[number], device="meta")
+                if not _is_meta(self._map_location):
+                    storage._fake_device = self._location(index, device)  # type: ignore[assignment]
+                out.append(storage)
+            return out
+        by_call = callable(self._map_location)
+        places: dict[torch.device, list[int]] = {}
+        known: dict[str, torch.device] = {}
+        for index in range(len(numbers)):
+            location = "cpu" if by_call else self._location(index, device)
+            if location not in known:
+                # torch knows which devices there are and what to say about those that are not.
+                probe = torch.UntypedStorage(0)
+                known[location] = default_restore_location(probe, location).device
+            places.setdefault(known[location], []).append(index)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for place, indices in places.items():
+            wanted = [numbers[index] for index in indices]
+            if torch.serialization._serialization_tls.skip_data:
+                tensors = [torch.empty(lens[n], dtype=torch.uint8, device=place) for n in wanted]
+            else:
+                tensors = [tensor for _, tensor in file._plain_tensors(wanted, place)]
+            for index, tensor in zip(indices, tensors, strict=True):
+                storages[index] = tensor.untyped_storage()
+        loaded = [storages[index] for index in range(len(numbers))]
+        if by_call:
+            return [self._restored(storage, index) for index, storage in enumerate(loaded)]
+        return loaded
+
+    def _nothing_to_read(self) -> bool:
+        fake = torch._guards.detect_fake_mode(None) is not None
+        return fake or _is_meta(self._map_location)
+
+    def _saved_location(self, index: int) -> str | None:
+        """Return where a storage was; None for files of the old package, which do not say."""
+        saved = [] if self.record is None else self.record.locations
+        return saved[index] if index < len(saved) else None
+
+    def _location(self, index: int, device: Any) -> str:
+        """Return where a storage goes: as torch has it, else as the block was told."""
+        wanted = self._map_location
+        saved = self._saved_location(index)
+        if isinstance(wanted, dict):
+            saved = saved or "cpu"
+            return str(wanted.get(saved, saved))
+        if wanted is not None:
+            return wanted.decode() if isinstance(wanted, bytes) else str(wanted)
+        if device is not None or saved is None:
+            return str(resolve_device(device))
+        return saved
+
+    def _restored(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
+        """Bring a storage to where it goes, as torch does."""
+        restored = None
+        location = self._saved_location(index) or "cpu"
+        if callable(self._map_location):
+            restored = self._map_location(storage, location)
+        else:
+            location = self._location(index, None)
+        if restored is None:
+            restored = default_restore_location(storage, location)
+        typed = isinstance(restored, torch.storage.TypedStorage)
+        untyped: torch.UntypedStorage = restored._untyped_storage if typed else restored
+        return untyped
+
+
+def _is_meta(map_location: Any) -> bool:
+    return str(map_location).partition(":")[0] == "meta"

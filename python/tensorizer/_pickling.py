@@ -1,0 +1,274 @@
+"""Pickle modules with which ``torch.save`` and ``torch.load`` leave storages to us.
+
+torch pickles a storage as a persistent id. Ours is
+``("TensorizerPickler", 0, "storage", index, dtype)``, as the old package has it: a version, a
+position in the list of storages, and the dtype of a typed storage or None.
+
+A pickle of ours begins with a record of its own, written as two opcodes that have no effect on
+what is unpickled (push a string, pop it). The old package reads over it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import _weights_only_unpickler as restricted
+
+_TAG = "TensorizerPickler"
+_VERSION = 0
+#: The names of a storage's persistent id after the version; others are of the future.
+_KIND = "storage"
+
+
+#: What the text of a record begins with, and the most bytes that it may have.
+_OPENING = b'{"tensorizer":'
+_LONGEST = 256 << 20
+#: The most storages that a record may speak of: as many as an index of 2 GiB can hold.
+_MOST = 1 << 25
+
+
+@dataclass
+class Record:
+    """What a pickle says of the file that holds its storages.
+
+    Attributes:
+        pair: The identity of that file; None where a ``save_func`` wrote it.
+        locations: Where each storage was, in torch's words: ``"cpu"``, ``"cuda:0"``, …
+
+    """
+
+    pair: str | None
+    locations: list[str]
+
+    def encode(self) -> bytes:
+        """Return the opcodes."""
+        runs: list[list[Any]] = []
+        for location in self.locations:
+            if runs and runs[-1][0] == location:
+                runs[-1][1] += 1
+            else:
+                runs.append([location, 1])
+        content = {"version": 1, "pair": self.pair, "locations": runs}
+        text = json.dumps({"tensorizer": content}, separators=(",", ":")).encode()
+        return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
+
+    @staticmethod
+    def read(file: IO[bytes]) -> Record | None:
+        """Read past a record, if one begins here."""
+        start = file.tell()
+        head = file.read(5 + len(_OPENING))
+        length = int.from_bytes(head[1:5], "little")
+        if head[:1] == pickle.BINUNICODE and head[5:] == _OPENING and length <= _LONGEST:
+            text = _OPENING + file.read(length - len(_OPENING))
+            if file.read(1) == pickle.POP:
+                return Record._decode(text)
+        file.seek(start)
+        return None
+
+    @staticmethod
+    def _decode(text: bytes) -> Record:
+        try:
+            content = json.loads(text)["tensorizer"]
+            version, pair, runs = content["version"], content["pair"], content["locations"]
+            if version != 1:
+                raise pickle.UnpicklingError(
+                    f"expected version 1 of the record of a pair, found {version!r}: "
+                    "written by a newer release of tensorizer"
+                )
+            if not isinstance(pair, (str, type(None))):
+                raise TypeError(f"an identity of type {type(pair).__name__}")
+            return Record(pair, list(_expand(runs)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise pickle.UnpicklingError(f"damaged record of a pair: {error}") from error
+
+
+def _expand(runs: Any) -> Iterator[str]:
+    total = 0
+    for location, count in runs:
+        if not isinstance(location, str) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"expected a location and a count, found {location!r}, {count!r}")
+        total += count
+        if total > _MOST:
+            raise ValueError(f"more than {_MOST} storages")
+        yield from (location for _ in range(count))
+
+
+class Collector:
+    """Storages in the order in which a pickle meets them, each of them once."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[tuple[torch.device, int, int], int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """Return our id of a storage, or None for what torch shall pickle itself."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, None
+        else:
+            return None
+        if storage.device.type == "meta" or storage.nbytes() == 0:
+            return None
+        # They are kept, so that an address is not given to another while we pickle.
+        key = (storage.device, storage.data_ptr(), storage.nbytes())
+        index = self._numbers.setdefault(key, len(self.storages))
+        if index == len(self.storages):
+            self.storages.append(storage)
+        return (_TAG, _VERSION, _KIND, index, dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the bytes of the storages, where they are."""
+        return [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in self.storages
+        ]
+
+    def locations(self) -> list[str]:
+        """Return what torch calls the places of the storages."""
+        return [torch.serialization.location_tag(storage) for storage in self.storages]
+
+
+def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> types.ModuleType:
+    """Return a pickle module that has storages collected, for one call of ``torch.save``.
+
+    ``finish`` is called when all of them are known, before anything reaches the file.
+    """
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
+            self._file = file
+            self._pickle = io.BytesIO()
+            super().__init__(self._pickle, *args, **kwargs)
+
+        def __init_subclass__(cls) -> None:
+            # torch derives a class of its own, whose ids are for what we leave to it.
+            theirs = cls.__dict__["persistent_id"]
+
+            def persistent_id(self: Any, obj: Any) -> Any:
+                found = collector.persistent_id(obj)
+                return theirs(self, obj) if found is None else found
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            record = finish()
+            if record is not None:
+                self._file.write(record.encode())
+            self._file.write(self._pickle.getbuffer())
+
+    return _module(Pickler=Pickler)
+
+
+class Storages:
+    """The storages of a pickle that is being loaded; see :class:`torch_compat._Load`."""
+
+    record: Record | None = None
+
+    def get(self, index: int) -> torch.UntypedStorage:
+        """Return one of them.
+
+        Raises:
+            IndexError: There is none of this number.
+
+        """
+        raise NotImplementedError
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> torch.storage.TypedStorage:
+        """Return the storage of one of our ids."""
+        if len(pid) != 5 or pid[1] != _VERSION:
+            raise pickle.UnpicklingError(
+                f"expected version {_VERSION} of the ids of storages, found {pid[1:2]}: "
+                "written by a newer release of tensorizer"
+            )
+        _, _, kind, index, dtype = pid
+        if kind != _KIND:
+            raise pickle.UnpicklingError(f"expected the id of a storage, found that of {kind!r}")
+        if not isinstance(index, int) or not isinstance(dtype, (torch.dtype, type(None))):
+            raise pickle.UnpicklingError(f"damaged id of a storage: {pid!r}")
+        return torch.storage.TypedStorage(
+            wrap_storage=self.get(index), dtype=dtype or torch.uint8, _internal=True
+        )
+
+
+def loading_module(storages: Storages) -> types.ModuleType:
+    """Return a pickle module that knows our ids, for one call of ``torch.load``."""
+
+    class Unpickler(pickle.Unpickler):
+        def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
+            storages.record = Record.read(file)
+            super().__init__(file, **kwargs)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            also = name == "persistent_load"
+            super().__setattr__(name, _also(storages, value) if also else value)
+
+    return _module(Unpickler=Unpickler)
+
+
+def restricted_unpickler(storages: Storages) -> type:
+    """Return torch's unpickler for ``weights_only=True``, which also knows our ids."""
+
+    class Unpickler(restricted.Unpickler):
+        def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
+            storages.record = Record.read(file)
+            super().__init__(file, **kwargs)
+
+        @property
+        def persistent_load(self) -> Any:
+            return self._persistent_load
+
+        @persistent_load.setter
+        def persistent_load(self, theirs: Any) -> None:
+            self._persistent_load = _also(storages, theirs)
+
+        def pop_mark(self) -> list[Any]:
+            # All tuples of more than three elements come by here, our ids among them.
+            items: list[Any] = super().pop_mark()  # type: ignore[no-untyped-call]
+            if len(items) == 5 and type(items[0]) is str and items[0] == _TAG:
+                items[0] = _Allowed(items[0])
+            return items
+
+    return Unpickler
+
+
+class _Allowed(str):
+    """Our tag, passing the check that an id is a storage's: as a string it is like any other."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return other != _KIND and str(self) != other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+def _also(storages: Storages, theirs: Any) -> Any:
+    """Return a ``persistent_load`` that knows our ids besides torch's."""
+
+    def persistent_load(pid: Any) -> Any:
+        if isinstance(pid, tuple) and pid[:1] == (_TAG,):
+            return storages.persistent_load(pid)
+        return theirs(pid)
+
+    return persistent_load
+
+
+def _module(**replaced: Any) -> types.ModuleType:
+    module = types.ModuleType("pickle")
+    module.__dict__.update({name: getattr(pickle, name) for name in pickle.__all__})
+    module.__dict__.update(replaced)
+    return module
