@@ -32,11 +32,13 @@ FULL = {
     "large": Model("large", 201, 2_200_000_000),
     "3k": Model("3k", 3_000, 254_000_000),
     "20k": Model("20k", 20_000, 256_000_000),
+    "adam": Model("adam", 300, 1_000_000_000),
 }
 QUICK = {
     "large": Model("large", 21, 42_000_000),
     "3k": Model("3k", 300, 5_000_000),
     "20k": Model("20k", 1_000, 6_000_000),
+    "adam": Model("adam", 30, 10_000_000),
 }
 
 
@@ -102,6 +104,11 @@ CASES = [
          ("ours to_redis", "2.12.1 to_redis"), server="redis"),
     Case("save", "save with fsync", "large",
          ("ours save", "2.12.1 save", "safetensors save", "torch.save"), None),
+    Case("checkpoint-load", "torch.load of the state of Adam, touched", "adam",
+         ("ours checkpoint", "torch.load checkpoint", "2.12.1 checkpoint")),
+    Case("checkpoint-save", "torch.save of the state of Adam; ours with fsync", "adam",
+         ("ours checkpoint save", "torch.save checkpoint save, synced",
+          "torch.save checkpoint save", "2.12.1 checkpoint save")),
     Case("import", "import, after torch", "3k",
          ("ours import", "2.12.1 import", "safetensors import")),
 ]  # fmt: skip

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import FULL, QUICK
+import checkpoints
+from cases import FULL, QUICK, Model
 
 
 def status(field: str) -> int:
@@ -116,6 +117,39 @@ def load_torch(path: Path, **options) -> dict[str, torch.Tensor]:
     return torch.load(f"{path}.pt", weights_only=True, **options)
 
 
+def load_checkpoint(path: Path, ours: bool = True) -> dict[str, torch.Tensor]:
+    names = list(json.loads(Path(f"{path}.json").read_text()))
+    return checkpoints.load(path, names, ours)
+
+
+def save_checkpoint(engine: str, out: str, model: Model) -> dict[str, object]:
+    """Save the state of an optimizer; ours is loaded again to be compared."""
+    ours = not engine.startswith("torch.save")
+    tensors = model.tensors()
+    state = checkpoints.nested(tensors)
+    os.sync()
+    start = time.perf_counter()
+    checkpoints.save(state, out, ours)
+    if "synced" in engine or "2.12.1" in engine:
+        for path in checkpoints.files(out):
+            sync(path)
+    seconds = time.perf_counter() - start
+    if engine.startswith("ours"):
+        os.rename(out, f"{out[:-3]}.pair.pt")
+        os.rename(f"{out}.tensors", f"{out[:-3]}.pair.pt.tensors")
+        out = f"{out[:-3]}.pair.pt"
+        loaded = checkpoints.load(Path(out.removesuffix(".pair.pt")), list(tensors), ours)
+        verified = checksum(loaded) == checksum(tensors)
+    else:
+        verified = True
+    written = sum(os.path.getsize(path) for path in checkpoints.files(out))
+    for path in checkpoints.files(out):
+        os.remove(path)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert written >= total
+    return {"seconds": seconds, "bytes": total, "verified": verified}
+
+
 def load_runai(path: Path) -> dict[str, torch.Tensor]:
     from runai_model_streamer import SafetensorsStreamer
 
@@ -149,6 +183,9 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "2.12.1 decrypt": load_encrypted,
     "ours decrypt-verify": lambda path: load_encrypted(path, verify_hash=True),
     "2.12.1 decrypt-verify": lambda path: load_encrypted(path, verify_hash=True),
+    "ours checkpoint": load_checkpoint,
+    "2.12.1 checkpoint": load_checkpoint,
+    "torch.load checkpoint": lambda path: load_checkpoint(path, ours=False),
     "safetensors": load_safetensors,
     "torch.load": load_torch,
     "torch.load mmap": lambda path: load_torch(path, mmap=True),
@@ -256,6 +293,8 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
         importlib.import_module(IMPORTS[engine])
         return {"seconds": time.perf_counter() - start, "verified": True}
     warm_up(engine)
+    if "checkpoint save" in engine:
+        return save_checkpoint(engine, f"{path}.out.pt", (QUICK if quick else FULL)[model])
     if engine in SAVERS:
         tensors = (QUICK if quick else FULL)[model].tensors()
         total = sum(t.nbytes for t in tensors.values())
