@@ -104,6 +104,7 @@ class _Side:
         """Put back what was there before."""
         if not self._published:
             self._serializer._abandon()
+            self.forget()
         elif self._before is not None:
             os.replace(self._before, str(self._path))  # noqa: PTH105
             self._before = None
@@ -137,10 +138,10 @@ def save_pair(
             return None
         if save_func is not None:
             save_func(file, collector.tensors(), dict(options))
-            return Record(None, collector.locations())
+            return Record.of(None, collector.locations())
         side = _Side(file, options)
         sides.append(side)
-        return Record(side.write(collector.tensors()), collector.locations())
+        return Record.of(side.write(collector.tensors()), collector.locations())
 
     pickled = io.BytesIO()
     try:
@@ -164,9 +165,11 @@ def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
             for side in sides:
                 side.publish()
         return
+    start = None
+    with contextlib.suppress(AttributeError, OSError):
+        start = target.tell()
     for side in sides:
         side.publish()
-    start = target.tell() if hasattr(target, "tell") else None
     try:
         while pickled:
             written = target.write(pickled)
@@ -174,9 +177,10 @@ def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
         if hasattr(target, "flush"):
             target.flush()
     except BaseException:
-        with contextlib.suppress(Exception):
-            target.seek(start)
-            target.truncate()
+        if start is not None:
+            with contextlib.suppress(Exception):
+                target.seek(start)
+                target.truncate()
         raise
 
 
@@ -208,6 +212,7 @@ class Loading(Storages):
         self._map_location = map_location
         self._mmap = mmap
         self._loaded: list[torch.UntypedStorage] | None = None
+        self._saved: list[str] = []
 
     def get(self, index: int) -> torch.UntypedStorage:
         """Return a storage."""
@@ -235,6 +240,7 @@ class Loading(Storages):
         if self._load_func is not None:
             tensors = self._load_func(file, dict(self._options))
             loaded = [tensor.untyped_storage() for tensor in tensors]
+            self._check_count(len(loaded), "what load_func returned")
             if self._map_location is None:
                 return loaded
             return [self._restored(storage, index) for index, storage in enumerate(loaded)]
@@ -264,13 +270,13 @@ class Loading(Storages):
                 f"found {found or 'one without a name (of an older release, or another kind)'}"
             )
         names = {name: number for number, name in enumerate(reader.names())}
-        count = len(names) if self.record is None else len(self.record.locations)
-        numbers = [names.get((index,)) for index in range(count)]
+        self._check_count(len(names), repr(reader.uri))
+        numbers = [names.get((index,)) for index in range(len(names))]
         known = [number for number in numbers if number is not None]
-        if not len(names) == len(known) == count:
+        if len(known) < len(names):
             raise FormatError(
-                f"expected a list of {count} storages in {reader.uri!r}, found {len(names)} "
-                f"tensors, {len(known)} of them storages"
+                f"expected a list of storages in {reader.uri!r}, found {len(names)} tensors, only "
+                f"{len(known)} of them storages"
             )
         for number in known:
             dtype, shape, _ = reader.describe(number)
@@ -320,10 +326,18 @@ class Loading(Storages):
         fake = torch._guards.detect_fake_mode(None) is not None
         return fake or _is_meta(self._map_location)
 
+    def _check_count(self, count: int, where: str) -> None:
+        if self.record is None:
+            return
+        if self.record.count() != count:
+            raise FormatError(
+                f"{self._name()} has {self.record.count()} storages, found {count} in {where}"
+            )
+        self._saved = self.record.places()
+
     def _saved_location(self, index: int) -> str | None:
         """Return where a storage was; None for files of the old package, which do not say."""
-        saved = [] if self.record is None else self.record.locations
-        return saved[index] if index < len(saved) else None
+        return self._saved[index] if self._saved else None
 
     def _location(self, index: int, device: Any) -> str:
         """Return where a storage goes: as torch has it, else as the block was told."""

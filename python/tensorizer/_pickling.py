@@ -11,10 +11,11 @@ what is unpickled (push a string, pop it). The old package reads over it.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -30,8 +31,6 @@ _KIND = "storage"
 #: What the text of a record begins with, and the most bytes that it may have.
 _OPENING = b'{"tensorizer":'
 _LONGEST = 256 << 20
-#: The most storages that a record may speak of: as many as an index of 2 GiB can hold.
-_MOST = 1 << 25
 
 
 @dataclass
@@ -40,22 +39,31 @@ class Record:
 
     Attributes:
         pair: The identity of that file; None where a ``save_func`` wrote it.
-        locations: Where each storage was, in torch's words: ``"cpu"``, ``"cuda:0"``, …
+        locations: Where the storages were, in torch's words (``"cpu"``, ``"cuda:0"``, …), each
+            with the number of storages in a row that were there.
 
     """
 
     pair: str | None
-    locations: list[str]
+    locations: list[tuple[str, int]]
+
+    @staticmethod
+    def of(pair: str | None, locations: Iterable[str]) -> Record:
+        """Make the record of storages that were in these places."""
+        grouped = itertools.groupby(locations)
+        return Record(pair, [(location, len(list(run))) for location, run in grouped])
+
+    def count(self) -> int:
+        """Return the number of storages."""
+        return sum(count for _, count in self.locations)
+
+    def places(self) -> list[str]:
+        """Return where each storage was. Compare :meth:`count` with what there is before."""
+        return [location for location, count in self.locations for _ in range(count)]
 
     def encode(self) -> bytes:
         """Return the opcodes."""
-        runs: list[list[Any]] = []
-        for location in self.locations:
-            if runs and runs[-1][0] == location:
-                runs[-1][1] += 1
-            else:
-                runs.append([location, 1])
-        content = {"version": 1, "pair": self.pair, "locations": runs}
+        content = {"version": 1, "pair": self.pair, "locations": self.locations}
         text = json.dumps({"tensorizer": content}, separators=(",", ":")).encode()
         return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
@@ -84,20 +92,15 @@ class Record:
                 )
             if not isinstance(pair, (str, type(None))):
                 raise TypeError(f"an identity of type {type(pair).__name__}")
-            return Record(pair, list(_expand(runs)))
+            return Record(pair, [_checked(*run) for run in runs])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise pickle.UnpicklingError(f"damaged record of a pair: {error}") from error
 
 
-def _expand(runs: Any) -> Iterator[str]:
-    total = 0
-    for location, count in runs:
-        if not isinstance(location, str) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"expected a location and a count, found {location!r}, {count!r}")
-        total += count
-        if total > _MOST:
-            raise ValueError(f"more than {_MOST} storages")
-        yield from (location for _ in range(count))
+def _checked(location: Any, count: Any) -> tuple[str, int]:
+    if not isinstance(location, str) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"expected a location and a count, found {location!r}, {count!r}")
+    return location, count
 
 
 class Collector:

@@ -8,6 +8,7 @@ them from there.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
@@ -45,7 +46,7 @@ class _Saving:
 
     def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
         self.file_obj, self.options = file_obj, options
-        self.save_func = save_func and _outside(_saving, save_func)
+        self.save_func = save_func and _outside(save_func)
         #: Which file of ``torch.save`` each file of storages belongs to. Objects are kept, so that
         #: their numbers are not given to others.
         self._written: dict[object, object] = {}
@@ -104,7 +105,7 @@ class _Loading:
         options: dict[str, Any],
     ) -> None:
         self.file_obj, self.options = file_obj, options
-        self.load_func = load_func and _outside(_loading, load_func)
+        self.load_func = load_func and _outside(load_func)
         self.any_code = any_code
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,16 +164,14 @@ _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 _restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
 
 
-def _outside(block: ContextVar[Any], func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs outside of the block, so that it may use torch itself."""
+def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs outside of all blocks, so that it may use torch itself."""
 
     def call(*args: Any) -> Any:
-        inner = block.get()
-        block.set(None)
-        try:
-            return func(*args)
-        finally:
-            block.set(inner)
+        context = contextvars.copy_context()
+        for block in (_saving, _loading, _restricted):
+            context.run(block.set, None)
+        return context.run(func, *args)
 
     return call
 

@@ -291,6 +291,35 @@ def test_copies_stay_halves(pair):
     assert_state(load(pair, {"encryption": DecryptionParams.from_key(KEY)}))
 
 
+RECORDS = {
+    '{"version":2,"pair":null,"locations":[]}': (pickle.UnpicklingError, "newer release"),
+    '{"version":1,"pair":7,"locations":[]}': (pickle.UnpicklingError, "damaged record"),
+    '{"version":1,"pair":null,"locations":[["cpu",-1]]}': (pickle.UnpicklingError, "damaged"),
+    '{"version":1,"pair":null,"locations":[["cpu"]]}': (pickle.UnpicklingError, "damaged"),
+    '{"version":1,"locations":[]}': (pickle.UnpicklingError, "damaged record"),
+    "[" * 100_000: (pickle.UnpicklingError, "damaged record"),
+    # More storages than any memory holds, in a few bytes.
+    '{"version":1,"pair":null,"locations":[["cpu",9000000000000000000]]}': (
+        FormatError,
+        "has 9000000000000000000 storages, found",
+    ),
+}
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("content", RECORDS, ids=range(len(RECORDS)))
+def test_damaged_records(tmp_path, monkeypatch, content, weights_only):
+    def encode(record):
+        text = f'{{"tensorizer":{content}}}'.encode()
+        return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
+
+    monkeypatch.setattr("tensorizer._pickling.Record.encode", encode)
+    save(state(), tmp_path / "f.pt")
+    error, what = RECORDS[content]
+    with pytest.raises(error, match=what):
+        load(tmp_path / "f.pt", weights_only=weights_only)
+
+
 class Fails:
     def __reduce__(self):
         raise ArithmeticError("cannot be pickled")
