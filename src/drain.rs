@@ -3,6 +3,7 @@
 //! The mirror image of `fill`: the same parts, with bytes going the other way.
 
 use std::io::IoSlice;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::crypt::{Manifest, PIECE_LEN};
@@ -54,11 +55,12 @@ const PART_LEN: u64 = 4 << 20;
 const INLINE_LEN: u64 = 1 << 20;
 
 /// Writes headers and data of the items to their places. Gives what stands for each header where
-/// all of them together are to be sealed or named.
+/// all of them together are to be sealed or named. `progress` grows by the data written.
 pub fn drain(
     sink: &dyn WriteAt,
     items: Vec<Item<'_>>,
     options: &SaveOptions,
+    progress: &AtomicU64,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<[u8; 32]>> {
     let encryption = options.encryption.as_deref();
@@ -97,6 +99,7 @@ pub fn drain(
     let manifest = encryption.filter(|options| options.manifest);
     let pass = Pass {
         sink,
+        progress,
         hashes: HashPool::new(items.iter().map(Item::len_for_pool), options.hashes == Hashes::All),
         items: &items,
         seals: seals.collect::<Result<Vec<_>>>()?,
@@ -114,7 +117,11 @@ pub fn drain(
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(Job::Part(part)) => pass.write(&part, control)?,
-                Some(Job::Deferred(tensor)) => pass.write_deferred(tensor, control)?,
+                Some(Job::Deferred(tensor)) => {
+                    pass.write_deferred(tensor, control)?;
+                    let data_len = pass.item(tensor)?.entry.data_len;
+                    progress.fetch_add(data_len, Ordering::Relaxed);
+                }
                 None if pass.hash(false, control)? => {}
                 None => break,
             }
@@ -161,6 +168,7 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
 
 struct Pass<'p> {
     sink: &'p dyn WriteAt,
+    progress: &'p AtomicU64,
     items: &'p [Item<'p>],
     hashes: HashPool<'p>,
     seals: Vec<Option<Seal<'p>>>,
@@ -194,7 +202,7 @@ impl<'p> Pass<'p> {
         let mut runs: Vec<Run<'p>> = Vec::new();
         let mut begun: Vec<(usize, Vec<u8>)> = Vec::new();
         let mut moved: Vec<(usize, u64, &'p [u8])> = Vec::new();
-        let mut offset = part.offset;
+        let (mut offset, mut data_len) = (part.offset, 0);
         for piece in &part.pieces {
             let bytes = match piece.kind {
                 PieceKind::Gap => None,
@@ -233,6 +241,9 @@ impl<'p> Pass<'p> {
                     run.end += piece.len;
                 }
             }
+            if let PieceKind::Data { .. } = piece.kind {
+                data_len += piece.len;
+            }
             offset += piece.len;
         }
         for run in &runs {
@@ -240,6 +251,7 @@ impl<'p> Pass<'p> {
                 run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
             write_all_at(self.sink, run.offset, &mut buffers, &|| !control.stopped())?;
         }
+        self.progress.fetch_add(data_len, Ordering::Relaxed);
         for (tensor, covered) in begun {
             self.hashes.header(tensor, &covered);
         }

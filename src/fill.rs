@@ -1,15 +1,17 @@
 //! One pass over a file that fills the slots of the tensors wanted, on several threads.
 
 use std::io::IoSliceMut;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
-use crate::job::{BITE, Destination, Job};
+pub use crate::job::Slot;
+use crate::job::{BITE, Cut, Destination, Job};
 use crate::load::{LoadOptions, Verify};
-use crate::plan::{Extent, Part, PieceKind, partition};
+use crate::plan::Shares;
 use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
 use crate::transform::HashPool;
@@ -17,37 +19,20 @@ use crate::transform::decrypt::{Opener, Plain, how, refused};
 use crate::transform::hash::{Digests, SMALL, digest_all, digest_crc, verify};
 use crate::workers::{self, Control, Interrupt};
 
-/// Where the bytes of a tensor go.
-pub enum Slot<'a> {
-    /// They are to be read into this.
-    Read(&'a mut [u8]),
-    /// They are here already; only the header is read.
-    InPlace(&'a [u8]),
-}
-
 /// Requests of more bytes than this are those of sources that wait for an answer.
 const LONG_REQUEST: u64 = 8 << 20;
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
-/// When hashes are verified, a tensor of this size is begun before smaller ones, because its
-/// SHA-256 cannot be shared out and would otherwise be waited for at the end.
-const LARGE_LEN: u64 = 64 << 20;
-/// Longest header that is believed of a source whose size is unknown: names, shape, hashes and
-/// padding, and one authentication tag of 16 bytes for each piece of at least 1 KiB of data.
-const fn longest_header(data_len: u64) -> u64 {
-    (4 << 20) + data_len / 64
-}
-
 /// Reads headers and data of tensors into their slots. Headers come back in the same order.
 ///
 /// `source` has the bytes of the file: the file's own source, or a mapping of it. `touched` are
-/// mapped bytes to be brought into memory.
+/// mapped bytes to be brought into memory first, with their positions.
 pub fn fill<'a>(
     file: &TensorFile,
     source: &dyn ReadAt,
     entries: &[&Entry],
     slots: Vec<Slot<'a>>,
-    touched: Vec<&[u8]>,
+    touched: Vec<(u64, &[u8])>,
     options: &LoadOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<Header>> {
@@ -69,7 +54,14 @@ pub fn fill<'a>(
     };
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
     let part_len = part_len(entries, &slots, wanted, traits.request_len);
-    let jobs = pass.jobs(slots, traits.merge_gap, part_len, traits.max_readers > 1)?;
+    let cut = Cut {
+        uri: file.uri(),
+        traits,
+        part_len,
+        unit: if pass.opener.is_some() { PIECE_LEN } else { 1 },
+        large_first: options.verify == Verify::All && traits.max_readers > 1,
+    };
+    let jobs = cut.jobs(entries, slots)?;
     let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
 
@@ -81,31 +73,36 @@ pub fn fill<'a>(
         (None, Verify::Nothing) => 0,
         (None, _) => BITE,
     };
-    let touched = Mutex::new(touched.into_iter());
-    let queue = Mutex::new(jobs.into_iter());
+    // What is hashed in an order of its own, or can only be read in order, is taken in turns.
+    let of_file = file.source();
+    let own = of_file.file().is_some() && !cut.large_first && threads > 1;
+    let shares = if own { threads } else { 1 };
+    let (touched, jobs) = (Shares::new(touched, shares), Shares::new(jobs, shares));
+    let readers = AtomicUsize::new(0);
     workers::run(threads, interrupt, |control| {
-        let mut gap = Vec::new();
+        let reader = readers.fetch_add(1, Ordering::Relaxed);
+        let handle = if own { of_file.for_one_reader() } else { None };
+        let mut unwanted = Vec::new();
+        while !control.stopped() {
+            let Some((offset, chunk)) = touched.next(reader) else { break };
+            touch(offset, chunk, handle.as_deref().unwrap_or(&*of_file), &mut unwanted)?;
+        }
+        let source = handle.as_deref().filter(|_| source.file().is_some()).unwrap_or(source);
         while !control.stopped() {
             if pass.hash(true, control)? {
                 continue;
             }
-            // Bound first, so that the queue is free again while the job runs.
-            let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let job = jobs.next(reader);
             match job {
                 Some(job) if step > 0 => {
                     job.bites(step)
                         .into_iter()
-                        .try_for_each(|bite| pass.read(bite, &mut gap, control))?;
+                        .try_for_each(|bite| pass.read(source, bite, &mut unwanted, control))?;
                 }
-                Some(job) => pass.read(job, &mut gap, control)?,
+                Some(job) => pass.read(source, job, &mut unwanted, control)?,
                 None if pass.hash(false, control)? => {}
                 None => break,
             }
-        }
-        while !control.stopped() {
-            let chunk = touched.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(chunk) = chunk else { break };
-            crate::sys::populate(chunk).map_err(|e| Error::io("mapping", file.uri(), e))?;
         }
         Ok(())
     })?;
@@ -118,6 +115,20 @@ pub fn fill<'a>(
                 .ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
         })
         .collect()
+}
+
+/// Brings mapped bytes of a file into memory. Bytes that are not in the page cache are read first:
+/// the kernel reads ahead for a reader, and hardly for faults.
+fn touch(offset: u64, chunk: &[u8], file: &dyn ReadAt, scratch: &mut Vec<u8>) -> Result<()> {
+    const STEP: usize = 256 << 10;
+    if file.file().is_some_and(|file| !crate::sys::is_cached(file, offset)) {
+        scratch.resize(STEP, 0);
+        for (start, bytes) in (offset..).step_by(STEP).zip(chunk.chunks(STEP)) {
+            let now = scratch.get_mut(..bytes.len()).unwrap_or_default();
+            read_exact_at(file, start, &mut [IoSliceMut::new(now)], &|| "mapping".to_owned())?;
+        }
+    }
+    crate::sys::populate(chunk).map_err(|e| Error::io("mapping", file.uri(), e))
 }
 
 /// Bytes a part: as many as suit the source, in rounds in which every reader has the same to do.
@@ -158,93 +169,14 @@ struct Pass<'f, 'a> {
 }
 
 impl<'a> Pass<'_, 'a> {
-    /// Plans the reads: in file order, but large tensors first where their hashes are wanted.
-    fn jobs(
-        &self,
-        slots: Vec<Slot<'a>>,
-        merge_gap: u64,
-        part_len: u64,
-        any_order: bool,
-    ) -> Result<Vec<Job<'a>>> {
-        let mut order: Vec<usize> = (0..self.entries.len()).collect();
-        order.sort_by_key(|&tensor| self.entries.get(tensor).map(|entry| entry.header_offset));
-        let mut slots: Vec<Option<Slot<'a>>> = slots.into_iter().map(Some).collect();
-        let mut wanted = Vec::with_capacity(order.len());
-        for &tensor in &order {
-            let slot = slots.get_mut(tensor).and_then(Option::take);
-            let (Some(&entry), Some(slot)) = (self.entries.get(tensor), slot) else {
-                return Err(Error::Bug(format!("tensor number {tensor} has no slot")));
-            };
-            let (bytes, in_place) = match slot {
-                Slot::Read(bytes) => (Some(bytes), None),
-                Slot::InPlace(bytes) => (None, Some(bytes)),
-            };
-            wanted.push(Wanted { tensor, entry, bytes, in_place });
-        }
-        let extents: Vec<Extent> = wanted.iter().map(Wanted::extent).collect();
-        let parts = {
-            let unit = if self.opener.is_some() { PIECE_LEN } else { 1 };
-            partition(&extents, part_len, merge_gap, crate::sys::MAX_VECTORS, unit)
-        };
-        let mut jobs = Vec::with_capacity(parts.len());
-        for part in parts {
-            let largest = part.pieces.iter().filter_map(|piece| match piece.kind {
-                PieceKind::Data { tensor, .. } => extents.get(tensor).map(|e| e.data_len),
-                _ => None,
-            });
-            let first = largest
-                .max()
-                .filter(|&len| self.verify == Verify::All && any_order && len >= LARGE_LEN);
-            // Slots are cut in file order, so the jobs are put into their own order after it.
-            jobs.push((first, self.job(part, &mut wanted)?));
-        }
-        jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
-        Ok(jobs.into_iter().map(|(_, job)| job).collect())
-    }
-
-    /// Gives a part its destinations, cutting the slots of tensors that several parts share.
-    fn job(&self, part: Part, wanted: &mut [Wanted<'_, 'a>]) -> Result<Job<'a>> {
-        let bug = || Error::Bug("a part without destinations".to_owned());
-        let mut job = Job {
-            offset: part.offset,
-            len: part.len(),
-            pieces: Vec::with_capacity(part.pieces.len()),
-        };
-        for piece in part.pieces {
-            let len = usize::try_from(piece.len).map_err(|_| bug())?;
-            job.pieces.push(match piece.kind {
-                PieceKind::Gap => Destination::Gap(len),
-                PieceKind::Header { tensor } => {
-                    let wanted = wanted.get(tensor).ok_or_else(bug)?;
-                    if piece.len > longest_header(wanted.entry.data_len)
-                        && self.source.traits().len.is_none()
-                    {
-                        return Err(Error::Format {
-                            uri: self.file.uri().to_owned(),
-                            offset: part.offset,
-                            what: format!(
-                                "tensor `{}`: a header of {len} bytes",
-                                wanted.entry.name
-                            ),
-                        });
-                    }
-                    let raw = vec![0; len].into_boxed_slice();
-                    Destination::Header { tensor: wanted.tensor, raw, in_place: wanted.in_place }
-                }
-                PieceKind::Data { tensor, start } => {
-                    let wanted = wanted.get_mut(tensor).ok_or_else(bug)?;
-                    let rest = wanted.bytes.take().ok_or_else(bug)?;
-                    let (bytes, rest) = rest.split_at_mut_checked(len).ok_or_else(bug)?;
-                    wanted.bytes = Some(rest);
-                    Destination::Data { tensor: wanted.tensor, start, bytes }
-                }
-            });
-        }
-        Ok(job)
-    }
-
     /// Reads one job's bytes, checks headers and hashes.
-    fn read(&self, mut job: Job<'a>, gap: &mut Vec<u8>, control: &Control) -> Result<()> {
+    fn read(
+        &self,
+        source: &dyn ReadAt,
+        mut job: Job<'a>,
+        gap: &mut Vec<u8>,
+        control: &Control,
+    ) -> Result<()> {
         let mut gaps: usize = 0;
         for piece in &job.pieces {
             if let Destination::Gap(len) = piece {
@@ -267,12 +199,9 @@ impl<'a> Pass<'_, 'a> {
                 }
             }));
         }
-        read_exact_at(
-            &Stoppable { source: self.source, control },
-            job.offset,
-            &mut buffers,
-            &|| "tensors".to_owned(),
-        )?;
+        read_exact_at(&Stoppable { source, control }, job.offset, &mut buffers, &|| {
+            "tensors".to_owned()
+        })?;
         drop(buffers);
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
@@ -425,24 +354,5 @@ impl ReadAt for Stoppable<'_> {
             return Err(Error::Cancelled);
         }
         self.source.read_at_while(offset, buffers, &|| !self.control.stopped())
-    }
-}
-
-/// A tensor of the pass, in file order.
-struct Wanted<'f, 'a> {
-    /// Its place in the caller's order.
-    tensor: usize,
-    entry: &'f Entry,
-    bytes: Option<&'a mut [u8]>,
-    in_place: Option<&'a [u8]>,
-}
-
-impl Wanted<'_, '_> {
-    fn extent(&self) -> Extent {
-        Extent {
-            header_offset: self.entry.header_offset,
-            data_offset: self.entry.data_offset,
-            data_len: if self.in_place.is_some() { 0 } else { self.entry.data_len },
-        }
     }
 }

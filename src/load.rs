@@ -241,7 +241,7 @@ fn mapped_ranges(entries: &[&Entry], in_place: &[bool]) -> Result<Vec<(usize, us
 
 /// The bytes of ranges in chunks that threads bring into memory. Headers and paddings between
 /// tensors go along, so that small tensors do not cost a call each.
-fn mapped_chunks(mapped: &[u8], mut ranges: Vec<(usize, usize)>) -> Vec<&[u8]> {
+fn mapped_chunks(mapped: &[u8], mut ranges: Vec<(usize, usize)>) -> Vec<(u64, &[u8])> {
     const CHUNK: usize = 8 << 20;
     const MERGE_GAP: usize = 64 << 10;
     ranges.sort_unstable();
@@ -252,8 +252,11 @@ fn mapped_chunks(mapped: &[u8], mut ranges: Vec<(usize, usize)>) -> Vec<&[u8]> {
             None => merged.push((start, start + len)),
         }
     }
-    let bytes = merged.iter().filter_map(|&(start, end)| mapped.get(start..end));
-    bytes.flat_map(|bytes| bytes.chunks(CHUNK)).collect()
+    let chunks = merged.iter().filter_map(|&(start, end)| {
+        let bytes = mapped.get(start..end)?;
+        Some((start as u64..).step_by(CHUNK).zip(bytes.chunks(CHUNK)))
+    });
+    chunks.flatten().collect()
 }
 
 /// Hands each tensor its part of the block or of the mapping.

@@ -2,6 +2,7 @@
 
 use std::io::IoSlice;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use crate::crypt::{EncryptionOptions, MANIFEST_LEN, Manifest};
 use crate::drain::{Item, drain};
@@ -107,6 +108,7 @@ pub struct Writer {
     end: u64,
     version: u32,
     tensor_bytes: u64,
+    progress: Arc<AtomicU64>,
     failed: bool,
 }
 
@@ -132,6 +134,7 @@ impl Writer {
             end: 0,
             version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
+            progress: Arc::default(),
             failed: false,
         })
     }
@@ -144,6 +147,11 @@ impl Writer {
     /// Bytes of tensor data written so far.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
+    }
+
+    /// Bytes of tensor data written so far, to be watched while [`Writer::write`] runs.
+    pub fn progress(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.progress)
     }
 
     /// Gives the file an identity. Nothing may have been written yet.
@@ -194,7 +202,7 @@ impl Writer {
             .zip(sources)
             .map(|(entry, (module_index, data))| Item { entry, module_index, data })
             .collect();
-        let digests = drain(sink, items, &self.options, interrupt)?;
+        let digests = drain(sink, items, &self.options, &self.progress, interrupt)?;
         self.digests.extend(digests);
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);

@@ -12,6 +12,7 @@ from ._native import __version__
 from . import _ops  # isort: skip  # defines what torch must know before anything is compiled
 from . import serialization, stream_io, torch_compat, utils
 from ._api import load, save
+from ._async import SaveFuture, save_async
 from .serialization import (
     CryptographyError,
     DecryptionParams,
@@ -27,6 +28,7 @@ __all__ = [
     "DecryptionParams",
     "EncryptionParams",
     "FilterFuncType",
+    "SaveFuture",
     "TensorDeserializer",
     "TensorSerializer",
     "TensorType",
@@ -34,6 +36,7 @@ __all__ = [
     "cmake_prefix_path",
     "load",
     "save",
+    "save_async",
     "serialization",
     "stream_io",
     "torch_compat",

@@ -3,7 +3,9 @@
 mod layout;
 mod pack;
 mod partition;
+mod shares;
 
 pub use layout::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
 pub use pack::{MemoryRange, pack};
 pub use partition::{Extent, Part, Piece, PieceKind, partition};
+pub use shares::Shares;

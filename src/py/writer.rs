@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
@@ -26,6 +27,7 @@ use crate::tensor::one_to_save;
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<save::Writer>,
+    progress: Arc<AtomicU64>,
 }
 
 impl Writer {
@@ -48,7 +50,7 @@ impl Writer {
         };
         let options = SaveOptions { alignment, threads, hashes, encryption, pair: None };
         let inner = save::Writer::new(sink?, base, options)?;
-        Ok(Writer { inner: Mutex::new(inner) })
+        Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner) })
     }
 
     fn with<T: Send>(
@@ -134,6 +136,12 @@ impl Writer {
     #[getter]
     fn total_tensor_bytes(&self, py: Python<'_>) -> PyResult<u64> {
         self.with(py, |writer| Ok(writer.tensor_bytes()))
+    }
+
+    /// Bytes of tensor data written so far. Does not wait for a call that is under way.
+    #[getter]
+    fn progress(&self) -> u64 {
+        self.progress.load(Ordering::Relaxed)
     }
 
     /// Position after the last byte that belongs to the file.

@@ -65,6 +65,11 @@ impl ReadAt for FileSource {
         }
     }
 
+    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+        let file = crate::sys::reopen(&self.file)?;
+        Some(Box::new(FileSource { file, uri: self.uri.clone(), len: self.len }))
+    }
+
     fn file(&self) -> Option<&File> {
         Some(&self.file)
     }

@@ -59,6 +59,11 @@ pub trait ReadAt: Send + Sync {
         self.read_at(offset, buffers)
     }
 
+    /// A handle of its own for a reader of neighbouring ranges, where that is faster than this one.
+    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+        None
+    }
+
     /// Fields that a server sent along, by name.
     fn headers(&self) -> &[(String, String)] {
         &[]

@@ -56,6 +56,32 @@ pub fn write_vectored_at(file: &File, offset: u64, buffers: &[IoSlice<'_>]) -> i
     })
 }
 
+/// Whether the byte at a position is in memory, as far as the kernel says: true if it does not.
+pub fn is_cached(file: &File, offset: u64) -> bool {
+    #[cfg(target_os = "linux")]
+    if let Ok(offset) = position(offset) {
+        let mut byte = 0u8;
+        let vector = libc::iovec { iov_base: std::ptr::from_mut(&mut byte).cast(), iov_len: 1 };
+        // SAFETY: one vector of one byte that lives until the call returns.
+        let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
+        return read >= 0 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock;
+    }
+    let _ = (file, offset);
+    true
+}
+
+/// The same file, opened once more for reading: the kernel keeps positions and its guess of what is
+/// read next for each opening. None where that is not possible.
+pub fn reopen(file: &File) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    return File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        None
+    }
+}
+
 /// Asks the kernel to begin writing a range to the disk, and does not wait for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.

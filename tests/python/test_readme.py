@@ -32,7 +32,7 @@ def servers(tmp_path_factory):
 
 def test_the_examples_of_the_readme(tmp_path, servers):
     blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     text = "\n".join(blocks)
     names, environment = servers
     for name, meant in names.items():

@@ -1,0 +1,109 @@
+"""Saving while the caller goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from ._encryption import EncryptionParams
+from ._serializer import TensorSerializer
+
+logger = logging.getLogger("tensorizer.serialization")
+
+
+class SaveFuture(Future[None]):
+    """A save that is under way on a thread of its own.
+
+    ``result()`` waits for it and raises what it raised; ``done()``, ``exception()`` and
+    ``add_done_callback()`` are those of :class:`concurrent.futures.Future`. It cannot be cancelled.
+
+    Attributes:
+        total_bytes: Bytes of tensor data to be written.
+
+    """
+
+    def __init__(self, serializer: TensorSerializer, total_bytes: int) -> None:
+        super().__init__()
+        self.total_bytes = total_bytes
+        self._serializer: TensorSerializer | None = serializer
+        self._writer = serializer._writer
+        self.set_running_or_notify_cancel()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of tensor data written so far, from any thread. All are not yet a file."""
+        return 0 if self._writer is None else self._writer.progress
+
+    def _run(self, tensors: Any, uri: str) -> None:
+        serializer, self._serializer = self._serializer, None
+        assert serializer is not None
+        try:
+            with serializer:
+                serializer.write_state_dict(tensors)
+        except BaseException as error:
+            logger.error("saving to %s failed: %s", uri, error)
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+
+def save_async(
+    tensors: Mapping[str, Any] | Sequence[Any],
+    uri: str | os.PathLike[Any] | Any,
+    *,
+    alignment: int = 64,
+    encryption: EncryptionParams | None = None,
+    hashes: str = "all",
+) -> SaveFuture:
+    """Save tensors as they are now, while the caller goes on and may change them.
+
+    Returns as soon as the tensors are copied to host memory, which takes as much of it as they
+    do. The file appears under a path, or an object in S3, once it is complete. A process that ends
+    by itself waits for it; one that is killed leaves what was there before.
+
+    Args:
+        tensors: What :func:`tensorizer.save` takes.
+        uri: What :class:`TensorSerializer` opens.
+        alignment: See :class:`TensorSerializer`.
+        encryption: A key to encrypt the tensors' data with.
+        hashes: See :class:`TensorSerializer`.
+
+    Raises:
+        OSError, TypeError, ValueError: At once, where the file cannot be begun or what is given
+            cannot be saved. What goes wrong later is raised by the future and logged.
+
+    """
+    copies = _copied(tensors)
+    size = _size(copies)
+    serializer = TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes)
+    future = SaveFuture(serializer, size)
+    thread = threading.Thread(
+        target=future._run, args=(copies, str(uri)), name="tensorizer-save", daemon=False
+    )
+    thread.start()
+    return future
+
+
+def _copied(value: Any) -> Any:
+    """Return a nested structure with copies of its tensors."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value if value.is_meta else value.clone() if value.is_cpu else value.cpu()
+    if isinstance(value, Mapping):
+        return {key: _copied(child) for key, child in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return [_copied(child) for child in value]
+    return value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_meta else value.numel() * value.element_size()
+    children = value.values() if isinstance(value, dict) else value
+    return sum(map(_size, children)) if isinstance(value, (dict, list)) else 0

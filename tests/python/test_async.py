@@ -1,0 +1,84 @@
+"""save_async()."""
+
+import logging
+import os
+import threading
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same, files, run_python
+
+
+def test_later_changes_are_not_saved(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensors = {
+        "a": torch.zeros(3000, 1000),
+        "strided": torch.arange(12.0).view(3, 4).t(),
+        "nested": [torch.ones(3)],
+        "meta": torch.empty(2, device="meta"),
+    }
+    expected = {"a": tensors["a"].clone(), "strided": tensors["strided"].clone()}
+    future = tensorizer.save_async(tensors, path, hashes="crc32")
+    tensors["a"] += 1
+    tensors["strided"] += 1
+    assert future.total_bytes == 12_000_000 + 48 + 12
+    assert future.result(60) is None
+    assert future.done()
+    assert future.saved_bytes == future.total_bytes
+    loaded = tensorizer.load(path, "cpu", verify_hash=True)
+    for name, tensor in expected.items():
+        assert_same(loaded[name], tensor)
+    assert loaded['\x1e["nested",0]'].tolist() == [1, 1, 1]
+
+
+class Gate:
+    """A file that waits in its first write until it is let through."""
+
+    def __init__(self, path):
+        self.file, self.gate, self.writing = path.open("wb+"), threading.Event(), threading.Event()
+        self.seek, self.read, self.tell = self.file.seek, self.file.read, self.file.tell
+        self.readinto, self.close = self.file.readinto, self.file.close
+
+    def write(self, data):
+        self.writing.set()
+        assert self.gate.wait(60)
+        return self.file.write(data)
+
+
+def test_the_caller_goes_on_and_sees_progress(tmp_path):
+    gate = Gate(tmp_path / "f.tensors")
+    future = tensorizer.save_async({"a": torch.arange(1_000_000)}, gate)
+    assert gate.writing.wait(60)
+    assert not future.done()
+    assert not future.cancel()
+    assert future.saved_bytes < future.total_bytes == 8_000_000
+    gate.gate.set()
+    future.result(60)
+    assert future.saved_bytes == 8_000_000
+    assert_same(tensorizer.load(tmp_path / "f.tensors", "cpu")["a"], torch.arange(1_000_000))
+
+
+def test_errors(tmp_path, caplog):
+    path = tmp_path / "f.tensors"
+    tensorizer.save({"old": torch.ones(1)}, path)
+    before = files(tmp_path)
+    with caplog.at_level(logging.ERROR, "tensorizer.serialization"):
+        future = tensorizer.save_async({"a": torch.eye(3).to_sparse()}, path)
+        with pytest.raises(NotImplementedError, match="sparse|layout"):
+            future.result(60)
+    assert "f.tensors failed" in caplog.text
+    assert files(tmp_path) == before
+    with pytest.raises(IsADirectoryError):
+        tensorizer.save_async({"a": torch.ones(1)}, tmp_path)
+
+
+def test_a_process_that_ends_waits_for_its_saves(tmp_path):
+    code = (
+        "import sys, tensorizer, torch\n"
+        "tensorizer.save_async({'a': torch.arange(3_000_000)}, sys.argv[1])\n"
+    )
+    done = run_python(code, tmp_path / "f.tensors")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["f.tensors"]
+    assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
