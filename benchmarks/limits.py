@@ -6,8 +6,12 @@ read     two threads read the file from the page cache into fresh, huge-page-adv
          the bytes are touched as every engine's are
 sha256   two threads hash memory
 secretbox  two threads decrypt memory with the libsodium that is linked
+read-secretbox  two threads read the file from the page cache into fresh memory, as above, and
+         run the cipher and the authenticator over each piece
 direct   four threads read the file with O_DIRECT
 curl     two curl processes fetch the halves of the file and drop them
+receive  two threads receive the halves of the file from sockets into fresh, huge-page-advised
+         memory, and the bytes are touched
 ideal    16 connections of 100 MB/s each bring the file, after the index was asked for
 clean    the loader itself on a server that does not fail
 copy     one thread copies memory to touched memory
@@ -19,6 +23,7 @@ import hashlib
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -41,10 +46,15 @@ def in_threads(count: int, work: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
-def read(path: Path) -> dict[str, float]:
-    size = path.stat().st_size
+def fresh(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def read(path: Path) -> dict[str, float]:
+    size = path.stat().st_size
+    memory = fresh(size)
     view = memoryview(memory)
     descriptor = os.open(path, os.O_RDONLY)
 
@@ -72,11 +82,11 @@ def sha256(path: Path) -> dict[str, float]:
     return {"seconds": in_threads(2, work), "bytes": 2 * rounds * len(block)}
 
 
-def secretbox(path: Path) -> dict[str, float]:
+def secretbox(path: Path, *arguments: str) -> dict[str, float]:
     root = Path(__file__).resolve().parents[1]
     command = "cargo run --quiet --release --no-default-features --example secretbox --"
     done = subprocess.run(
-        [*command.split(), str(path.stat().st_size)],
+        [*command.split(), str(path.stat().st_size), *arguments],
         cwd=root,
         capture_output=True,
         text=True,
@@ -84,6 +94,10 @@ def secretbox(path: Path) -> dict[str, float]:
     )
     seconds, size = done.stdout.split()
     return {"seconds": float(seconds), "bytes": int(size)}
+
+
+def read_secretbox(path: Path) -> dict[str, float]:
+    return secretbox(path, str(path))
 
 
 def direct(path: Path) -> dict[str, float]:
@@ -111,6 +125,33 @@ def curl(path: Path) -> dict[str, float]:
         if process.wait() != 0:
             raise RuntimeError("curl failed")
     return {"seconds": time.perf_counter() - start, "bytes": size}
+
+
+def receive(path: Path) -> dict[str, float]:
+    size = path.stat().st_size
+    memory = fresh(size)
+    view = memoryview(memory)
+    host, port = os.environ["BENCHMARK_SERVER"].split(":")
+
+    def work(which: int) -> None:
+        at, end = size * which // 2, size * (which + 1) // 2
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                f"GET /{path.name} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={at}-{end - 1}\r\n"
+                "Connection: close\r\n\r\n".encode()
+            )
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                head += connection.recv(1)
+            assert head.startswith(b"HTTP/1.1 206"), head
+            while at < end:
+                at += connection.recv_into(view[at : min(at + STEP, end)])
+
+    start = time.perf_counter()
+    in_threads(2, work)
+    moved = time.perf_counter() - start
+    torch.frombuffer(memory, dtype=torch.int64, count=size // 8).sum()
+    return {"seconds": time.perf_counter() - start, "load_seconds": moved, "bytes": size}
 
 
 def ideal(path: Path) -> dict[str, float]:
@@ -147,7 +188,7 @@ def copy(path: Path) -> dict[str, float]:
 
 if __name__ == "__main__":
     limit, folder, model = sys.argv[1:]
-    result = globals()[limit](Path(folder) / f"{model}.tensors")
+    result = globals()[limit.replace("-", "_")](Path(folder) / f"{model}.tensors")
     print(json.dumps({**result, "verified": True}))
     sys.stdout.flush()
     os._exit(0)

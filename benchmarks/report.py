@@ -18,10 +18,12 @@ LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",
     "secretbox": "limit: two-thread XSalsa20-Poly1305",
+    "read-secretbox": "limit: two-thread read and XSalsa20-Poly1305",
     "direct": "limit: four-thread O_DIRECT",
     "ideal": "limit: 16 connections at full rate",
     "clean": "the same from nginx, which does not fail",
     "curl": "limit: two curl processes that keep nothing",
+    "receive": "limit: two sockets received into fresh memory",
 }
 
 

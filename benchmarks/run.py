@@ -88,10 +88,9 @@ def run(script: str, name: str, folder: Path, model: str, quick: bool) -> dict[s
 
 
 def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str, object]]:
-    """Let all engines and the limit take turns, so that a noisy minute hits all of them."""
+    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
     todo = [("engines.py", engine) for engine in case.engines]
-    if case.limit:
-        todo.append(("limits.py", case.limit))
+    todo += [("limits.py", limit) for limit in case.limits]
     results: dict[str, list[dict[str, object]]] = {name: [] for _, name in todo}
     if not case.cold:
         warm(folder, case.model)
@@ -109,7 +108,7 @@ def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str
         row = {
             "case": case.name,
             "engine": name,
-            "limit": name == case.limit,
+            "limit": name in case.limits,
             "n": rounds,
             "min": seconds[0],
             "median": seconds[len(seconds) // 2],
