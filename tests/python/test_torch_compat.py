@@ -366,3 +366,28 @@ def test_other_threads_and_tasks_are_left_alone(tmp_path):
     asyncio.run(main())
     assert (tmp_path / "one.tensors").exists()
     assert not (tmp_path / "two.tensors").exists()
+
+
+def test_blocks_of_several_threads(tmp_path):
+    before = torch.save, torch.load
+    failed = []
+
+    def work(number):
+        try:
+            for turn in range(10):
+                path = tmp_path / f"{number}.{turn}.pt"
+                with tensorizer_saving(lambda file: f"{file}.{number}"):
+                    torch.save({"a": torch.full((100,), number)}, path)
+                with tensorizer_loading(lambda file: f"{file}.{number}"):
+                    assert torch.load(path)["a"].tolist() == [number] * 100
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(files(tmp_path)) == 80
+    assert before == (torch.save, torch.load)
