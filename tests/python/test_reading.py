@@ -480,6 +480,20 @@ def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
     assert_same(file["a"].detach(), TENSORS["a"])
 
 
+@pytest.mark.parametrize("mmap", [True, False, None])
+def test_a_file_that_is_replaced_or_deleted_while_it_is_open(tmp_path, mmap):
+    # Readers open the file once more each; it must be the same file.
+    path, large = tmp_path / "f.tensors", torch.randn(2000, 2000)
+    for number in range(2):
+        tensorizer.save({"large": large}, path)
+        with TensorDeserializer(path, "cpu", lazy_load=True, mmap=mmap, num_readers=4) as file:
+            if number == 0:
+                tensorizer.save({"large": torch.zeros(2000, 2000)}, path)
+            else:
+                path.unlink()
+            assert_same(file["large"].detach(), large)
+
+
 def test_when_a_file_is_mapped(path):
     def mapped(**options):
         file = TensorDeserializer(path, "cpu", **options)
