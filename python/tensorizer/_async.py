@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._encryption import EncryptionParams
-from ._serializer import TensorSerializer
+from ._serializer import TensorSerializer, flatten
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -31,7 +31,6 @@ class SaveFuture(Future[None]):
     def __init__(self, serializer: TensorSerializer, total_bytes: int) -> None:
         super().__init__()
         self.total_bytes = total_bytes
-        self._serializer: TensorSerializer | None = serializer
         self._writer = serializer._writer
         self.set_running_or_notify_cancel()
 
@@ -40,9 +39,7 @@ class SaveFuture(Future[None]):
         """Bytes of tensor data written so far, from any thread. All are not yet a file."""
         return 0 if self._writer is None else self._writer.progress
 
-    def _run(self, tensors: Any, uri: str) -> None:
-        serializer, self._serializer = self._serializer, None
-        assert serializer is not None
+    def _run(self, serializer: TensorSerializer, tensors: Any, uri: str) -> None:
         try:
             with serializer:
                 serializer.write_state_dict(tensors)
@@ -79,12 +76,14 @@ def save_async(
             cannot be saved. What goes wrong later is raised by the future and logged.
 
     """
+    # Refuses at once what cannot be saved.
+    leaves = [tensor for _, tensor in flatten(tensors)]
+    size = sum(t.numel() * t.element_size() for t in leaves if not t.is_meta)
     copies = _copied(tensors)
-    size = _size(copies)
     serializer = TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes)
     future = SaveFuture(serializer, size)
     thread = threading.Thread(
-        target=future._run, args=(copies, str(uri)), name="tensorizer-save", daemon=False
+        target=future._run, args=(serializer, copies, str(uri)), name="tensorizer-save"
     )
     thread.start()
     return future
@@ -97,13 +96,4 @@ def _copied(value: Any) -> Any:
         return value if value.is_meta else value.clone() if value.is_cpu else value.cpu()
     if isinstance(value, Mapping):
         return {key: _copied(child) for key, child in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
-        return [_copied(child) for child in value]
-    return value
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return 0 if value.is_meta else value.numel() * value.element_size()
-    children = value.values() if isinstance(value, dict) else value
-    return sum(map(_size, children)) if isinstance(value, (dict, list)) else 0
+    return [_copied(child) for child in value]

@@ -52,9 +52,14 @@ class Remote:
     base: int
 
 
+def is_address(file_obj: Any) -> bool:
+    """Tell whether something is the address of a server."""
+    return isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES)
+
+
 def open_address(file_obj: Any, mode: str = "rb") -> Any:
     """Open what is the address of a server; return anything else as it is."""
-    if isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES):
+    if is_address(file_obj):
         from .stream_io import open_stream
 
         return open_stream(file_obj, mode)

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.serialization import default_restore_location
 from ._deserializer import TensorDeserializer
 from ._errors import FormatError, PairMismatchError
 from ._exchange import without_collections
-from ._files import NETWORK_SCHEMES
+from ._files import is_address
 from ._pickling import Collector, Record, Storages, saving_module
 from ._reading import resolve_device
 from ._serializer import TensorSerializer
@@ -73,9 +74,9 @@ class _Side:
     def __init__(self, file: Any, options: dict[str, Any]) -> None:
         # torch's own files have a CRC-32, too.
         self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
-        remote = isinstance(file, str) and file.lower().startswith(NETWORK_SCHEMES)
-        self._path = os.path.realpath(file) if isinstance(file, str) and not remote else None
-        self._before: str | None = None
+        local = isinstance(file, str) and not is_address(file)
+        self._path = Path(os.path.realpath(file)) if local else None
+        self._before: Path | None = None
         self._published = False
 
     def write(self, tensors: list[torch.Tensor]) -> str:
@@ -90,13 +91,12 @@ class _Side:
 
     def publish(self) -> None:
         """Make the file visible, and remember the one that it replaces."""
-        if self._path is not None and os.path.isfile(self._path):  # noqa: PTH113
-            folder, name = os.path.split(self._path)
-            before = f".{name}.{secrets.token_hex(4)}.before"
-            # File systems without links, and devices, have no way back.
+        if self._path is not None and self._path.is_file():
+            before = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.before")
+            # File systems without links have no way back.
             with contextlib.suppress(OSError):
-                os.link(self._path, os.path.join(folder, before))  # noqa: PTH118
-                self._before = os.path.join(folder, before)  # noqa: PTH118
+                before.hardlink_to(self._path)
+                self._before = before
         self._serializer.close()
         self._published = True
 
@@ -105,16 +105,16 @@ class _Side:
         if not self._published:
             self._serializer._abandon()
             self.forget()
-        elif self._before is not None:
-            os.replace(self._before, str(self._path))  # noqa: PTH105
+        elif self._before is not None and self._path is not None:
+            self._before.replace(self._path)
             self._before = None
-        elif self._path is not None and os.path.isfile(self._path):  # noqa: PTH113
-            os.unlink(self._path)  # noqa: PTH108
+        elif self._path is not None and self._path.is_file():
+            self._path.unlink()
 
     def forget(self) -> None:
         """Give up the way back."""
         if self._before is not None:
-            os.unlink(self._before)  # noqa: PTH108
+            self._before.unlink()
             self._before = None
 
 

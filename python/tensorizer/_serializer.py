@@ -201,9 +201,7 @@ class TensorSerializer:
             ValueError: A container contains itself.
 
         """
-        if not _is_container(state_dict):
-            raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
-        leaves = list(_flatten(state_dict, (), set()))
+        leaves = list(flatten(state_dict))
         names: list[Name] = []
         for path, _ in leaves:
             first = path[0]
@@ -290,6 +288,19 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping) or (
         isinstance(value, Sequence) and not isinstance(value, text)
     )
+
+
+def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+    """Yield the paths and tensors of nested mappings and sequences.
+
+    Raises:
+        TypeError: A key is not a string, a leaf not a tensor, or this not a container.
+        ValueError: A container contains itself.
+
+    """
+    if not _is_container(state_dict):
+        raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
+    yield from _flatten(state_dict, (), set())
 
 
 def _flatten(

@@ -24,7 +24,7 @@ import torch
 from torch import _weights_only_unpickler as restricted
 
 from ._errors import PairMismatchError
-from ._files import NETWORK_SCHEMES
+from ._files import is_address
 from ._pairs import LoadFunc, Loading, SaveFunc, is_path, save_pair, side_of
 from ._pickling import loading_module, restricted_unpickler
 
@@ -87,9 +87,7 @@ class _Saving:
 
     def _identity(self, file: Any) -> object:
         if is_path(file):
-            path = os.fsdecode(file)
-            remote = path.lower().startswith(NETWORK_SCHEMES)
-            return path if remote else os.path.realpath(path)
+            return file if is_address(file) else os.path.realpath(os.fsdecode(file))
         self._kept.append(file)
         return id(file), file.tell() if hasattr(file, "tell") else None
 
@@ -132,6 +130,8 @@ class _Loading:
         if not _weights_only(arguments.get("weights_only")):
             arguments["pickle_module"] = loading_module(storages)
             return original(*call.args, **call.kwargs)
+        # Said outright, so that torch cannot come to another conclusion than we did.
+        arguments["weights_only"] = True
         outer = _restricted.get()
         _restricted.set(restricted_unpickler(storages))
         try:
@@ -149,12 +149,15 @@ def _check_pickle_module(module: Any, doing: str) -> None:
 
 
 def _weights_only(asked: bool | None) -> bool:
-    """Tell what torch will make of ``weights_only``, before it is told of a pickle module."""
+    """Tell what torch makes of ``weights_only``, before it is told of a pickle module.
+
+    Releases differ in whether capitals count in the variables; here they only count for safety.
+    """
     if os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
         return True
     if asked is not None:
         return asked
-    if os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
+    if os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in _TRUE:
         return False
     return bool(torch.serialization._default_to_weights_only(None))
 

@@ -2,8 +2,9 @@
 //! positions of tensors, their hashes, nonces and tags.
 //!
 //! It is in the last bytes of the index block, which other readers take for padding. The tag is a
-//! BLAKE2b under a key derived from the file's, over the prologue, the index up to the seal, and the BLAKE2b of each tensor's header in the order of the index. Headers hold the
-//! tags of all pieces of data, so that nothing in the file can be exchanged.
+//! BLAKE2b under a key derived from the file's, over the prologue, the index up to the seal, and
+//! the BLAKE2b of each tensor's header in the order of the index. Headers hold the tags of all
+//! pieces of data, so that nothing in the file can be exchanged.
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};

@@ -69,6 +69,12 @@ def test_errors(tmp_path, caplog):
             future.result(60)
     assert "f.tensors failed" in caplog.text
     assert files(tmp_path) == before
+    circle = []
+    circle.append(circle)
+    for wrong, error in (({"a": "text"}, TypeError), ("text", TypeError), (circle, ValueError)):
+        with pytest.raises(error):
+            tensorizer.save_async(wrong, path)
+    assert files(tmp_path) == before
     with pytest.raises(IsADirectoryError):
         tensorizer.save_async({"a": torch.ones(1)}, tmp_path)
 

@@ -167,6 +167,21 @@ def test_the_environment_decides_as_in_torch(tmp_path, monkeypatch):
     Evil.ran = False
 
 
+@pytest.mark.parametrize("value", ["TRUE", "Yes"])
+def test_capitals_in_the_environment_never_let_code_run(tmp_path, monkeypatch, value):
+    # Releases of torch differ in whether they count.
+    path = tmp_path / "evil.pt"
+    save({"a": torch.ones(3), "evil": Evil()}, path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", value)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load(path)
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", value)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load(path, weights_only=False)
+    assert not Evil.ran
+
+
 def test_safe_globals_count(tmp_path):
     save(torch.nn.Linear(2, 3), tmp_path / "module.pt")
     with pytest.raises(pickle.UnpicklingError, match="Linear"):
