@@ -15,7 +15,7 @@ use crate::save::{Data, HostCopy, SaveOptions};
 use crate::sink::{WriteAt, write_all_at};
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
-use crate::transform::hash::{Digests, SMALL, digest, digest_all, digest_crc, sha256};
+use crate::transform::hash::{Digests, SMALL, digest, digest_all, sha256};
 use crate::workers::{self, Control, Interrupt};
 
 /// A tensor with its place in the file.
@@ -97,15 +97,17 @@ pub fn drain(
         .iter()
         .map(|item| encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose());
     let manifest = encryption.filter(|options| options.manifest);
+    let sha = options.hashes == Hashes::All;
     let pass = Pass {
         sink,
         progress,
-        hashes: HashPool::new(items.iter().map(Item::len_for_pool), options.hashes == Hashes::All),
+        hashes: HashPool::new(items.iter().map(Item::len_for_pool), sha),
         items: &items,
         seals: seals.collect::<Result<Vec<_>>>()?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.pair.is_some(),
-        kinds: options.hashes,
+        stored: options.hashes,
+        sha,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
     };
     let queue = Mutex::new(jobs.into_iter());
@@ -175,7 +177,9 @@ struct Pass<'p> {
     manifest: Option<Manifest>,
     /// Whether headers get a digest where there is no manifest.
     named: bool,
-    kinds: Hashes,
+    stored: Hashes,
+    /// Whether SHA-256 is among them.
+    sha: bool,
     digests: Mutex<Vec<[u8; 32]>>,
 }
 
@@ -269,7 +273,7 @@ impl<'p> Pass<'p> {
     fn draft(&self, tensor: usize) -> Result<Draft> {
         let item = self.item(tensor)?;
         let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
-        Draft::new(item.entry, item.module_index, self.kinds, crypt_len)
+        Draft::new(item.entry, item.module_index, self.stored, crypt_len)
     }
 
     /// A header with everything in it.
@@ -308,10 +312,7 @@ impl<'p> Pass<'p> {
             .zip(&data)
             .map(|((_, draft), data)| (draft.bytes.as_slice(), *data))
             .collect();
-        let digests = match self.kinds {
-            Hashes::All => digest_all(&inputs),
-            Hashes::Crc32 => inputs.iter().map(|(header, data)| digest_crc(header, data)).collect(),
-        };
+        let digests = digest_all(&inputs, self.sha);
         drafts
             .into_iter()
             .zip(digests)
@@ -359,10 +360,7 @@ impl<'p> Pass<'p> {
             return Err(Error::Bug(format!("tensor `{}` changed its size", item.entry.name)));
         }
         let draft = self.draft(tensor)?;
-        let digests = match self.kinds {
-            Hashes::All => digest(&draft.bytes, data),
-            Hashes::Crc32 => digest_crc(&draft.bytes, data),
-        };
+        let digests = digest(&draft.bytes, data, self.sha);
         let go_on = || !control.stopped();
         let Some(seal) = self.seal(tensor)? else {
             let header = self.finish(tensor, draft, &digests)?;

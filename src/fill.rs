@@ -16,7 +16,7 @@ use crate::source::{ReadAt, Traits, read_exact_at};
 use crate::tensor_file::TensorFile;
 use crate::transform::HashPool;
 use crate::transform::decrypt::{Opener, Plain, how, refused};
-use crate::transform::hash::{Digests, SMALL, digest_all, digest_crc, verify};
+use crate::transform::hash::{Digests, SMALL, digest_all, verify};
 use crate::workers::{self, Control, Interrupt};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
@@ -252,10 +252,7 @@ impl<'a> Pass<'_, 'a> {
         }
         let inputs: Vec<(&[u8], &[u8])> =
             whole.iter().map(|(_, covered, bytes)| (covered.as_slice(), *bytes)).collect();
-        let digests = match self.verify {
-            Verify::All => digest_all(&inputs),
-            _ => inputs.iter().map(|(covered, data)| digest_crc(covered, data)).collect(),
-        };
+        let digests = digest_all(&inputs, self.verify == Verify::All);
         for ((tensor, ..), digests) in whole.iter().zip(digests) {
             self.compare(*tensor, &digests)?;
         }

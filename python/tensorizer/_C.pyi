@@ -136,39 +136,27 @@ class Writer:
     @staticmethod
     def to_path(
         path: str,
-        alignment: int,
-        threads: int | None,
-        hashes: str,
-        encryption: Encryption | None,
+        given: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_fd(
         descriptor: int,
         uri: str,
         base: int,
-        alignment: int,
-        threads: int | None,
-        hashes: str,
-        encryption: Encryption | None,
+        given: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_sink(
         sink: Sink,
         base: int,
-        alignment: int,
-        threads: int | None,
-        hashes: str,
-        encryption: Encryption | None,
+        given: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_object(
         object: Any,
         uri: str,
         base: int,
-        alignment: int,
-        threads: int | None,
-        hashes: str,
-        encryption: Encryption | None,
+        given: Mapping[str, Any],
     ) -> Writer: ...
     @property
     def total_tensor_bytes(self) -> int: ...

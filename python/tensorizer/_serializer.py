@@ -13,7 +13,7 @@ import torch
 from . import _files, _modules
 from ._encryption import EncryptionParams, native_encryption
 from ._exchange import lend
-from ._native import Encryption, Writer, cpu_count
+from ._native import Writer, cpu_count
 from ._streams import UploadFile
 from ._types import Name, TensorType
 
@@ -24,8 +24,6 @@ logger = logging.getLogger("tensorizer.serialization")
 
 #: Module indices take 16 bits in the file; modules beyond share the last one.
 _LAST_MODULE_INDEX = 0xFFFF
-#: Alignment, threads, hashes and encryption.
-_Options = tuple[int, int | None, str, Encryption | None]
 
 
 class TensorSerializer:
@@ -88,9 +86,13 @@ class TensorSerializer:
                 )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
         file_obj = _files.open_address(file_obj, "wb")
-        self._writer = self._open(
-            file_obj, (alignment, limit_cpu_concurrency, hashes, self._encryption)
-        )
+        options = {
+            "alignment": alignment,
+            "threads": limit_cpu_concurrency,
+            "hashes": hashes,
+            "encryption": self._encryption,
+        }
+        self._writer = self._open(file_obj, options)
         if not isinstance(file_obj, (str, bytes, os.PathLike, int)):
             self._file_obj = file_obj
 
@@ -99,10 +101,10 @@ class TensorSerializer:
         """Bytes of tensor data written so far."""
         return self._total_tensor_bytes
 
-    def _open(self, file_obj: Any, options: _Options) -> Writer:
+    def _open(self, file_obj: Any, options: dict[str, Any]) -> Writer:
         if isinstance(file_obj, UploadFile):
             sink, base = file_obj._native_sink(self)
-            return Writer.to_sink(sink, base, *options)
+            return Writer.to_sink(sink, base, options)
         return _open(file_obj, options)
 
     # Writing
@@ -265,12 +267,12 @@ class TensorSerializer:
             logger.exception("a file that was not closed could not be finished")
 
 
-def _open(file_obj: Any, options: _Options) -> Writer:
+def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
     target = _files.classify(file_obj)
     if isinstance(target, _files.Remote):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, _files.LocalPath):
-        return Writer.to_path(target.path, *options)
+        return Writer.to_path(target.path, options)
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
@@ -279,8 +281,8 @@ def _open(file_obj: Any, options: _Options) -> Writer:
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {target.uri}")
     if isinstance(target, _files.Descriptor):
-        return Writer.to_fd(target.number, target.uri, target.base, *options)
-    return Writer.to_object(target.file, target.uri, target.base, *options)
+        return Writer.to_fd(target.number, target.uri, target.base, options)
+    return Writer.to_object(target.file, target.uri, target.base, options)
 
 
 def _is_container(value: Any) -> bool:

@@ -30,25 +30,35 @@ pub struct Writer {
     progress: Arc<AtomicU64>,
 }
 
-impl Writer {
-    fn new(
-        sink: Result<Box<dyn WriteAt>>,
-        base: u64,
-        alignment: u64,
-        threads: Option<usize>,
-        hashes: &str,
-        encryption: Option<&Encryption>,
-    ) -> PyResult<Self> {
-        let encryption = encryption.map(|encryption| Arc::clone(&encryption.0));
-        let hashes = match hashes {
+/// What a call says about the file.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Given {
+    alignment: u64,
+    threads: Option<usize>,
+    hashes: String,
+    encryption: Option<Py<Encryption>>,
+}
+
+impl Given {
+    fn options(self) -> Result<SaveOptions> {
+        let hashes = match self.hashes.as_str() {
             "all" => Hashes::All,
             "crc32" => Hashes::Crc32,
             other => {
                 let what = format!("hashes must be 'all' or 'crc32', not {other:?}");
-                return Err(Error::InvalidArgument(what).into());
+                return Err(Error::InvalidArgument(what));
             }
         };
-        let options = SaveOptions { alignment, threads, hashes, encryption, pair: None };
+        let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
+        let Given { alignment, threads, .. } = self;
+        Ok(SaveOptions { alignment, threads, hashes, encryption, pair: None })
+    }
+}
+
+impl Writer {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> PyResult<Self> {
+        let options = given.options()?;
         let inner = save::Writer::new(sink?, base, options)?;
         Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner) })
     }
@@ -68,69 +78,29 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    #[pyo3(signature = (path, alignment, threads, hashes, encryption))]
-    fn to_path(
-        path: OsString,
-        alignment: u64,
-        threads: Option<usize>,
-        hashes: &str,
-        encryption: Option<&Encryption>,
-    ) -> PyResult<Self> {
+    fn to_path(path: OsString, given: Given) -> PyResult<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
-        Self::new(sink, 0, alignment, threads, hashes, encryption)
+        Self::new(sink, 0, given)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (descriptor, uri, base, alignment, threads, hashes, encryption))]
-    fn to_fd(
-        descriptor: c_int,
-        uri: String,
-        base: u64,
-        alignment: u64,
-        threads: Option<usize>,
-        hashes: &str,
-        encryption: Option<&Encryption>,
-    ) -> PyResult<Self> {
+    fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> PyResult<Self> {
         let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
-        Self::new(sink, base, alignment, threads, hashes, encryption)
+        Self::new(sink, base, given)
     }
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (sink, base, alignment, threads, hashes, encryption))]
-    fn to_sink(
-        sink: &Sink,
-        base: u64,
-        alignment: u64,
-        threads: Option<usize>,
-        hashes: &str,
-        encryption: Option<&Encryption>,
-    ) -> PyResult<Self> {
-        Self::new(Ok(Box::new(sink.shared())), base, alignment, threads, hashes, encryption)
+    fn to_sink(sink: &Sink, base: u64, given: Given) -> PyResult<Self> {
+        Self::new(Ok(Box::new(sink.shared())), base, given)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    #[pyo3(signature = (object, uri, base, alignment, threads, hashes, encryption))]
-    fn to_object(
-        object: Py<PyAny>,
-        uri: String,
-        base: u64,
-        alignment: u64,
-        threads: Option<usize>,
-        hashes: &str,
-        encryption: Option<&Encryption>,
-    ) -> PyResult<Self> {
-        Self::new(
-            Ok(Box::new(PyFile::new(object, uri, None))),
-            base,
-            alignment,
-            threads,
-            hashes,
-            encryption,
-        )
+    fn to_object(object: Py<PyAny>, uri: String, base: u64, given: Given) -> PyResult<Self> {
+        Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, given)
     }
 
     #[getter]

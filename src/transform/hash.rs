@@ -20,8 +20,11 @@ pub struct Digests {
 /// is free: see [`super::HashPool`].
 pub const SMALL: u64 = 1024 << 10;
 
-/// Hashes headers' covered bytes with their data, two at a time.
-pub fn digest_all(tensors: &[(&[u8], &[u8])]) -> Vec<Digests> {
+/// Hashes headers' covered bytes with their data, two at a time; without `sha`, that hash is left out.
+pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
+    if !sha {
+        return tensors.iter().map(|(header, data)| digest(header, data, false)).collect();
+    }
     let mut shas: Vec<Option<[u8; 32]>> = vec![None; tensors.len()];
     let mut lanes: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
     let mut queue = tensors.iter().enumerate();
@@ -66,15 +69,17 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])]) -> Vec<Digests> {
         .collect()
 }
 
-/// Hashes one tensor.
-pub fn digest(header: &[u8], data: &[u8]) -> Digests {
-    let mut sha = Sha256::default();
-    sha.update(header);
-    sha.update(data);
+/// Hashes one tensor; without `sha`, that hash is left out.
+pub fn digest(header: &[u8], data: &[u8], sha: bool) -> Digests {
     let mut crc = crc32fast::Hasher::new();
     crc.update(header);
     crc.update(data);
-    Digests { crc: crc.finalize(), sha: sha.finish() }
+    let mut hash = Sha256::default();
+    if sha {
+        hash.update(header);
+        hash.update(data);
+    }
+    Digests { crc: crc.finalize(), sha: if sha { hash.finish() } else { [0; 32] } }
 }
 
 /// The SHA-256 of some bytes.
@@ -82,14 +87,6 @@ pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     let mut sha = Sha256::default();
     sha.update(bytes);
     sha.finish()
-}
-
-/// The CRC-32 of one tensor; the other hash is left out.
-pub fn digest_crc(header: &[u8], data: &[u8]) -> Digests {
-    let mut crc = crc32fast::Hasher::new();
-    crc.update(header);
-    crc.update(data);
-    Digests { crc: crc.finalize(), sha: [0; 32] }
 }
 
 /// Compares what was computed with what the header says. A header without the hash fails.
@@ -128,10 +125,10 @@ pub fn matches(data: &Data<'_>, header: &Header, entry: &Entry, uri: &str) -> Re
     let covered = header.hashed_bytes();
     let digests = match data {
         // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
-        _ if entry.is_meta() => digest(&covered, &[]),
+        _ if entry.is_meta() => digest(&covered, &[], true),
         Data::Meta => return Ok(false),
-        Data::Bytes(bytes) => digest(&covered, bytes),
-        Data::Deferred(bring) => digest(&covered, (*bring()?).as_ref()),
+        Data::Bytes(bytes) => digest(&covered, bytes, true),
+        Data::Deferred(bring) => digest(&covered, (*bring()?).as_ref(), true),
     };
     match verify(&digests, header, entry, uri, Verify::All) {
         Ok(()) => Ok(true),
@@ -167,9 +164,9 @@ mod tests {
                 .take(count)
                 .map(|(h, d)| (h.as_slice(), d.as_slice()))
                 .collect();
-            let expected: Vec<Digests> = tensors.iter().map(|(h, d)| digest(h, d)).collect();
-            assert_eq!(digest_all(&tensors), expected);
+            let expected: Vec<Digests> = tensors.iter().map(|(h, d)| digest(h, d, true)).collect();
+            assert_eq!(digest_all(&tensors, true), expected);
         }
-        assert_eq!(digest(b"ab", b"c").crc, crc32fast::hash(b"abc"));
+        assert_eq!(digest(b"ab", b"c", false).crc, crc32fast::hash(b"abc"));
     }
 }

@@ -234,7 +234,7 @@ mod tests {
                 }
             });
             for (tensor, found) in tensors.iter().zip(found.into_inner().unwrap()) {
-                assert_eq!(found, Some(digest(b"header", tensor)));
+                assert_eq!(found, Some(digest(b"header", tensor, true)));
             }
         }
     }
