@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -97,10 +98,22 @@ rust::Vec<std::uint8_t> key_bytes(const Key& key) {
   return out;
 }
 
-OpOptions options(bool verify, Readers num_readers, const Key& key) {
+OpOptions options(bool verify, Readers num_readers, const Key& key,
+                  std::int16_t device = kCpu) {
   TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ", num_readers.value_or(0),
                     ", expected at least 1");
-  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0)), key_bytes(key)};
+  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0)), key_bytes(key), device};
+}
+
+// The device that is meant, with its index.
+OptionalDevice resolved(OptionalDevice device) {
+  if (!device || !device->is_cuda() || device->has_index()) return device;
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
+}
+
+// Where the core is to put the tensors of a load; what it does not know comes to the CPU first.
+std::int16_t number(const OptionalDevice& device) {
+  return device ? std::max(device_number(*device), kCpu) : kCpu;
 }
 
 // Whether a tracer, or another dispatch mode, watches what this thread calls. Then the operators
@@ -115,12 +128,14 @@ auto find(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).template typed<Signature>();
 }
 
-// The tensors where the caller wants them. Without data to move, none are read.
+// The tensors where the caller wants them.
 std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
   auto tensors = take_tensors(loaded);
-  if (device && !device->is_cpu()) {
+  if (device) {
     const c10::NoGradGuard no_grad;
-    for (auto& tensor : tensors) tensor = tensor.to(*device);
+    for (auto& tensor : tensors) {
+      if (tensor.device() != *device) tensor = tensor.to(*device);
+    }
   }
   return tensors;
 }
@@ -128,7 +143,8 @@ std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
 std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expected,
                                      OptionalDevice device, bool verify, Readers num_readers,
                                      Key key) {
-  const auto given = options(verify, num_readers, key);
+  device = resolved(device);
+  const auto given = options(verify, num_readers, key, number(device));
   auto loaded =
       checked([&] { return op_load_checked(str(uri), strings(names), strings(expected), given); });
   return place(*loaded, device);
@@ -156,7 +172,8 @@ std::vector<at::Tensor> load_watched(const std::string& uri, Names names, Option
 std::vector<at::Tensor> load_list(std::string uri, Names names, OptionalDevice device, bool verify,
                                   Readers num_readers, Key key) {
   if (watched()) return load_watched(uri, std::move(names), device, verify, num_readers, key);
-  const auto given = options(verify, num_readers, key);
+  device = resolved(device);
+  const auto given = options(verify, num_readers, key, number(device));
   auto loaded = checked([&] { return op_load(str(uri), strings(names), given); });
   return place(*loaded, device);
 }
@@ -174,7 +191,8 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
     keys = names(uri);
     tensors = load_watched(uri, keys, device, verify, num_readers, key);
   } else {
-    const auto given = options(verify, num_readers, key);
+    device = resolved(device);
+    const auto given = options(verify, num_readers, key, number(device));
     auto loaded = checked([&] { return op_load_all(str(uri), given); });
     keys.reserve(loaded->size());
     for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
@@ -188,16 +206,16 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
   return out;
 }
 
-// Fills `out`. Bytes go straight into tensors that are contiguous in host memory; others get
-// them by way of a copy.
+// Fills `out`. Bytes go straight into tensors that are contiguous in memory of the CPU or of CUDA;
+// others get them by way of a copy.
 void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
                    Readers num_readers, Key key) {
   const c10::NoGradGuard no_grad;
   const auto given = options(verify, num_readers, key);
   TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
                     " tensors");
-  std::vector<at::Tensor> host;
-  host.reserve(out.size());
+  std::vector<at::Tensor> filled;
+  filled.reserve(out.size());
   for (std::size_t at = 0; at < out.size(); ++at) {
     const auto& tensor = out[at];
     TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
@@ -205,20 +223,23 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
                 "tensor `", names[at],
                 "`: expected a strided tensor with data to load into, found ",
                 tensor.defined() ? tensor.toString() : "an undefined one");
-    const bool direct =
-        tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-    host.push_back(direct ? tensor.detach()
-                          : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
+    const auto device = device_number(tensor.device());
+    const bool direct = device != kOther && reaches(device) && tensor.is_contiguous() &&
+                        !tensor.is_conj() && !tensor.is_neg();
+    filled.push_back(direct ? tensor.detach()
+                            : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
   }
-  const TensorList destinations(host);
+  const TensorList destinations(filled);
   checked([&] { op_load_into(str(uri), strings(names), destinations, given); });
+  std::vector<at::Tensor> changed;
   for (std::size_t at = 0; at < out.size(); ++at) {
-    if (host[at].const_data_ptr() != out[at].const_data_ptr()) {
-      at::Tensor(out[at]).copy_(host[at]);
-    } else if (!out[at].is_inference()) {
-      out[at].unsafeGetTensorImpl()->bump_version();
+    if (filled[at].const_data_ptr() != out[at].const_data_ptr()) {
+      at::Tensor(out[at]).copy_(filled[at]);
+    } else {
+      changed.push_back(out[at]);
     }
   }
+  TensorList(std::move(changed)).changed();
 }
 
 at::Tensor begin(std::string) { return at::empty({0}); }

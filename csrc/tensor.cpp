@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <torch/version.h>
 
 #include <utility>
 
@@ -20,14 +23,36 @@ static_assert(static_cast<int>(c10::ScalarType::Int7) == 43);
 static_assert(static_cast<int>(c10::ScalarType::Float4_e2m1fn_x2) == 45);
 
 bool is_ready(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() &&
-         !tensor.is_neg() && !tensor._is_zerotensor();
+  return device_number(tensor.device()) != kOther && tensor.is_contiguous() &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
-at::Tensor wrap(Loaded& loaded, std::size_t at) {
+// A view of a block. Through the dispatcher it would take as long as loading a small tensor does.
+at::Tensor view(const at::Tensor& block, std::int64_t offset, at::ScalarType dtype,
+                at::IntArrayRef shape) {
+  const auto type = c10::scalarTypeToTypeMeta(dtype);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(block.storage()),
+                                                         block.key_set(), type);
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(shape);
+  impl->set_storage_offset(offset / static_cast<std::int64_t>(type.itemsize()));
+  return tensor;
+}
+
+at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
   const auto shape = loaded.shape(at);
-  const auto options =
-      at::TensorOptions().dtype(static_cast<at::ScalarType>(loaded.dtype(at))).device(at::kCPU);
+  const auto dtype = static_cast<at::ScalarType>(loaded.dtype(at));
+  const auto block = loaded.block(at);
+  if (block != -1) {
+    TORCH_CHECK(blocks != nullptr && blocks->size() > 0, "tensors in blocks, and no blocks");
+    const at::IntArrayRef sizes(shape.data(), shape.size());
+    if (block >= 0) {
+      return view(blocks->tensors().at(static_cast<std::size_t>(block)),
+                  static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
+    }
+    return at::zeros(sizes, blocks->tensors().at(0).options().dtype(dtype));
+  }
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
   HostBuffer* owner = loaded.take(at).into_raw();
   return at::for_blob(owner->data(), at::IntArrayRef(shape.data(), shape.size()))
@@ -61,21 +86,80 @@ TensorInfo TensorList::info(std::size_t at) const {
   for (const auto size : tensor.sizes()) info.shape.push_back(static_cast<std::uint64_t>(size));
   info.meta = tensor.is_meta();
   info.ready = !info.meta && is_ready(tensor);
+  info.device = device_number(tensor.device());
   return info;
 }
 
 rust::Slice<const std::uint8_t> TensorList::bytes(std::size_t at) const {
   const at::Tensor& tensor = tensors_.at(at);
-  TORCH_CHECK(is_ready(tensor), "the tensor is not contiguous in host memory");
+  TORCH_CHECK(is_ready(tensor) && tensor.is_cpu(), "the tensor is not contiguous in host memory");
   const auto size = static_cast<std::size_t>(tensor.nbytes());
   if (size == 0) return {};
   return {static_cast<const std::uint8_t*>(tensor.const_data_ptr()), size};
 }
 
-std::uint8_t* TensorList::data(std::size_t at) const {
+std::size_t TensorList::address(std::size_t at) const {
   const at::Tensor& tensor = tensors_.at(at);
-  TORCH_CHECK(is_ready(tensor), "the tensor is not contiguous in host memory");
-  return static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
+  TORCH_CHECK(is_ready(tensor), "the tensor is not contiguous in memory");
+  return reinterpret_cast<std::size_t>(tensor.mutable_data_ptr());
+}
+
+void TensorList::fill_zero(std::size_t at) const {
+  const c10::NoGradGuard no_grad;
+  at::Tensor(tensors_.at(at)).zero_();
+}
+
+void TensorList::used_by_stream(std::size_t stream) const {
+  for (const auto& tensor : tensors_) {
+    const auto device = tensor.device();
+    if (!device.is_cuda()) continue;
+    // torch knows streams that it has not made by the driver's own handle.
+    const c10::Stream foreign(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream));
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.recordDataPtrOnStream(tensor.storage().data_ptr(), foreign);
+  }
+}
+
+void TensorList::changed() const {
+  for (const auto& tensor : tensors_) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+std::int16_t device_number(const at::Device& device) {
+  if (device.is_cpu()) return kCpu;
+  return device.is_cuda() ? device.index() : kOther;
+}
+
+std::unique_ptr<TensorList> new_blocks(std::int16_t device, rust::Slice<const std::uint64_t> lens) {
+  const auto where = device < 0 ? at::Device(at::kCPU)
+                                : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+  const auto options = at::TensorOptions().dtype(at::kByte).device(where);
+  std::vector<at::Tensor> blocks;
+  blocks.reserve(lens.size());
+  for (const auto len : lens) {
+    blocks.push_back(at::empty({static_cast<std::int64_t>(len)}, options));
+  }
+  return std::make_unique<TensorList>(std::move(blocks));
+}
+
+std::size_t current_stream(std::int16_t device) {
+  if (device < 0) return 0;
+  const at::Device where(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+#if TORCH_VERSION_MINOR >= 11
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  return reinterpret_cast<std::size_t>(guard.getStream(where).native_handle());
+#else
+  // Before torch 2.11, only its CUDA library knows, to which this one is not linked.
+  using Get = std::int32_t(std::int32_t, void**);
+  void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  TORCH_CHECK(library != nullptr, "this torch has no CUDA");
+  auto* get = reinterpret_cast<Get*>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  dlclose(library);
+  void* stream = nullptr;
+  TORCH_CHECK(get != nullptr && get(where.index(), &stream) == 0, "no current stream of ", where);
+  return reinterpret_cast<std::size_t>(stream);
+#endif
 }
 
 std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at) const {
@@ -89,7 +173,10 @@ std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at) const {
 std::vector<at::Tensor> take_tensors(Loaded& loaded) {
   std::vector<at::Tensor> tensors;
   tensors.reserve(loaded.size());
-  for (std::size_t at = 0; at < loaded.size(); ++at) tensors.push_back(wrap(loaded, at));
+  const auto blocks = loaded.take_blocks();
+  for (std::size_t at = 0; at < loaded.size(); ++at) {
+    tensors.push_back(wrap(loaded, blocks.get(), at));
+  }
   return tensors;
 }
 

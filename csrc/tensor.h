@@ -30,8 +30,17 @@ class TensorList {
   // The bytes of a tensor whose info says that it is ready, in row-major order.
   rust::Slice<const std::uint8_t> bytes(std::size_t at) const;
 
-  // The same for writing.
-  std::uint8_t* data(std::size_t at) const;
+  // Where such a tensor's bytes are, on its device.
+  std::size_t address(std::size_t at) const;
+
+  // Fills a tensor with zeros, on its device's current stream.
+  void fill_zero(std::size_t at) const;
+
+  // Tells the allocator of CUDA memory that a stream uses these tensors, as the driver knows it.
+  void used_by_stream(std::size_t stream) const;
+
+  // Tells autograd that the tensors were changed.
+  void changed() const;
 
   // The tensor in row-major order in host memory, conjugation and negation carried out.
   std::unique_ptr<TensorList> host_copy(std::size_t at) const;
@@ -40,7 +49,18 @@ class TensorList {
   std::vector<at::Tensor> tensors_;
 };
 
-// The loaded tensors, which own their memory.
+// How the core knows a device: the index for CUDA, these for others.
+constexpr std::int16_t kCpu = -1;
+constexpr std::int16_t kOther = -2;
+std::int16_t device_number(const at::Device& device);
+
+// Uninitialised blocks of so many bytes each, from torch's allocator.
+std::unique_ptr<TensorList> new_blocks(std::int16_t device, rust::Slice<const std::uint64_t> lens);
+
+// What the driver knows as this thread's current stream of a device.
+std::size_t current_stream(std::int16_t device);
+
+// The loaded tensors, which own their memory or share that of their block.
 std::vector<at::Tensor> take_tensors(Loaded& loaded);
 
 #ifdef TENSORIZER_TCH

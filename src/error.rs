@@ -98,6 +98,20 @@ pub enum Error {
         /// What the operating system said.
         error: io::Error,
     },
+    /// A device, or its driver, refused or was lost.
+    #[error("{device}: {what}")]
+    Device {
+        /// What torch calls it, such as `cuda:0`.
+        device: String,
+        /// What failed, and what the driver said.
+        what: String,
+    },
+    /// Memory of a device could not be had.
+    #[error("{what}")]
+    DeviceMemory {
+        /// What its allocator said.
+        what: String,
+    },
     /// Well-formed, but not something this release does.
     #[error("{0}")]
     Unsupported(String),

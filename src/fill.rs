@@ -20,7 +20,7 @@ use crate::transform::hash::{Digests, SMALL, digest_all, verify};
 use crate::workers::{self, Control, Interrupt};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
-const LONG_REQUEST: u64 = 8 << 20;
+pub const LONG_REQUEST: u64 = 8 << 20;
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 /// Reads headers and data of tensors into their slots. Headers come back in the same order.
@@ -39,7 +39,6 @@ pub fn fill<'a>(
     let traits = source.traits();
     let pass = Pass {
         file,
-        source,
         entries,
         verify: options.verify,
         opener: file.decryption().map(|options| Opener::new(options, file.uri(), entries)),
@@ -65,7 +64,7 @@ pub fn fill<'a>(
     let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
 
-    check_key(&pass, traits.len.is_some())?;
+    check_key(file, source, entries)?;
     // Long requests are not cut: each one waits for its answer.
     let step = match (&pass.opener, options.verify) {
         _ if traits.request_len > LONG_REQUEST => 0,
@@ -160,7 +159,6 @@ pub fn read_headers(
 /// What the threads of one pass share.
 struct Pass<'f, 'a> {
     file: &'f TensorFile,
-    source: &'f dyn ReadAt,
     entries: &'f [&'f Entry],
     verify: Verify,
     opener: Option<Opener<'f, 'a>>,
@@ -288,9 +286,7 @@ impl<'a> Pass<'_, 'a> {
     }
 
     fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<&Header> {
-        self.file.check_header(self.entry(tensor)?, &raw)?;
-        let header = Header::parse(raw, self.entry(tensor)?, self.file.prologue().encrypted)
-            .map_err(|e| e.of(self.file.uri()))?;
+        let header = parse_header(self.file, self.entry(tensor)?, raw)?;
         let place =
             self.headers.get(tensor).ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
         Ok(place.get_or_init(|| header))
@@ -303,18 +299,25 @@ impl<'a> Pass<'_, 'a> {
     }
 }
 
+/// A header that agrees with the index, and with the seal if there is one.
+pub fn parse_header(file: &TensorFile, entry: &Entry, raw: Box<[u8]>) -> Result<Header> {
+    file.check_header(entry, &raw)?;
+    Header::parse(raw, entry, file.prologue().encrypted).map_err(|e| e.of(file.uri()))
+}
+
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
 /// has been read. A key that has fitted once is not tried again.
-fn check_key(pass: &Pass<'_, '_>, any_order: bool) -> Result<()> {
-    let (Some(_), Some(options)) = (&pass.opener, pass.file.decryption()) else { return Ok(()) };
-    let sealed = pass.entries.iter().filter(|entry| entry.data_len > 0);
+pub fn check_key(file: &TensorFile, source: &dyn ReadAt, entries: &[&Entry]) -> Result<()> {
+    let any_order = source.traits().len.is_some();
+    let Some(options) = file.decryption() else { return Ok(()) };
+    let sealed = entries.iter().filter(|entry| entry.data_len > 0);
     let first = sealed.min_by_key(|entry| entry.data_len).filter(|_| any_order);
-    let Some(entry) = first.filter(|_| !pass.file.key_fits()) else { return Ok(()) };
-    let uri = pass.file.uri();
+    let Some(entry) = first.filter(|_| !file.key_fits()) else { return Ok(()) };
+    let uri = file.uri();
     let len = usize::try_from(entry.data_offset - entry.header_offset).unwrap_or(usize::MAX);
     let mut raw = vec![0; len].into_boxed_slice();
     let what = || "tensors".to_owned();
-    read_exact_at(pass.source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what)?;
+    read_exact_at(source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what)?;
     let header = Header::parse(raw, entry, true).map_err(|e| e.of(uri))?;
     let Some((pieces, key)) = how(&header, entry, options, uri)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
@@ -323,18 +326,18 @@ fn check_key(pass: &Pass<'_, '_>, any_order: bool) -> Result<()> {
         return Ok(());
     }
     let mut bytes = vec![0; usize::try_from(end).unwrap_or(usize::MAX)];
-    read_exact_at(pass.source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what)?;
+    read_exact_at(source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what)?;
     if !pieces.open(0, &mut bytes, &key) {
         return Err(refused(entry, uri));
     }
-    pass.file.set_key_fits();
+    file.set_key_fits();
     Ok(())
 }
 
 /// Ends a long series of short reads when the call is given up.
-struct Stoppable<'s> {
-    source: &'s dyn ReadAt,
-    control: &'s Control,
+pub struct Stoppable<'s> {
+    pub source: &'s dyn ReadAt,
+    pub control: &'s Control,
 }
 
 impl ReadAt for Stoppable<'_> {

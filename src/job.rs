@@ -14,7 +14,7 @@ pub const BITE: u64 = 512 << 10;
 const LARGE_LEN: u64 = 64 << 20;
 /// Longest header that is believed of a source whose size is unknown: names, shape, hashes and
 /// padding, and one authentication tag of 16 bytes for each piece of at least 1 KiB of data.
-const fn longest_header(data_len: u64) -> u64 {
+pub const fn longest_header(data_len: u64) -> u64 {
     (4 << 20) + data_len / 64
 }
 

@@ -3,8 +3,8 @@
 //! The path of the data, and the order of the modules:
 //!
 //! ```text
-//! source → plan → buffer → transform → tensor        load
-//! tensor → plan → transform → sink                   save
+//! source → plan → buffer → transform → device → tensor        load
+//! tensor → device → plan → transform → sink                   save
 //! ```
 //!
 //! An *entry* is a tensor in the index of a file, an *extent* its range of the file, a *part* one
@@ -41,7 +41,10 @@
 
 pub mod buffer;
 pub mod crypt;
+#[cfg(any(feature = "torch", test))]
+mod device;
 mod drain;
+pub mod environment;
 pub mod error;
 #[cfg(feature = "torch")]
 mod ffi;
@@ -57,6 +60,8 @@ mod py;
 mod save;
 pub mod sink;
 pub mod source;
+#[cfg(any(feature = "torch", test))]
+mod stats;
 mod sys;
 #[cfg(feature = "tch")]
 pub use ffi::tch;
@@ -65,6 +70,8 @@ mod tensor;
 mod tensor_file;
 pub mod transform;
 mod typed;
+#[cfg(any(feature = "torch", test))]
+mod upload;
 mod workers;
 
 pub use half;

@@ -172,7 +172,7 @@ pub fn load_into(
     filled
 }
 
-fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
+pub fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
     let mut seen = HashSet::with_capacity(selection.len());
     for &number in selection {
         if !seen.insert(number) {

@@ -3,7 +3,10 @@
 //! A loaded tensor owns its memory: the storage that C++ makes of a [`HostBuffer`] drops it. A
 //! tensor being saved is lent: the list that holds it outlives every use of its bytes.
 
+use cxx::UniquePtr;
+
 pub use crate::buffer::HostBuffer;
+use crate::device::CPU;
 use crate::error::{Error, Result};
 use crate::ffi::torch::bridge::{TensorInfo, TensorList};
 use crate::format::TensorKind;
@@ -16,22 +19,35 @@ use crate::tensor_file::TensorFile;
 /// Tensors that were loaded and wait to become torch's.
 pub struct Loaded {
     tensors: Vec<Waiting>,
+    /// Memory of a device that tensors are in.
+    blocks: Option<UniquePtr<TensorList>>,
 }
 
 struct Waiting {
     name: String,
     dtype: i8,
     shape: Vec<i64>,
-    memory: Option<HostBuffer>,
+    place: Place,
+}
+
+/// Where a loaded tensor is.
+pub enum Place {
+    /// In host memory of its own.
+    Host(HostBuffer),
+    /// In a block of device memory, from this byte on.
+    Block(usize, u64),
+    /// Nowhere: a tensor of zeros is to be made.
+    Zeros,
 }
 
 impl Loaded {
-    /// Adds to the memory of each tensor, given by number, what torch must know about it.
+    /// Adds to the place of each tensor, given by number, what torch must know about it.
     pub fn new(
         file: &TensorFile,
-        loaded: impl Iterator<Item = (usize, HostBuffer)>,
+        loaded: impl Iterator<Item = (usize, Place)>,
+        blocks: Option<UniquePtr<TensorList>>,
     ) -> Result<Self> {
-        let tensors = loaded.map(|(number, memory)| {
+        let tensors = loaded.map(|(number, place)| {
             let entry = file.entry(number)?;
             let shape = entry.shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
             Ok(Waiting {
@@ -43,10 +59,10 @@ impl Loaded {
                         entry.name, entry.shape
                     ))
                 })?,
-                memory: Some(memory),
+                place,
             })
         });
-        Ok(Loaded { tensors: tensors.collect::<Result<_>>()? })
+        Ok(Loaded { tensors: tensors.collect::<Result<_>>()?, blocks })
     }
 
     // C++ stays below `size()`; beyond it there is nothing to return.
@@ -71,10 +87,36 @@ impl Loaded {
         self.tensors.get(at).map_or(&[0], |tensor| &tensor.shape)
     }
 
-    /// The memory; empty when it was taken before.
+    /// Host memory; empty when it was taken before, or is none.
     pub fn take(&mut self, at: usize) -> Box<HostBuffer> {
-        let memory = self.tensors.get_mut(at).and_then(|tensor| tensor.memory.take());
-        Box::new(memory.unwrap_or_else(HostBuffer::empty))
+        let none = HostBuffer::empty();
+        let taken = match self.tensors.get_mut(at).map(|tensor| &mut tensor.place) {
+            Some(Place::Host(memory)) => std::mem::replace(memory, none),
+            _ => none,
+        };
+        Box::new(taken)
+    }
+
+    /// The block in which a tensor is; -1 for host memory, -2 for zeros that are to be made.
+    pub fn block(&self, at: usize) -> i64 {
+        match self.tensors.get(at).map(|tensor| &tensor.place) {
+            Some(Place::Block(block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
+            Some(Place::Zeros) => -2,
+            _ => -1,
+        }
+    }
+
+    /// Where in its block a tensor begins, in bytes.
+    pub fn offset(&self, at: usize) -> u64 {
+        match self.tensors.get(at).map(|tensor| &tensor.place) {
+            Some(Place::Block(_, offset)) => *offset,
+            _ => 0,
+        }
+    }
+
+    /// The blocks; null when they were taken before, or there are none.
+    pub fn take_blocks(&mut self) -> UniquePtr<TensorList> {
+        self.blocks.take().unwrap_or_else(UniquePtr::null)
     }
 }
 
@@ -112,7 +154,7 @@ pub fn one_to_save(
     tensors: &TensorList,
     at: usize,
 ) -> Result<SaveTensor<'_>> {
-    let TensorInfo { dtype, shape, meta, ready } = tensors
+    let TensorInfo { dtype, shape, meta, ready, device } = tensors
         .info(at)
         .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
     let dtype = DType::from_code(dtype).ok_or_else(|| {
@@ -122,7 +164,7 @@ pub fn one_to_save(
     })?;
     let data = if meta {
         Data::Meta
-    } else if ready {
+    } else if ready && device == CPU {
         Data::Bytes(tensors.bytes(at)?)
     } else {
         Data::Deferred(Box::new(move || {
@@ -135,7 +177,7 @@ pub fn one_to_save(
 }
 
 /// A tensor that was brought into host memory.
-struct HostTensor(cxx::UniquePtr<TensorList>);
+struct HostTensor(UniquePtr<TensorList>);
 
 impl HostTensor {
     fn bytes(&self) -> Result<&[u8]> {

@@ -14,6 +14,10 @@ __all__ = [
     "Writer",
     "__version__",
     "cpu_count",
+    "release_pinned",
+    "set_pinned_limit",
+    "staged",
+    "stats",
 ]
 
 DEFAULT_S3_READ_ENDPOINT: str
@@ -21,6 +25,11 @@ DEFAULT_S3_WRITE_ENDPOINT: str
 TORCH_VERSION: str
 __version__: str
 cpu_count: int
+
+def staged(device: int) -> bool: ...
+def stats() -> dict[str, Any] | None: ...
+def set_pinned_limit(bytes: int) -> None: ...
+def release_pinned() -> int: ...
 
 _Name = str | tuple[str | int, ...]
 
@@ -92,8 +101,18 @@ class Reader:
     def kinds(self) -> list[int]: ...
     def describe(self, number: int) -> tuple[str, list[int], bool]: ...
     def load(
-        self, numbers: Sequence[int], *, verify: str, readers: int | None, map: bool | None
+        self,
+        numbers: Sequence[int],
+        *,
+        verify: str,
+        readers: int | None,
+        map: bool | None,
+        device: int,
+        apart: bool,
     ) -> tuple[int, list[int]]: ...
+    def load_into(
+        self, ticket: int, numbers: Sequence[int], *, verify: str, readers: int | None
+    ) -> list[int]: ...
     def matches(self, ticket: int, numbers: Sequence[int]) -> list[bool]: ...
 
 @final

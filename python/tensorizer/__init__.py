@@ -13,6 +13,7 @@ from . import _ops  # isort: skip  # defines what torch must know before anythin
 from . import serialization, stream_io, torch_compat, utils
 from ._api import load, save
 from ._async import SaveFuture, save_async
+from ._device import release_pinned, set_pinned_limit, stats
 from .serialization import (
     CryptographyError,
     DecryptionParams,
@@ -35,9 +36,12 @@ __all__ = [
     "__version__",
     "cmake_prefix_path",
     "load",
+    "release_pinned",
     "save",
     "save_async",
     "serialization",
+    "set_pinned_limit",
+    "stats",
     "stream_io",
     "torch_compat",
     "utils",

@@ -25,6 +25,7 @@ def load(
     num_readers: int | None = None,
     mmap: bool | None = None,
     encryption: DecryptionParams | None = None,
+    clone: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -38,6 +39,7 @@ def load(
         num_readers: Threads that read at once.
         mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
         encryption: What an encrypted file is decrypted with.
+        clone: On CUDA, give each tensor memory of its own; see :class:`TensorDeserializer`.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -61,6 +63,7 @@ def load(
         verify_hash=verify_hash,
         mmap=mmap,
         encryption=encryption,
+        clone=clone,
     ) as file:
         loaded = {_stored(name): tensor for name, tensor in file._plain_tensors()}
     if wanted is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import _device
 from ._deserializer import TensorDeserializer
 from ._encryption import DecryptionParams, EncryptionParams, native_decryption
 from ._errors import CryptographyError, HashMismatchError
@@ -112,7 +113,12 @@ class _File:
         """Return tensors, those without data on the ``meta`` device, and module indices."""
         with_data = [n for n in numbers if not self._is_meta(n)]
         ticket, modules = self.reader.load(
-            with_data, verify=verify, readers=self._readers, map=False
+            with_data,
+            verify=verify,
+            readers=self._readers,
+            map=False,
+            device=_device.CPU,
+            apart=False,
         )
         found = dict(zip(with_data, zip(take(ticket), modules, strict=True), strict=True))
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]

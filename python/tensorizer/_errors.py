@@ -1,5 +1,7 @@
 """The exception classes of this package. The native module raises them by name."""
 
+import torch
+
 
 class FormatError(ValueError):
     """The bytes are not a well-formed ``.tensors`` file."""
@@ -32,6 +34,14 @@ class HashMismatchError(Exception):
 
 class PairMismatchError(ValueError):
     """A ``.pt`` file and a file of storages are not the two halves of one object."""
+
+
+class DeviceError(RuntimeError):
+    """A device, or its driver, refused or was lost."""
+
+
+class DeviceMemoryError(MemoryError, torch.OutOfMemoryError):
+    """Memory of a device could not be had."""
 
 
 class CryptographyError(Exception):

@@ -47,6 +47,43 @@ class Place:
         return module._parameters.get(self.attribute, module._buffers.get(self.attribute))
 
 
+    def can_fill(
+        self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
+    ) -> bool:
+        """Tell whether a tensor can take bytes of this form where it is."""
+        group = self.module._parameters if self.kind is TensorType.PARAM else self.module._buffers
+        return (
+            group.get(self.attribute) is tensor
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout == torch.strided
+            and tensor.device == device
+            and tensor.dtype == dtype
+            and list(tensor.shape) == list(shape)
+            and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
+
+
+def without_overlaps(
+    found: Sequence[tuple[int, torch.Tensor]],
+) -> list[tuple[int, torch.Tensor]]:
+    """Leave out tensors that share memory, such as tied ones."""
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
+        for at, (_, tensor) in enumerate(found)
+        if tensor.nbytes
+    )
+    shared: set[int] = set()
+    end, last = 0, -1
+    for start, stop, at in ranges:
+        if start < end:
+            shared.update((last, at))
+        if stop > end:
+            end, last = stop, at
+    return [item for at, item in enumerate(found) if at not in shared]
+
+
 def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter]) -> None:
     """Replace parameters and buffers; those that were one object become one object again."""
     before = [place.current() for place in places]

@@ -29,6 +29,10 @@ from ._C import (  # noqa: E402
     Writer,
     __version__,
     cpu_count,
+    release_pinned,
+    set_pinned_limit,
+    staged,
+    stats,
 )
 
 __all__ = [
@@ -43,4 +47,8 @@ __all__ = [
     "Writer",
     "__version__",
     "cpu_count",
+    "release_pinned",
+    "set_pinned_limit",
+    "staged",
+    "stats",
 ]

@@ -249,6 +249,8 @@ class Loading(Storages):
         # As torch has it: what is not mapped is the caller's own, whatever becomes of the file.
         options["mmap"] = True if self._mmap else options.get("mmap", False)
         options["lazy_load"] = True
+        # A storage is memory of its own.
+        options["clone"] = True
         try:
             opened = TensorDeserializer(file, "cpu", **options)
         except FileNotFoundError as error:

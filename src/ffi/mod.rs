@@ -3,6 +3,7 @@
 #[cfg(feature = "python")]
 pub mod exchange;
 pub mod guard;
+pub mod load;
 #[cfg(feature = "tch")]
 pub mod tch;
 pub mod torch;

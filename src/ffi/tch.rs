@@ -9,6 +9,7 @@ use cxx::UniquePtr;
 use tch::{Device, Tensor};
 
 use super::torch::{bridge, load_all, load_some};
+use crate::device::{CPU, Index};
 use crate::error::{Error, Result};
 use crate::save::{SaveOptions, save as save_tensors};
 use crate::tensor::{Loaded, to_save};
@@ -31,22 +32,30 @@ fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
     let tensors = bridge::new_tensors(&mut loaded)?.into_iter().map(|address| {
         // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
         let tensor = unsafe { Tensor::from_ptr(std::ptr::with_exposed_provenance_mut(address)) };
-        if device == Device::Cpu { Ok(tensor) } else { tensor.f_to_device(device) }
+        if device == tensor.device() { Ok(tensor) } else { tensor.f_to_device(device) }
     });
     let tensors = tensors.collect::<std::result::Result<Vec<_>, _>>();
     let tensors = tensors.map_err(|e| Error::Unsupported(e.to_string()))?;
     Ok(names.into_iter().zip(tensors).collect())
 }
 
+/// A device as the core numbers it; those that it does not know are filled by way of the CPU.
+fn index(device: Device) -> Index {
+    match device {
+        Device::Cuda(index) => Index::try_from(index).unwrap_or(CPU),
+        _ => CPU,
+    }
+}
+
 /// All tensors of a file, with their names, in its order.
 pub fn load(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
-    take(load_all(&TensorFile::open(path)?)?, device)
+    take(load_all(&TensorFile::open(path)?, index(device))?, device)
 }
 
 /// Tensors of these names, in this order.
 pub fn load_named<S: AsRef<str>>(path: &Path, names: &[S], device: Device) -> Result<Vec<Tensor>> {
     let file = TensorFile::open(path)?;
-    let loaded = take(load_some(&file, names)?, device)?;
+    let loaded = take(load_some(&file, names, index(device))?, device)?;
     Ok(loaded.into_iter().map(|(_, tensor)| tensor).collect())
 }
 

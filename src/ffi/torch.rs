@@ -9,13 +9,15 @@ use std::sync::{Arc, OnceLock};
 use zeroize::Zeroizing;
 
 use super::guard::guard;
+use super::load::{Where, load_into_tensors, load_tensors};
 use crate::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
+use crate::device::{self, CPU, Index};
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
-use crate::load::{LoadOptions, Verify, load, load_into};
+use crate::load::{LoadOptions, Verify};
 use crate::save::{SaveOptions, save_to};
 use crate::sink;
-use crate::tensor::{HostBuffer, Loaded, expect_like, to_save};
+use crate::tensor::{HostBuffer, Loaded, to_save};
 use crate::tensor_file::TensorFile;
 
 #[cxx::bridge(namespace = "tensorizer")]
@@ -27,8 +29,10 @@ pub mod bridge {
         shape: Vec<u64>,
         /// On the `meta` device.
         meta: bool,
-        /// In host memory, in row-major order.
+        /// In row-major order in memory.
         ready: bool,
+        /// -1 for the CPU, the index for CUDA, -2 for others.
+        device: i16,
     }
 
     /// How an operator is to load.
@@ -38,6 +42,8 @@ pub mod bridge {
         readers: u64,
         /// Empty for none.
         key: Vec<u8>,
+        /// Where the tensors go: -1 for the CPU, the index for CUDA.
+        device: i16,
     }
 
     unsafe extern "C++" {
@@ -48,8 +54,19 @@ pub mod bridge {
         fn size(self: &TensorList) -> usize;
         fn info(self: &TensorList, at: usize) -> Result<TensorInfo>;
         fn bytes(self: &TensorList, at: usize) -> Result<&[u8]>;
-        fn data(self: &TensorList, at: usize) -> Result<*mut u8>;
         fn host_copy(self: &TensorList, at: usize) -> Result<UniquePtr<TensorList>>;
+
+        /// Uninitialised blocks of so many bytes each.
+        fn new_blocks(device: i16, lens: &[u64]) -> Result<UniquePtr<TensorList>>;
+        /// The stream that the driver knows as this thread's current one of a device.
+        fn current_stream(device: i16) -> Result<usize>;
+        /// Tells the allocator that a stream uses the tensors.
+        fn used_by_stream(self: &TensorList, stream: usize) -> Result<()>;
+        fn address(self: &TensorList, at: usize) -> Result<usize>;
+        fn fill_zero(self: &TensorList, at: usize) -> Result<()>;
+        /// Tells autograd that the tensors were changed.
+        #[cfg(feature = "python")]
+        fn changed(self: &TensorList) -> Result<()>;
 
         fn register_operators() -> Result<()>;
     }
@@ -64,6 +81,9 @@ pub mod bridge {
         fn dtype(self: &Loaded, at: usize) -> i8;
         fn shape(self: &Loaded, at: usize) -> &[i64];
         fn take(self: &mut Loaded, at: usize) -> Box<HostBuffer>;
+        fn block(self: &Loaded, at: usize) -> i64;
+        fn offset(self: &Loaded, at: usize) -> u64;
+        fn take_blocks(self: &mut Loaded) -> UniquePtr<TensorList>;
 
         fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<Loaded>>;
         fn op_load(uri: &str, names: Vec<String>, options: OpOptions) -> Result<Box<Loaded>>;
@@ -79,6 +99,7 @@ pub mod bridge {
             out: &TensorList,
             options: OpOptions,
         ) -> Result<()>;
+        fn reaches(device: i16) -> bool;
         fn op_names(uri: &str) -> Result<Vec<String>>;
         fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>>;
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)
@@ -163,29 +184,29 @@ fn open(uri: &str, options: &mut bridge::OpOptions) -> Result<TensorFile> {
 
 /// All tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile) -> Result<Loaded> {
+pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
-    loaded(file, &all, LoadOptions::default())
+    loaded(file, &all, device, LoadOptions::default())
 }
 
 /// Some tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S]) -> Result<Loaded> {
-    loaded(file, &file.select(names)?, LoadOptions::default())
+pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
+    loaded(file, &file.select(names)?, device, LoadOptions::default())
 }
 
 fn op_load_all(uri: &str, mut options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri, &mut options)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
-        loaded(&file, &all, options.into()).map(Box::new)
+        loaded(&file, &all, options.device, options.into()).map(Box::new)
     })
 }
 
 fn op_load(uri: &str, names: Vec<String>, mut options: bridge::OpOptions) -> Result<Box<Loaded>> {
     guard(|| {
         let file = open(uri, &mut options)?;
-        loaded(&file, &file.select(&names)?, options.into()).map(Box::new)
+        loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
     })
 }
 
@@ -224,14 +245,18 @@ fn op_load_checked(
                 )));
             }
         }
-        loaded(&file, &selection, options.into()).map(Box::new)
+        loaded(&file, &selection, options.device, options.into()).map(Box::new)
     })
 }
 
-fn loaded(file: &TensorFile, selection: &[usize], options: LoadOptions) -> Result<Loaded> {
-    let loaded = load(file, selection, &options, &interrupt)?;
-    let memory = loaded.into_iter().map(|tensor| (tensor.number, tensor.memory));
-    Loaded::new(file, memory)
+fn loaded(
+    file: &TensorFile,
+    selection: &[usize],
+    device: Index,
+    options: LoadOptions,
+) -> Result<Loaded> {
+    let destination = Where { device, apart: false };
+    Ok(load_tensors(file, selection, destination, &options, &interrupt)?.0)
 }
 
 fn op_load_into(
@@ -244,50 +269,13 @@ fn op_load_into(
         let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
         // SAFETY: the operator's caller hands `out` over for the length of the call.
-        let destinations = unsafe { destinations(&file, &selection, out)? };
-        load_into(&file, &selection, destinations, &options.into(), &interrupt).map(drop)
+        unsafe { load_into_tensors(&file, &selection, out, &options.into(), &interrupt) }.map(drop)
     })
 }
 
-/// The memory of tensors that are to be filled, after checking that they fit and do not overlap.
-///
-/// # Safety
-/// Nobody else reads or writes the tensors while the result lives.
-#[allow(clippy::mut_from_ref)] // the tensors' memory is not behind the list's reference
-unsafe fn destinations<'t>(
-    file: &TensorFile,
-    selection: &[usize],
-    out: &'t bridge::TensorList,
-) -> Result<Vec<&'t mut [u8]>> {
-    let mut memory: Vec<(*mut u8, usize)> = Vec::with_capacity(selection.len());
-    for (at, &number) in selection.iter().enumerate() {
-        let entry = file.entry(number)?;
-        expect_like(entry, &out.info(at)?)?;
-        let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
-        let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
-        memory.push((out.data(at)?, len));
-    }
-    let mut ranges: Vec<(usize, usize)> = memory
-        .iter()
-        .filter(|(_, len)| *len > 0)
-        .map(|(start, len)| (start.addr(), *len))
-        .collect();
-    ranges.sort_unstable();
-    if ranges.windows(2).any(|pair| matches!(pair, [(a, len), (b, _)] if a + len > *b)) {
-        return Err(Error::InvalidArgument("tensors to load into overlap in memory".to_owned()));
-    }
-    Ok(memory
-        .into_iter()
-        .map(|(start, len)| {
-            if len == 0 {
-                return &mut [][..];
-            }
-            // SAFETY: `expect_like` made sure that the tensor has `len` bytes in one piece from
-            // `start` on; the list keeps it alive for 't; no two ranges overlap, as checked above,
-            // and the caller promises that nobody else uses them.
-            unsafe { std::slice::from_raw_parts_mut(start, len) }
-        })
-        .collect())
+/// Whether memory of a device can be filled and read from here, without a copy by torch.
+pub fn reaches(device: Index) -> bool {
+    device == CPU || device::find(device).is_ok_and(|found| found.is_some())
 }
 
 fn op_names(uri: &str) -> Result<Vec<String>> {

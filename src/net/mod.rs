@@ -9,7 +9,7 @@ pub mod s3;
 #[cfg(feature = "s3")]
 pub(crate) use lanes::new_runtime;
 pub(crate) use lanes::{Lane, Lanes};
-pub use options::{NetOptions, Trust, VARIABLES};
+pub use options::{NetOptions, Trust};
 pub(crate) use retry::{Failure, Retry};
 
 /// An address as messages show it: queries, fragments and users may be secrets.

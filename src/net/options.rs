@@ -1,7 +1,9 @@
-//! The one table of options of network sources, and of the environment variables that set them.
+//! The one table of options of network sources.
 
 use std::path::PathBuf;
 use std::time::Duration;
+
+use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
 
 /// Which certificates are believed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +21,7 @@ pub enum Trust {
 impl Trust {
     /// The certificates in PEM format, one file each; none if the system's count or all do. What
     /// is wrong with them is the error.
-    pub fn certificates(&self) -> Result<Vec<Vec<u8>>, String> {
+    pub fn certificates(&self) -> std::result::Result<Vec<Vec<u8>>, String> {
         let read = |path: PathBuf| {
             std::fs::read(&path).map_err(|e| format!("certificates of {}: {e}", path.display()))
         };
@@ -67,80 +69,22 @@ pub struct NetOptions {
     pub total: Duration,
 }
 
-/// An environment variable, its default, and what it sets.
-pub struct Variable {
-    /// Its name.
-    pub name: &'static str,
-    /// What holds without it.
-    pub default: u32,
-    /// What it sets, with its unit.
-    pub meaning: &'static str,
-    set: fn(&mut NetOptions, u32),
+const fn seconds(value: u64) -> Duration {
+    Duration::from_secs(if value > 0 { value } else { 1 })
 }
-
-const fn seconds(value: u32) -> Duration {
-    Duration::from_secs(value as u64)
-}
-
-/// All of them. The README has the same table.
-pub static VARIABLES: [Variable; 5] = [
-    Variable {
-        name: "TENSORIZER_CONNECTIONS",
-        default: 16,
-        meaning: "connections that a load or an upload uses unless their number is given",
-        set: |options, value| options.connections = value.max(1) as usize,
-    },
-    Variable {
-        name: "TENSORIZER_ATTEMPTS",
-        default: 6,
-        meaning: "tries of one request, the first included",
-        set: |options, value| options.attempts = value.max(1),
-    },
-    Variable {
-        name: "TENSORIZER_CONNECT_SECONDS",
-        default: 20,
-        meaning: "how long a connection may take to be made",
-        set: |options, value| options.connect = seconds(value.max(1)),
-    },
-    Variable {
-        name: "TENSORIZER_STALL_SECONDS",
-        default: 30,
-        meaning: "how long a server may send nothing",
-        set: |options, value| options.stall = seconds(value.max(1)),
-    },
-    Variable {
-        name: "TENSORIZER_TOTAL_SECONDS",
-        default: 300,
-        meaning: "how long the tries of one request may take together",
-        set: |options, value| options.total = seconds(value.max(1)),
-    },
-];
 
 impl NetOptions {
     /// The defaults, changed by the environment; an error for a variable that is no number.
     pub fn from_environment() -> crate::error::Result<Self> {
-        let mut options = NetOptions {
+        Ok(NetOptions {
             headers: Vec::new(),
             trust: Trust::System,
-            connections: 1,
+            connections: usize::try_from(CONNECTIONS.value()?.max(1)).unwrap_or(usize::MAX),
             max_connections: 256,
-            attempts: 1,
-            connect: Duration::ZERO,
-            stall: Duration::ZERO,
-            total: Duration::ZERO,
-        };
-        for variable in &VARIABLES {
-            let value = match std::env::var(variable.name) {
-                Err(std::env::VarError::NotPresent) => variable.default,
-                found => found.ok().and_then(|text| text.trim().parse().ok()).ok_or_else(|| {
-                    crate::error::Error::InvalidArgument(format!(
-                        "the environment variable {} must be a whole number: {}",
-                        variable.name, variable.meaning
-                    ))
-                })?,
-            };
-            (variable.set)(&mut options, value);
-        }
-        Ok(options)
+            attempts: u32::try_from(ATTEMPTS.value()?.max(1)).unwrap_or(u32::MAX),
+            connect: seconds(CONNECT_SECONDS.value()?),
+            stall: seconds(STALL_SECONDS.value()?),
+            total: seconds(TOTAL_SECONDS.value()?),
+        })
     }
 }

@@ -20,6 +20,8 @@ impl From<Error> for PyErr {
             Error::HashMismatch { .. } | Error::NoHash { .. } => own("HashMismatchError", (text,)),
             Error::Crypt(_) => own("CryptographyError", (text,)),
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
+            Error::Device { .. } => own("DeviceError", (text,)),
+            Error::DeviceMemory { .. } => own("DeviceMemoryError", (text,)),
             Error::Unsupported(_) => builtin::PyNotImplementedError::new_err(text),
             Error::InvalidArgument(_) => builtin::PyValueError::new_err(text),
             Error::Closed(_) => own("ClosedError", (text,)),

@@ -1,6 +1,7 @@
 //! The Python module `tensorizer._C`: the core for the Python classes, with typed errors.
 
 mod crypt;
+mod device;
 mod errors;
 mod file;
 mod reader;
@@ -32,6 +33,10 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEFAULT_S3_WRITE_ENDPOINT", crate::net::s3::DEFAULT_WRITE_ENDPOINT)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
+    module.add_function(wrap_pyfunction!(device::staged, module)?)?;
+    module.add_function(wrap_pyfunction!(device::stats, module)?)?;
+    module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
+    module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
     module.add_class::<reader::Reader>()?;
     module.add_class::<crypt::Encryption>()?;
     module.add_class::<crypt::Decryption>()?;

@@ -1,4 +1,5 @@
-//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`.
+//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -15,12 +16,13 @@ use super::signals;
 use super::source::Source;
 use crate::error::{Error, Result};
 use crate::ffi::exchange::{borrow, offer};
+use crate::ffi::load::{Where, load_into_tensors, load_tensors};
 use crate::fill::read_headers;
 use crate::format::header::Header;
 use crate::format::name::{Component, Name};
-use crate::load::{LoadOptions, Mapping, Verify, load};
+use crate::load::{LoadOptions, Mapping, Verify};
 use crate::source::PipeSource;
-use crate::tensor::{Loaded, one_to_save};
+use crate::tensor::one_to_save;
 use crate::tensor_file::TensorFile;
 use crate::transform::hash;
 
@@ -34,6 +36,15 @@ pub struct Reader {
 impl Reader {
     fn new(file: TensorFile) -> Self {
         Reader { file, headers: Mutex::default() }
+    }
+
+    /// Keeps headers, and gives their module indices.
+    fn keep_all(&self, numbers: &[usize], headers: Vec<Header>) -> Vec<u16> {
+        let modules = headers.iter().map(|header| header.module_index).collect();
+        for (&number, header) in numbers.iter().zip(headers) {
+            self.keep(number, header);
+        }
+        modules
     }
 
     fn keep(&self, number: usize, header: Header) {
@@ -191,9 +202,11 @@ impl Reader {
         Ok((entry.dtype.name(), entry.shape.clone(), entry.dtype.is_opaque()))
     }
 
-    /// Loads tensors. Returns the number under which `_take` fetches them, and their module
-    /// indices.
-    #[pyo3(signature = (numbers, *, verify, readers, map))]
+    /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor
+    /// there has memory of its own. Returns the number under which `_take` fetches them, and their
+    /// module indices.
+    #[pyo3(signature = (numbers, *, verify, readers, map, device, apart))]
+    #[allow(clippy::too_many_arguments)]
     fn load(
         &self,
         py: Python<'_>,
@@ -201,26 +214,43 @@ impl Reader {
         verify: &str,
         readers: Option<usize>,
         map: Option<bool>,
+        device: i16,
+        apart: bool,
     ) -> PyResult<(i64, Vec<u16>)> {
         let map = match map {
             None => Mapping::Auto,
             Some(true) => Mapping::Always,
             Some(false) => Mapping::Never,
         };
-        let verify = match verify {
-            "nothing" => Verify::Nothing,
-            "crc32" => Verify::Crc32,
-            _ => Verify::All,
-        };
         Ok(py.detach(|| -> Result<_> {
-            let options = LoadOptions { readers, verify, map };
-            let loaded = load(&self.file, &numbers, &options, &signals)?;
-            let modules = loaded.iter().map(|tensor| tensor.header.module_index).collect();
-            let memory = loaded.into_iter().map(|tensor| {
-                self.keep(tensor.number, tensor.header);
-                (tensor.number, tensor.memory)
-            });
-            Ok((offer(Loaded::new(&self.file, memory)?), modules))
+            let options = LoadOptions { readers, verify: verification(verify), map };
+            let destination = Where { device, apart };
+            let (loaded, headers) =
+                load_tensors(&self.file, &numbers, destination, &options, &signals)?;
+            Ok((offer(loaded), self.keep_all(&numbers, headers)))
+        })?)
+    }
+
+    /// Fills lent tensors, which must have the types and shapes of these. Returns module indices.
+    #[pyo3(signature = (ticket, numbers, *, verify, readers))]
+    fn load_into(
+        &self,
+        py: Python<'_>,
+        ticket: i64,
+        numbers: Vec<usize>,
+        verify: &str,
+        readers: Option<usize>,
+    ) -> PyResult<Vec<u16>> {
+        Ok(py.detach(|| -> Result<_> {
+            let options =
+                LoadOptions { readers, verify: verification(verify), map: Mapping::Never };
+            let lent = borrow(ticket)?;
+            // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
+            let headers = unsafe {
+                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)?
+            };
+            lent.list()?.changed()?;
+            Ok(self.keep_all(&numbers, headers))
         })?)
     }
 
@@ -249,6 +279,14 @@ impl Reader {
             }
             Ok(out)
         })?)
+    }
+}
+
+fn verification(name: &str) -> Verify {
+    match name {
+        "nothing" => Verify::Nothing,
+        "crc32" => Verify::Crc32,
+        _ => Verify::All,
     }
 }
 

@@ -71,15 +71,39 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
 
 /// Hashes one tensor; without `sha`, that hash is left out.
 pub fn digest(header: &[u8], data: &[u8], sha: bool) -> Digests {
-    let mut crc = crc32fast::Hasher::new();
-    crc.update(header);
-    crc.update(data);
-    let mut hash = Sha256::default();
-    if sha {
+    let mut hash = StreamHash::new(header, sha);
+    hash.update(data);
+    hash.finish()
+}
+
+/// The hashes of a tensor whose bytes come front to back.
+pub struct StreamHash {
+    crc: crc32fast::Hasher,
+    sha: Option<Sha256>,
+}
+
+impl StreamHash {
+    /// Begins with a header's covered bytes; without `sha`, that hash is left out.
+    pub fn new(header: &[u8], sha: bool) -> Self {
+        let sha = sha.then(Sha256::default);
+        let mut hash = StreamHash { crc: crc32fast::Hasher::new(), sha };
         hash.update(header);
-        hash.update(data);
+        hash
     }
-    Digests { crc: crc.finalize(), sha: if sha { hash.finish() } else { [0; 32] } }
+
+    /// Hashes the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.crc.update(bytes);
+        if let Some(sha) = &mut self.sha {
+            sha.update(bytes);
+        }
+    }
+
+    /// The hashes of all bytes.
+    pub fn finish(self) -> Digests {
+        let sha = self.sha.map(Sha256::finish).unwrap_or_default();
+        Digests { crc: self.crc.finalize(), sha }
+    }
 }
 
 /// The SHA-256 of some bytes.

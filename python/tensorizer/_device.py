@@ -1,0 +1,57 @@
+"""Loads to and saves from CUDA: what they did, and the memory that they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _native
+
+#: How the native module knows the CPU; CUDA devices have their index.
+CPU = -1
+
+
+def number(device: torch.device) -> int:
+    """Return how the native module knows a device; what it does not know comes to the CPU."""
+    if device.type != "cuda":
+        return CPU
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def is_native(device: torch.device) -> bool:
+    """Tell whether the native module puts tensors there itself, through staging memory."""
+    return device.type in ("cpu", "cuda") and _native.staged(number(device))
+
+
+def stats() -> dict[str, Any] | None:
+    """Return what the last load or save of this process did; None before the first.
+
+    Returns:
+        ``what`` ("load" or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data),
+        ``threads``, ``seconds`` (from the call to its return, in which copies may still be under
+        way on the device), ``stages`` (seconds by stage, summed over the threads: ``memory``
+        waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
+        ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
+        that the process keeps). Stages are counted on the way to and from devices only.
+
+    """
+    report: dict[str, Any] | None = _native.stats()
+    return report
+
+
+def set_pinned_limit(limit: int) -> None:
+    """Set the most staging memory that all loads and saves of this process take together.
+
+    Args:
+        limit: In bytes; at least 16 MiB are taken if they are needed. The default is 256 MiB, or
+            what ``TENSORIZER_PINNED_MB`` says.
+
+    """
+    _native.set_pinned_limit(limit)
+
+
+def release_pinned() -> int:
+    """Give the staging memory that is not in use back to the system; return how many bytes."""
+    released: int = _native.release_pinned()
+    return released

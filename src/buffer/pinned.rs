@@ -1,0 +1,553 @@
+//! Host memory through which bytes go to and from a device. One of the few doors to `unsafe`.
+//!
+//! One pool serves the whole process. Its units are leased, filled, copied from while the host
+//! goes on, and come back by themselves when the event after the copies has passed: nobody waits
+//! for a copy unless the pool is used up. Memory is taken in segments as it is needed, up to a
+//! limit, pinned for the device, and kept for the next load.
+#![allow(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, Thread};
+use std::time::Duration;
+
+use super::arena::Arena;
+use crate::device::{Device, DeviceMemory, Event, Stream};
+use crate::environment::PINNED_MB;
+use crate::error::{Error, Result};
+
+/// Bytes of a unit: so long that starting a copy costs nothing beside it (a bus of 55 GB/s takes
+/// 76 µs), so short that the units in use stay in a processor's last cache.
+pub const UNIT_LEN: usize = 4 << 20;
+/// Units that are allocated and pinned together: 32 MiB, of which a reader has the most when
+/// readers need them at the same time, and far below what drivers refuse to pin at once.
+const SEGMENT_UNITS: usize = 8;
+/// A part of a file may need this many at once.
+pub const MIN_UNITS: usize = 4;
+/// How often events are looked at while the pool is used up.
+const POLL: Duration = Duration::from_micros(20);
+/// How often a reader that waits for others looks whether its call was given up.
+const IDLE: Duration = Duration::from_millis(20);
+
+/// Units of host memory, shared by all loads and saves.
+pub struct Pool {
+    unit_len: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The most units that there may be.
+    limit: usize,
+    /// Units that there are, whoever has them.
+    made: usize,
+    /// Units that nobody uses; the last one used is the first to be used again.
+    free: Vec<Unit>,
+    in_flight: VecDeque<Flight>,
+    waiting: VecDeque<(u64, Thread)>,
+    last_ticket: u64,
+    pageable: bool,
+}
+
+/// Units from or to which copies may be under way.
+struct Flight {
+    event: Box<dyn Event>,
+    units: Vec<Unit>,
+}
+
+struct Unit {
+    start: NonNull<u8>,
+    segment: Arc<Segment>,
+}
+
+// SAFETY: a unit is the only way to its bytes, and they stay as long as the segment does.
+unsafe impl Send for Unit {}
+
+struct Segment {
+    arena: Mutex<Arena>,
+    base: usize,
+    pinned_by: Option<Arc<dyn Device>>,
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        if let Some(device) = &self.pinned_by {
+            let arena = self.arena.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: pinned when it was made, and no unit is left from which a copy could be
+            // under way: those are kept until an event says that it has ended.
+            unsafe { device.unpin(arena.bytes_mut().as_mut_ptr()) };
+        }
+    }
+}
+
+/// A place in the queue for units: who came first is served first.
+pub struct Ticket<'p> {
+    pool: &'p Pool,
+    number: u64,
+}
+
+impl Pool {
+    /// A pool of at most so many units.
+    pub fn new(unit_len: usize, limit: usize) -> Self {
+        let state = State {
+            limit: limit.max(MIN_UNITS),
+            made: 0,
+            free: Vec::new(),
+            in_flight: VecDeque::new(),
+            waiting: VecDeque::new(),
+            last_ticket: 0,
+            pageable: false,
+        };
+        Pool { unit_len, state: Mutex::new(state) }
+    }
+
+    /// The pool of this process.
+    pub fn global() -> Result<&'static Pool> {
+        static POOL: OnceLock<Pool> = OnceLock::new();
+        if POOL.get().is_none() {
+            let limit = units_of(PINNED_MB.value()?.saturating_mul(1 << 20));
+            POOL.get_or_init(|| Pool::new(UNIT_LEN, limit));
+        }
+        POOL.get().ok_or_else(|| Error::Bug("no pool".to_owned()))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of a unit.
+    pub fn unit_len(&self) -> usize {
+        self.unit_len
+    }
+
+    /// The most units that a lease can have.
+    pub fn limit(&self) -> usize {
+        self.state().limit
+    }
+
+    /// Sets the most bytes that the pool may take, at least one unit.
+    pub fn set_limit(&self, bytes: u64) {
+        self.state().limit = units_of(bytes);
+        self.release();
+    }
+
+    /// Bytes of host memory that the pool has.
+    pub fn len(&self) -> usize {
+        self.state().made * self.unit_len
+    }
+
+    /// Whether memory could not be pinned, so that copies are slower.
+    pub fn is_pageable(&self) -> bool {
+        self.state().pageable
+    }
+
+    /// Gives memory that is not in use back to the system, and says how many bytes.
+    pub fn release(&self) -> usize {
+        let mut state = self.state();
+        state.reap_all();
+        let mut idle: HashMap<usize, usize> = HashMap::new();
+        for unit in &state.free {
+            *idle.entry(unit.segment.base).or_default() += 1;
+        }
+        let whole =
+            |unit: &Unit| idle.get(&unit.segment.base) == Some(&Arc::strong_count(&unit.segment));
+        let (unused, kept): (Vec<Unit>, Vec<Unit>) =
+            std::mem::take(&mut state.free).into_iter().partition(whole);
+        state.free = kept;
+        state.made -= unused.len();
+        state.pageable = state.pageable && state.made > 0;
+        drop(state);
+        unused.len() * self.unit_len
+    }
+
+    /// Takes a place in the queue.
+    pub fn enter(&self) -> Ticket<'_> {
+        let mut state = self.state();
+        state.last_ticket += 1;
+        let number = state.last_ticket;
+        state.waiting.push_back((number, thread::current()));
+        Ticket { pool: self, number }
+    }
+
+    /// Units that are there at once, if nobody waits for them.
+    pub fn try_lease(&self, units: usize) -> Option<Lease<'_>> {
+        let mut state = self.state();
+        if !state.waiting.is_empty() || state.reap().is_err() {
+            return None;
+        }
+        let units = state.take(units)?;
+        Some(Lease { pool: self, units, stream: None })
+    }
+
+    /// More units, or None if there are enough of them.
+    fn grow(&self, device: &Arc<dyn Device>) -> Result<bool> {
+        let count = {
+            let mut state = self.state();
+            let count = state.limit.saturating_sub(state.made).min(SEGMENT_UNITS);
+            state.made += count;
+            count
+        };
+        if count == 0 {
+            return Ok(false);
+        }
+        let made = self.segment(count, device);
+        let mut state = self.state();
+        match made {
+            Ok(units) => {
+                state.pageable |= units.iter().any(|unit| unit.segment.pinned_by.is_none());
+                state.free.extend(units);
+                Ok(true)
+            }
+            Err(error) => {
+                state.made -= count;
+                // Who has less than was allowed goes on with that.
+                if state.made > 0 { Ok(false) } else { Err(error) }
+            }
+        }
+    }
+
+    fn segment(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<Unit>> {
+        let len = count * self.unit_len;
+        let mut arena = Arena::new(len)?;
+        let memory = arena.bytes_mut();
+        let start = NonNull::from(&mut *memory).cast::<u8>();
+        // SAFETY: the segment unpins the memory before it lets it go.
+        let pinned = unsafe { device.pin(memory.as_mut_ptr(), memory.len()) };
+        let segment = Arc::new(Segment {
+            arena: Mutex::new(arena),
+            base: start.as_ptr().addr(),
+            pinned_by: pinned.then(|| Arc::clone(device)),
+        });
+        let units = (0..count).map(|number| Unit {
+            // SAFETY: the arena has `count` times the length of a unit.
+            start: unsafe { start.add(number * self.unit_len) },
+            segment: Arc::clone(&segment),
+        });
+        Ok(units.collect())
+    }
+}
+
+fn units_of(bytes: u64) -> usize {
+    usize::try_from(bytes / UNIT_LEN as u64).unwrap_or(usize::MAX).max(MIN_UNITS)
+}
+
+impl State {
+    /// Takes back the units whose copies have ended, as far as they come first. An error is that
+    /// of a device, whose units are never used again.
+    fn reap(&mut self) -> Result<()> {
+        while let Some(flight) = self.in_flight.front() {
+            match flight.event.passed() {
+                Ok(false) => break,
+                Ok(true) => {
+                    if let Some(flight) = self.in_flight.pop_front() {
+                        self.free.extend(flight.units);
+                    }
+                }
+                Err(error) => {
+                    if let Some(flight) = self.in_flight.pop_front() {
+                        self.abandon(flight.units);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The same, in any order.
+    fn reap_all(&mut self) {
+        for _ in 0..self.in_flight.len() {
+            let Some(flight) = self.in_flight.pop_front() else { break };
+            match flight.event.passed() {
+                Ok(true) => self.free.extend(flight.units),
+                Ok(false) => self.in_flight.push_back(flight),
+                Err(_) => self.abandon(flight.units),
+            }
+        }
+    }
+
+    /// Nobody knows whether a copy still uses these: their memory is never freed.
+    fn abandon(&mut self, units: Vec<Unit>) {
+        self.made -= units.len();
+        std::mem::forget(units);
+    }
+
+    fn take(&mut self, units: usize) -> Option<Vec<Unit>> {
+        let from = self.free.len().checked_sub(units)?;
+        Some(self.free.split_off(from))
+    }
+
+    fn wake_first(&self) {
+        if let Some((_, thread)) = self.waiting.front() {
+            thread.unpark();
+        }
+    }
+}
+
+impl<'p> Ticket<'p> {
+    /// Waits for units. None if `go_on` said no before there were so many.
+    ///
+    /// Whoever waits must not hold a lease that somebody who waits before needs to be given back.
+    pub fn lease(
+        self,
+        units: usize,
+        device: &Arc<dyn Device>,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Option<Lease<'p>>> {
+        let pool = self.pool;
+        loop {
+            let wait = {
+                let mut state = pool.state();
+                if units > state.limit {
+                    return Err(Error::Bug(format!("{units} units of {}", state.limit)));
+                }
+                if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
+                    state.reap()?;
+                    if let Some(units) = state.take(units) {
+                        return Ok(Some(Lease { pool, units, stream: None }));
+                    }
+                    let idle = state.in_flight.is_empty();
+                    drop(state);
+                    if pool.grow(device)? {
+                        continue;
+                    }
+                    if idle { IDLE } else { POLL }
+                } else {
+                    IDLE
+                }
+            };
+            if !go_on() {
+                return Ok(None);
+            }
+            thread::park_timeout(wait);
+        }
+    }
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        let mut state = self.pool.state();
+        state.waiting.retain(|(number, _)| *number != self.number);
+        state.wake_first();
+    }
+}
+
+/// Units that one reader or writer has.
+pub struct Lease<'p> {
+    pool: &'p Pool,
+    units: Vec<Unit>,
+    /// On which copies from or to these units are under way.
+    stream: Option<Arc<dyn Stream>>,
+}
+
+impl Lease<'_> {
+    /// The bytes of each unit; none while copies are under way.
+    pub fn units(&mut self) -> Vec<&mut [u8]> {
+        if self.stream.is_some() {
+            return Vec::new();
+        }
+        let len = self.pool.unit_len;
+        let units = self.units.iter_mut().map(|unit| {
+            // SAFETY: the unit's own initialised bytes, borrowed exclusively through it; no copy
+            // is under way.
+            unsafe { std::slice::from_raw_parts_mut(unit.start.as_ptr(), len) }
+        });
+        units.collect()
+    }
+
+    fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {
+        let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.unit_len);
+        let unit = self.units.get(unit).filter(|_| inside);
+        let unit = unit.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a unit")))?;
+        // SAFETY: `at` lies in the unit, as checked above.
+        Ok(unsafe { unit.start.as_ptr().add(at) })
+    }
+
+    fn begin(&mut self, stream: &Arc<dyn Stream>) -> Result<()> {
+        match &self.stream {
+            Some(own) if !Arc::ptr_eq(own, stream) => Err(Error::Bug("two streams".to_owned())),
+            _ => {
+                self.stream = Some(Arc::clone(stream));
+                Ok(())
+            }
+        }
+    }
+
+    /// Begins to copy bytes of a unit to `offset` of a device's memory. From now on, all copies
+    /// of this lease are of this stream.
+    pub fn upload(
+        &mut self,
+        stream: &Arc<dyn Stream>,
+        (unit, at, len): (usize, usize, usize),
+        to: &DeviceMemory,
+        offset: usize,
+    ) -> Result<()> {
+        let from = self.range(unit, at, len)?;
+        let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+        self.begin(stream)?;
+        // SAFETY: the host's range is in a unit, which is not touched and not given away before
+        // an event has passed (`units`, `drop`); the device's is what `DeviceMemory` promises.
+        unsafe { stream.upload(to, from, len) }
+    }
+
+    /// Begins to copy from `offset` of a device's memory into a unit.
+    pub fn download(
+        &mut self,
+        stream: &Arc<dyn Stream>,
+        (unit, at, len): (usize, usize, usize),
+        from: &DeviceMemory,
+        offset: usize,
+    ) -> Result<()> {
+        let to = self.range(unit, at, len)?;
+        let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
+        self.begin(stream)?;
+        // SAFETY: as for `upload`.
+        unsafe { stream.download(to, from, len) }
+    }
+
+    /// Waits for the copies that were begun. False if `go_on` said no before they had ended.
+    pub fn wait(&mut self, go_on: &dyn Fn() -> bool) -> Result<bool> {
+        let Some(stream) = &self.stream else { return Ok(true) };
+        let event = stream.record()?;
+        while !event.passed()? {
+            if !go_on() {
+                return Ok(false);
+            }
+            thread::park_timeout(POLL);
+        }
+        self.stream = None;
+        Ok(true)
+    }
+}
+
+fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
+    Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.len()))
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let units = std::mem::take(&mut self.units);
+        // Recorded before the lock is taken: that may take long.
+        let ended = match self.stream.take() {
+            None => Ok(None),
+            Some(stream) => stream.record().map(Some).or_else(|_| stream.finish().map(|()| None)),
+        };
+        let mut state = self.pool.state();
+        match ended {
+            Ok(None) => state.free.extend(units),
+            Ok(Some(event)) => state.in_flight.push_back(Flight { event, units }),
+            Err(_) => state.abandon(units),
+        }
+        state.wake_first();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use crate::device::Consumer;
+    use crate::device::fake::{FakeDevice, Faults};
+
+    fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
+        let fake = FakeDevice::new(7, faults);
+        (Arc::clone(&fake), fake)
+    }
+
+    #[test]
+    fn memory_grows_with_need_and_is_given_back() {
+        let (fake, device) = device(Faults::default());
+        let pool = Pool::new(4096, 20);
+        assert_eq!(pool.len(), 0);
+        let first = pool.enter().lease(3, &device, &|| true).unwrap().unwrap();
+        assert_eq!(pool.len(), 8 * 4096);
+        let second = pool.enter().lease(17, &device, &|| true).unwrap().unwrap();
+        assert_eq!((pool.len(), fake.pinned()), (20 * 4096, 3));
+        assert!(pool.try_lease(1).is_none());
+        drop(second);
+        // The first segment is still in use.
+        assert_eq!(pool.release(), 12 * 4096);
+        drop(first);
+        assert_eq!((pool.release(), pool.len(), fake.pinned()), (8 * 4096, 0, 0));
+        assert!(pool.enter().lease(21, &device, &|| true).is_err());
+    }
+
+    #[test]
+    fn who_waits_is_served_in_turn_or_gives_up() {
+        let (_, device) = device(Faults::default());
+        let pool = Pool::new(64, 2);
+        let all = pool.enter().lease(2, &device, &|| true).unwrap().unwrap();
+        assert!(pool.enter().lease(1, &device, &|| false).unwrap().is_none());
+        let (first, second) = (pool.enter(), pool.enter());
+        thread::scope(|scope| {
+            let later = scope.spawn(|| second.lease(1, &device, &|| true).unwrap().is_some());
+            let sooner = scope.spawn(|| first.lease(2, &device, &|| true).unwrap().is_some());
+            drop(all);
+            assert!(sooner.join().unwrap() && later.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn units_are_used_again_only_after_their_copies() {
+        let (fake, device) = device(Faults::default());
+        let pool = Pool::new(256, 2);
+        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+        let mut there = vec![0u8; 256 * 200];
+        // SAFETY: outlives the copies; nobody else uses it.
+        let memory =
+            unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+        for number in 0..200usize {
+            let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+            lease.units()[0].fill(u8::try_from(number).unwrap());
+            lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
+            assert!(lease.units().is_empty(), "nobody touches what is being copied");
+        }
+        stream.finish().unwrap();
+        assert_eq!(fake.under_way(), 0);
+        assert!(there.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
+    }
+
+    #[test]
+    fn what_was_downloaded_is_there_after_the_wait() {
+        let (_, device) = device(Faults::default());
+        let pool = Pool::new(64, 1);
+        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+        let mut there = *b"0123456789";
+        // SAFETY: outlives the copies; nobody else uses it.
+        let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
+        let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+        lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
+        assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
+        assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the unit");
+        assert!(lease.wait(&|| true).unwrap());
+        assert_eq!(lease.units()[0][5..8], *b"456");
+    }
+
+    #[test]
+    fn memory_that_cannot_be_pinned_serves_all_the_same() {
+        let (fake, device) = device(Faults { pin: true, ..Faults::default() });
+        let pool = Pool::new(64, 1);
+        drop(pool.enter().lease(1, &device, &|| true).unwrap().unwrap());
+        assert!(pool.is_pageable());
+        assert_eq!((fake.pinned(), pool.release()), (0, 64));
+        assert!(!pool.is_pageable());
+    }
+
+    #[test]
+    fn units_of_a_lost_device_are_never_used_again() {
+        let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
+        let pool = Pool::new(64, 1);
+        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+        let mut there = [0u8; 64];
+        // SAFETY: outlives the copies; nobody else uses it.
+        let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
+        let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+        lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
+        drop(lease);
+        let lost = pool.enter().lease(1, &device, &|| true);
+        assert!(matches!(lost, Err(Error::Device { .. })));
+        // The next one gets fresh memory.
+        assert!(pool.enter().lease(1, &device, &|| true).unwrap().is_some());
+        stream.finish().unwrap();
+    }
+}

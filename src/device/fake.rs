@@ -1,0 +1,222 @@
+//! A device that exists in host memory, for tests: it copies late, in an order of its own among
+//! streams, and fails where its seed says. One of the few doors to `unsafe`.
+//!
+//! Nothing is copied when a copy is begun. Copies are carried out some time later, while somebody
+//! asks whether an event has passed, so that a chunk that was used again too early shows as wrong
+//! bytes. Which copies are late is decided by a generator with a seed.
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Consumer, Device, Event, Stream};
+use crate::error::{Error, Result};
+
+/// What the stand-in does wrong.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Faults {
+    /// The number of the copy that cannot be begun.
+    pub copy: Option<u64>,
+    /// The number of the event that cannot be recorded.
+    pub event: Option<u64>,
+    /// The number of the look at an event that finds the device lost.
+    pub lost: Option<u64>,
+    /// Host memory cannot be pinned.
+    pub pin: bool,
+}
+
+/// The stand-in for a CUDA device.
+pub struct FakeDevice {
+    state: Mutex<State>,
+    faults: Faults,
+}
+
+#[derive(Default)]
+struct State {
+    random: u64,
+    streams: Vec<Queue>,
+    copies: u64,
+    events: u64,
+    looks: u64,
+    pinned: usize,
+}
+
+/// Copies of one stream that were begun and not carried out.
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Copy>,
+    begun: u64,
+    done: u64,
+}
+
+struct Copy {
+    to: *mut u8,
+    from: *const u8,
+    len: usize,
+}
+
+// SAFETY: whoever began the copy keeps both ranges until it was carried out, on whatever thread.
+unsafe impl Send for Copy {}
+
+impl FakeDevice {
+    /// A device whose delays follow from the seed.
+    pub fn new(seed: u64, faults: Faults) -> Arc<Self> {
+        let state = State { random: seed.max(1), ..State::default() };
+        Arc::new(FakeDevice { state: Mutex::new(state), faults })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ranges of host memory that are pinned now.
+    #[cfg(test)]
+    pub fn pinned(&self) -> usize {
+        self.state().pinned
+    }
+
+    /// Copies that were begun and have not ended.
+    #[cfg(test)]
+    pub fn under_way(&self) -> usize {
+        self.state().streams.iter().map(|queue| queue.waiting.len()).sum()
+    }
+
+    fn failure(what: &str) -> Error {
+        Error::Device { device: "fake".to_owned(), what: what.to_owned() }
+    }
+}
+
+impl State {
+    /// xorshift64 of Marsaglia (2003).
+    fn random(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    /// Time passes: some stream gets some copies done.
+    fn tick(&mut self) {
+        let (which, count) = (self.random(), self.random() % 3);
+        let len = self.streams.len() as u64;
+        let chosen =
+            usize::try_from(which.checked_rem(len).unwrap_or_default()).unwrap_or_default();
+        if let Some(queue) = self.streams.get_mut(chosen) {
+            queue.run(count);
+        }
+    }
+}
+
+impl Queue {
+    fn run(&mut self, count: u64) {
+        for _ in 0..count {
+            let Some(copy) = self.waiting.pop_front() else { return };
+            // SAFETY: both ranges exist and are only ours until this copy was carried out: the
+            // promise of whoever began it.
+            unsafe { copy.to.copy_from_nonoverlapping(copy.from, copy.len) };
+            self.done += 1;
+        }
+    }
+}
+
+fn nth(counter: &mut u64, wanted: Option<u64>) -> bool {
+    *counter += 1;
+    wanted == Some(*counter)
+}
+
+impl Device for FakeDevice {
+    fn name(&self) -> &str {
+        "fake"
+    }
+
+    unsafe fn pin(&self, _: *mut u8, _: usize) -> bool {
+        let pinned = !self.faults.pin;
+        self.state().pinned += usize::from(pinned);
+        pinned
+    }
+
+    unsafe fn unpin(&self, _: *mut u8) {
+        self.state().pinned -= 1;
+    }
+
+    fn stream(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Stream>> {
+        let number = {
+            let mut state = self.state();
+            state.streams.push(Queue::default());
+            state.streams.len() - 1
+        };
+        Ok(Arc::new(FakeStream { device: self, number }))
+    }
+}
+
+struct FakeStream {
+    device: Arc<FakeDevice>,
+    number: usize,
+}
+
+impl FakeStream {
+    fn begin(&self, copy: Copy) -> Result<()> {
+        let mut state = self.device.state();
+        if nth(&mut state.copies, self.device.faults.copy) {
+            return Err(FakeDevice::failure("a copy could not be begun"));
+        }
+        state.tick();
+        if let Some(queue) = state.streams.get_mut(self.number) {
+            queue.begun += 1;
+            queue.waiting.push_back(copy);
+        }
+        Ok(())
+    }
+}
+
+impl Stream for FakeStream {
+    fn handle(&self) -> usize {
+        self.number
+    }
+
+    unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()> {
+        self.begin(Copy { to: std::ptr::with_exposed_provenance_mut(to), from, len })
+    }
+
+    unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()> {
+        self.begin(Copy { to, from: std::ptr::with_exposed_provenance(from), len })
+    }
+
+    fn record(&self) -> Result<Box<dyn Event>> {
+        let mut state = self.device.state();
+        if nth(&mut state.events, self.device.faults.event) {
+            return Err(FakeDevice::failure("an event could not be recorded"));
+        }
+        let after = state.streams.get(self.number).map_or(0, |queue| queue.begun);
+        Ok(Box::new(FakeEvent { device: Arc::clone(&self.device), stream: self.number, after }))
+    }
+
+    /// The consumer is the CPU, which cannot be made to wait later.
+    fn hand_over(&self) -> Result<()> {
+        self.finish()
+    }
+
+    fn finish(&self) -> Result<()> {
+        if let Some(queue) = self.device.state().streams.get_mut(self.number) {
+            queue.run(u64::MAX);
+        }
+        Ok(())
+    }
+}
+
+struct FakeEvent {
+    device: Arc<FakeDevice>,
+    stream: usize,
+    after: u64,
+}
+
+impl Event for FakeEvent {
+    fn passed(&self) -> Result<bool> {
+        let mut state = self.device.state();
+        if nth(&mut state.looks, self.device.faults.lost) {
+            return Err(FakeDevice::failure("the device is lost"));
+        }
+        state.tick();
+        Ok(state.streams.get(self.stream).is_none_or(|queue| queue.done >= self.after))
+    }
+}

@@ -1,0 +1,258 @@
+//! Loads that end in torch's memory, on whatever device. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::torch::bridge;
+use crate::buffer::pinned::Pool;
+use crate::device::{self, CPU, Consumer, DeviceMemory, Index};
+use crate::error::{Error, Result};
+use crate::format::header::Header;
+use crate::format::index::Entry;
+use crate::load::{LoadOptions, Mapping, load, load_into};
+use crate::plan::{Target, blocks};
+use crate::stats::Counters;
+use crate::tensor::{Loaded, Place, expect_like};
+use crate::tensor_file::TensorFile;
+use crate::upload::{Destination, Uploaded, copy, upload};
+use crate::workers::Interrupt;
+
+/// Where new tensors are to be.
+#[derive(Clone, Copy)]
+pub struct Where {
+    /// The device.
+    pub device: Index,
+    /// Whether each tensor on a device has memory of its own, instead of a part of a block.
+    pub apart: bool,
+}
+
+/// Loads tensors, given by number, into new memory. Where a device cannot be reached from here,
+/// they are in host memory, and torch has to copy them.
+pub fn load_tensors(
+    file: &TensorFile,
+    selection: &[usize],
+    to: Where,
+    options: &LoadOptions,
+    interrupt: Interrupt<'_>,
+) -> Result<(Loaded, Vec<Header>)> {
+    let counters = Counters::default();
+    let found = device::find(to.device).unwrap_or_else(|error| {
+        counters.fallback(&format!("through host memory and torch: {error}"));
+        None
+    });
+    let Some(device) = found else {
+        let loaded = load(file, selection, options, interrupt)?;
+        counters.bytes(loaded.iter().map(|tensor| tensor.memory.bytes().len() as u64).sum());
+        counters.publish("load", file.uri(), "cpu", selection.len());
+        let (places, headers): (Vec<_>, Vec<_>) = loaded
+            .into_iter()
+            .map(|tensor| ((tensor.number, Place::Host(tensor.memory)), tensor.header))
+            .unzip();
+        return Ok((Loaded::new(file, places.into_iter(), None)?, headers));
+    };
+    let consumer = Consumer(bridge::current_stream(to.device)?);
+    // A graph that is being captured refuses here, before memory is taken.
+    drop(Arc::clone(&device).stream(consumer)?);
+
+    let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
+    let (block_lens, places) = in_file_order(&entries, to.apart);
+    let list = bridge::new_blocks(to.device, &block_lens).map_err(|e| out_of_memory(&e))?;
+    let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
+    let targets = targets(&places)?;
+    let memory = block_lens.iter().enumerate().map(|(at, &len)| {
+        // SAFETY: a new tensor of so many bytes that nobody else knows; `run` waits for all copies
+        // before it returns an error, and the consumer's stream does before the tensor is used.
+        Ok(unsafe { DeviceMemory::new(tensors.address(at)?, size(len)?) })
+    });
+    let blocks = memory.collect::<Result<Vec<_>>>()?;
+    let destination = Destination { device: &device, consumer, blocks: &blocks, targets: &targets };
+    let uploaded = run(file, selection, &destination, options, &counters, interrupt)?;
+    for &stream in &uploaded.streams {
+        tensors.used_by_stream(stream)?;
+    }
+    let placed =
+        selection.iter().zip(&entries).zip(&places).map(|((&number, entry), &(block, offset))| {
+            let zeros = entry.is_meta();
+            (number, if zeros { Place::Zeros } else { Place::Block(block, offset) })
+        });
+    Ok((Loaded::new(file, placed, Some(list))?, uploaded.headers))
+}
+
+/// Loads to a device, by way of host memory where that is needed.
+fn run(
+    file: &TensorFile,
+    selection: &[usize],
+    to: &Destination<'_>,
+    options: &LoadOptions,
+    counters: &Counters,
+    interrupt: Interrupt<'_>,
+) -> Result<Uploaded> {
+    let pool = Pool::global()?;
+    let uploaded = match upload(file, selection, to, pool, options, counters, interrupt)? {
+        Some(uploaded) => uploaded,
+        None => {
+            counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
+            let options = LoadOptions { map: Mapping::Never, ..*options };
+            let loaded = load(file, selection, &options, interrupt)?;
+            let bytes = loaded.iter().map(|tensor| match file.entry(tensor.number) {
+                Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
+                _ => &[],
+            });
+            let streams = copy(bytes, to, pool, counters, interrupt)?;
+            let headers = loaded.into_iter().map(|tensor| tensor.header).collect();
+            Uploaded { headers, streams }
+        }
+    };
+    if pool.is_pageable() {
+        counters.fallback("pageable memory: the system or the driver refused to pin more");
+    }
+    counters.publish("load", file.uri(), to.device.name(), selection.len());
+    Ok(uploaded)
+}
+
+/// Blocks for new tensors, and the place of each, in the order of the selection. What is adjacent
+/// in the file is adjacent in a block.
+fn in_file_order(entries: &[&Entry], apart: bool) -> (Vec<u64>, Vec<(usize, u64)>) {
+    let mut order: Vec<usize> = (0..entries.len()).collect();
+    order.sort_by_key(|&tensor| entries.get(tensor).map(|entry| entry.header_offset));
+    let lens: Vec<u64> =
+        order.iter().filter_map(|&t| entries.get(t)).map(|entry| entry.data_len).collect();
+    let (lens, sorted) = blocks(&lens, apart);
+    let mut places = vec![(0, 0); entries.len()];
+    for (tensor, place) in order.into_iter().zip(sorted) {
+        if let Some(slot) = places.get_mut(tensor) {
+            *slot = place;
+        }
+    }
+    (lens, places)
+}
+
+fn targets(places: &[(usize, u64)]) -> Result<Vec<Target>> {
+    places.iter().map(|&(block, offset)| Ok(Target { block, offset: size(offset)? })).collect()
+}
+
+fn size(len: u64) -> Result<usize> {
+    usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes on a device")))
+}
+
+/// What torch's allocator says.
+fn out_of_memory(exception: &cxx::Exception) -> Error {
+    let what = exception.what().to_owned();
+    if what.contains("out of memory") {
+        Error::DeviceMemory { what }
+    } else {
+        Error::Device { device: "torch".to_owned(), what }
+    }
+}
+
+/// Fills tensors that exist, each on its device, in place. They are checked before any is touched:
+/// type, shape, order in memory, and that no two overlap.
+///
+/// # Safety
+/// Nobody else reads or writes the tensors during the call.
+pub unsafe fn load_into_tensors(
+    file: &TensorFile,
+    selection: &[usize],
+    out: &bridge::TensorList,
+    options: &LoadOptions,
+    interrupt: Interrupt<'_>,
+) -> Result<Vec<Header>> {
+    let found = Found::check(file, selection, out)?;
+    let mut headers: Vec<Option<Header>> = selection.iter().map(|_| None).collect();
+    let mut keep = |at: &[usize], new: Vec<Header>| {
+        for (&at, header) in at.iter().zip(new) {
+            if let Some(slot) = headers.get_mut(at) {
+                *slot = Some(header);
+            }
+        }
+    };
+    let mut devices: Vec<Index> = found.iter().map(|tensor| tensor.device).collect();
+    devices.sort_unstable();
+    devices.dedup();
+    for index in devices {
+        let of_device = |tensor: &&Found| tensor.device == index;
+        let at: Vec<usize> = found.iter().filter(of_device).map(|tensor| tensor.at).collect();
+        let numbers: Vec<usize> = found.iter().filter(of_device).map(|t| t.number).collect();
+        let device = device::find(index)?;
+        if device.is_none() && index != CPU {
+            return Err(Error::Bug(format!("host memory of device {index}")));
+        }
+        let Some(device) = device else {
+            let memory = found.iter().filter(of_device).map(|tensor| {
+                if tensor.len == 0 {
+                    return &mut [][..];
+                }
+                let start = std::ptr::with_exposed_provenance_mut(tensor.address);
+                // SAFETY: the tensor has `len` bytes in one piece from here on (`check`); the list
+                // keeps it alive; no two overlap, and the caller promises that nobody else uses it.
+                unsafe { std::slice::from_raw_parts_mut(start, tensor.len) }
+            });
+            let memory = memory.collect();
+            keep(&at, load_into(file, &numbers, memory, options, interrupt)?);
+            continue;
+        };
+        let blocks = found.iter().filter(of_device).map(|tensor| {
+            let len = if tensor.meta { 0 } else { tensor.len };
+            // SAFETY: as above; `run` waits for all copies before it returns an error, and the
+            // consumer's stream does before the tensor is used.
+            unsafe { DeviceMemory::new(tensor.address, len) }
+        });
+        let blocks: Vec<DeviceMemory> = blocks.collect();
+        let targets: Vec<Target> =
+            (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
+        let consumer = Consumer(bridge::current_stream(index)?);
+        let to = Destination { device: &device, consumer, blocks: &blocks, targets: &targets };
+        let counters = Counters::default();
+        keep(&at, run(file, &numbers, &to, options, &counters, interrupt)?.headers);
+        for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {
+            out.fill_zero(tensor.at)?;
+        }
+    }
+    let missing = || Error::Bug("a tensor of no device".to_owned());
+    headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
+}
+
+/// A tensor that is to be filled.
+struct Found {
+    at: usize,
+    number: usize,
+    device: Index,
+    address: usize,
+    len: usize,
+    /// It has no data in the file, and becomes zeros.
+    meta: bool,
+}
+
+impl Found {
+    /// Finds the memory of tensors, after checking that they fit and do not overlap.
+    fn check(
+        file: &TensorFile,
+        selection: &[usize],
+        out: &bridge::TensorList,
+    ) -> Result<Vec<Self>> {
+        let mut found = Vec::with_capacity(selection.len());
+        for (at, &number) in selection.iter().enumerate() {
+            let entry = file.entry(number)?;
+            let info = out.info(at)?;
+            expect_like(entry, &info)?;
+            let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
+            let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
+            let (device, meta) = (info.device, entry.is_meta());
+            found.push(Found { at, number, device, address: out.address(at)?, len, meta });
+        }
+        let mut ranges: Vec<(Index, usize, usize)> = found
+            .iter()
+            .filter(|tensor| tensor.len > 0)
+            .map(|tensor| (tensor.device, tensor.address, tensor.len))
+            .collect();
+        ranges.sort_unstable();
+        let overlap = ranges.windows(2).any(
+            |pair| matches!(pair, [(one, a, len), (other, b, _)] if one == other && a + len > *b),
+        );
+        if overlap {
+            let what = "tensors to load into overlap in memory".to_owned();
+            return Err(Error::InvalidArgument(what));
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,55 @@
+//! What Python asks about devices: where loads can go, what they did, what memory they keep.
+
+use std::collections::HashMap;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffer::pinned::Pool;
+use crate::device::{Index, find};
+use crate::stats::{Report, Stage, last};
+
+/// Whether loads to a device go through staging memory into its own.
+#[pyfunction]
+pub fn staged(device: Index) -> bool {
+    find(device).is_ok_and(|found| found.is_some())
+}
+
+/// The report of the last load or save that has ended well; None before the first.
+#[pyfunction]
+pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let Some(report) = last() else { return Ok(None) };
+    let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, fallbacks } = report;
+    let pool = Pool::global()?;
+    let stages: HashMap<&str, f64> = Stage::ALL
+        .iter()
+        .zip(stages)
+        .map(|((_, name), time)| (*name, time.as_secs_f64()))
+        .collect();
+    let out = PyDict::new(py);
+    out.set_item("what", what)?;
+    out.set_item("uri", uri)?;
+    out.set_item("device", device)?;
+    out.set_item("tensors", tensors)?;
+    out.set_item("bytes", bytes)?;
+    out.set_item("threads", threads)?;
+    out.set_item("seconds", elapsed.as_secs_f64())?;
+    out.set_item("stages", stages)?;
+    out.set_item("fallbacks", fallbacks)?;
+    out.set_item("pinned_bytes", pool.len())?;
+    Ok(Some(out))
+}
+
+/// The most bytes of staging memory that all loads and saves together take.
+#[pyfunction]
+pub fn set_pinned_limit(bytes: u64) -> PyResult<()> {
+    Pool::global()?.set_limit(bytes);
+    Ok(())
+}
+
+/// Gives staging memory that is not in use back, and says how many bytes.
+#[pyfunction]
+pub fn release_pinned(py: Python<'_>) -> PyResult<usize> {
+    let pool = Pool::global()?;
+    Ok(py.detach(|| pool.release()))
+}

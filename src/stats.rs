@@ -1,0 +1,136 @@
+//! What a load or a save did, for whoever asks why it took so long.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a thread does with its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Waits for staging memory: for the device, if all of it is in use.
+    Memory,
+    /// Reads, or waits for the source.
+    Read,
+    /// Decrypts or encrypts.
+    Decrypt,
+    /// Hashes.
+    Hash,
+    /// Starts copies, or waits for those from the device.
+    Copy,
+    /// Writes, or waits for the sink.
+    Write,
+}
+
+impl Stage {
+    /// All of them, in the order of their numbers, with their names in a report.
+    pub const ALL: [(Stage, &'static str); 6] = [
+        (Stage::Memory, "memory"),
+        (Stage::Read, "read"),
+        (Stage::Decrypt, "decrypt"),
+        (Stage::Hash, "hash"),
+        (Stage::Copy, "copy"),
+        (Stage::Write, "write"),
+    ];
+}
+
+/// What the threads of one call count.
+#[derive(Debug)]
+pub struct Counters {
+    begun: Instant,
+    nanos: [AtomicU64; Stage::ALL.len()],
+    bytes: AtomicU64,
+    threads: AtomicUsize,
+    fallbacks: Mutex<Vec<String>>,
+}
+
+impl Default for Counters {
+    fn default() -> Self {
+        Counters {
+            begun: Instant::now(),
+            nanos: std::array::from_fn(|_| AtomicU64::new(0)),
+            bytes: AtomicU64::new(0),
+            threads: AtomicUsize::new(0),
+            fallbacks: Mutex::default(),
+        }
+    }
+}
+
+impl Counters {
+    /// Runs something, and counts its time for a stage.
+    pub fn time<T>(&self, stage: Stage, work: impl FnOnce() -> T) -> T {
+        let begun = Instant::now();
+        let result = work();
+        let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        if let Some(sum) = self.nanos.get(stage as usize) {
+            sum.fetch_add(nanos, Ordering::Relaxed);
+        }
+        result
+    }
+
+    /// Counts bytes of tensor data that were moved.
+    pub fn bytes(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// How many threads move them.
+    pub fn threads(&self, threads: usize) {
+        self.threads.store(threads, Ordering::Relaxed);
+    }
+
+    /// Says that something went a slower way than it could have.
+    pub fn fallback(&self, why: &str) {
+        let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
+        if !all.iter().any(|known| known == why) {
+            all.push(why.to_owned());
+        }
+    }
+
+    /// What was counted, as the report of the last call of this process.
+    pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
+        let report = Report {
+            what,
+            uri: uri.to_owned(),
+            device: device.to_owned(),
+            tensors,
+            bytes: self.bytes.load(Ordering::Relaxed),
+            threads: self.threads.load(Ordering::Relaxed),
+            elapsed: self.begun.elapsed(),
+            stages: std::array::from_fn(|at| {
+                let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
+                Duration::from_nanos(nanos)
+            }),
+            fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        };
+        *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
+    }
+}
+
+/// What one call did.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// `load` or `save`.
+    pub what: &'static str,
+    /// The path or address.
+    pub uri: String,
+    /// Where the tensors went or came from.
+    pub device: String,
+    /// How many.
+    pub tensors: usize,
+    /// Bytes of their data.
+    pub bytes: u64,
+    /// Threads that moved them.
+    pub threads: usize,
+    /// From the call to its return.
+    pub elapsed: Duration,
+    /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].
+    pub stages: [Duration; Stage::ALL.len()],
+    /// Slower ways that were taken, and why.
+    pub fallbacks: Vec<String>,
+}
+
+static LAST: Mutex<Option<Report>> = Mutex::new(None);
+
+/// The report of the last load or save of this process that has ended well.
+pub fn last() -> Option<Report> {
+    LAST.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
