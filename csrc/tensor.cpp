@@ -101,7 +101,17 @@ rust::Slice<const std::uint8_t> TensorList::bytes(std::size_t at) const {
 std::size_t TensorList::address(std::size_t at) const {
   const at::Tensor& tensor = tensors_.at(at);
   TORCH_CHECK(is_ready(tensor), "the tensor is not contiguous in memory");
-  return reinterpret_cast<std::size_t>(tensor.mutable_data_ptr());
+  return reinterpret_cast<std::size_t>(tensor.const_data_ptr());
+}
+
+std::size_t TensorList::writable(std::size_t at) const {
+  // Gives a tensor that shares its memory until it is written to memory of its own.
+  static_cast<void>(tensors_.at(at).mutable_data_ptr());
+  return address(at);
+}
+
+std::uint64_t TensorList::len(std::size_t at) const {
+  return static_cast<std::uint64_t>(tensors_.at(at).nbytes());
 }
 
 void TensorList::fill_zero(std::size_t at) const {

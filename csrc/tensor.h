@@ -33,6 +33,12 @@ class TensorList {
   // Where such a tensor's bytes are, on its device.
   std::size_t address(std::size_t at) const;
 
+  // The same, to be written to.
+  std::size_t writable(std::size_t at) const;
+
+  // Bytes of a tensor.
+  std::uint64_t len(std::size_t at) const;
+
   // Fills a tensor with zeros, on its device's current stream.
   void fill_zero(std::size_t at) const;
 

@@ -3,16 +3,23 @@
 //! The mirror image of `fill`: the same parts, with bytes going the other way.
 
 use std::io::IoSlice;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+#[cfg(any(feature = "torch", test))]
+pub mod staged;
+
 use crate::crypt::{Manifest, PIECE_LEN};
+#[cfg(any(feature = "torch", test))]
+use crate::device::StreamsByDevice;
 use crate::error::{Error, Result};
 use crate::format::header::{Draft, Hashes};
 use crate::format::index::Entry;
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::save::{Data, HostCopy, SaveOptions};
 use crate::sink::{WriteAt, write_all_at};
+#[cfg(any(feature = "torch", test))]
+use crate::stats::Counters;
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
 use crate::transform::hash::{Digests, SMALL, digest, digest_all, sha256};
@@ -65,16 +72,20 @@ pub fn drain(
 ) -> Result<Vec<[u8; 32]>> {
     let encryption = options.encryption.as_deref();
     for item in &items {
-        if let Data::Bytes(bytes) = item.data
-            && bytes.len() as u64 != item.entry.data_len
-        {
+        let found = match &item.data {
+            Data::Bytes(bytes) => bytes.len() as u64,
+            #[cfg(any(feature = "torch", test))]
+            Data::Device(bytes) => bytes.memory.len() as u64,
+            Data::Meta | Data::Deferred(_) => continue,
+        };
+        if found != item.entry.data_len {
             return Err(Error::InvalidArgument(format!(
                 "tensor `{}` of {} {:?} has {} bytes, found {}",
                 item.entry.name,
                 item.entry.dtype,
                 item.entry.shape,
                 item.entry.data_len,
-                bytes.len()
+                found
             )));
         }
     }
@@ -86,7 +97,7 @@ pub fn drain(
             data_len: item.entry.data_len,
         })
         .collect();
-    let jobs = jobs(&items, &extents);
+    let jobs = jobs(&items, &extents)?;
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let wanted = options
         .threads
@@ -109,9 +120,18 @@ pub fn drain(
         stored: options.hashes,
         sha,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
+        #[cfg(any(feature = "torch", test))]
+        streams: StreamsByDevice::open(items.iter().filter_map(|item| match &item.data {
+            Data::Device(bytes) => Some(bytes),
+            _ => None,
+        }))?,
+        #[cfg(any(feature = "torch", test))]
+        counters: Counters::default(),
     };
+    let numbers = AtomicUsize::new(0);
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
+        let _thread = numbers.fetch_add(1, Ordering::Relaxed);
         while !control.stopped() {
             if pass.hash(true, control)? {
                 continue;
@@ -119,6 +139,8 @@ pub fn drain(
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(Job::Part(part)) => pass.write(&part, control)?,
+                #[cfg(any(feature = "torch", test))]
+                Some(Job::Staged(tensors)) => pass.write_staged(&tensors, _thread, control)?,
                 Some(Job::Deferred(tensor)) => {
                     pass.write_deferred(tensor, control)?;
                     let data_len = pass.item(tensor)?.entry.data_len;
@@ -130,6 +152,8 @@ pub fn drain(
         }
         Ok(())
     })?;
+    #[cfg(any(feature = "torch", test))]
+    pass.report(threads);
     Ok(pass.digests.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
@@ -137,10 +161,13 @@ enum Job {
     Part(Part),
     /// A tensor that must be brought into memory first, by itself.
     Deferred(usize),
+    /// Tensors that are on a device.
+    #[cfg(any(feature = "torch", test))]
+    Staged(Vec<usize>),
 }
 
 /// In file order. Runs of tensors in memory are cut into parts; the others are jobs of their own.
-fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
+fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Result<Vec<Job>> {
     let mut jobs = Vec::new();
     let mut first = 0;
     let flush = |from: usize, to: usize, jobs: &mut Vec<Job>| {
@@ -163,9 +190,19 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Vec<Job> {
             jobs.push(Job::Deferred(tensor));
             first = tensor + 1;
         }
+        #[cfg(any(feature = "torch", test))]
+        if matches!(item.data, Data::Device(_)) {
+            // A tensor that was not grouped with those before begins a group.
+            if tensor >= first {
+                flush(first, tensor, &mut jobs);
+                let group = staged::group(items, tensor)?;
+                first = tensor + group.len();
+                jobs.push(Job::Staged(group));
+            }
+        }
     }
     flush(first, items.len(), &mut jobs);
-    jobs
+    Ok(jobs)
 }
 
 struct Pass<'p> {
@@ -181,6 +218,10 @@ struct Pass<'p> {
     /// Whether SHA-256 is among them.
     sha: bool,
     digests: Mutex<Vec<[u8; 32]>>,
+    #[cfg(any(feature = "torch", test))]
+    streams: StreamsByDevice,
+    #[cfg(any(feature = "torch", test))]
+    counters: Counters,
 }
 
 /// A finished header, and its data if they are encrypted.

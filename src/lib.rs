@@ -42,7 +42,7 @@
 pub mod buffer;
 pub mod crypt;
 #[cfg(any(feature = "torch", test))]
-mod device;
+pub mod device;
 mod drain;
 pub mod environment;
 pub mod error;

@@ -33,6 +33,10 @@ impl Stage {
     ];
 }
 
+/// A fallback: what the pool of staging memory says.
+pub const PAGEABLE: &str =
+    "pageable staging memory: the system or the driver refused to pin as much";
+
 /// What the threads of one call count.
 #[derive(Debug)]
 pub struct Counters {

@@ -1,14 +1,16 @@
 //! The hand-off between the core and torch: dtype, shape and bytes to a tensor and back.
 //!
 //! A loaded tensor owns its memory: the storage that C++ makes of a [`HostBuffer`] drops it. A
-//! tensor being saved is lent: the list that holds it outlives every use of its bytes.
+//! tensor being saved is lent: the list that holds it outlives every use of its bytes. One of the
+//! few doors to `unsafe`.
+#![allow(unsafe_code)]
 
 use cxx::UniquePtr;
 
 pub use crate::buffer::HostBuffer;
-use crate::device::CPU;
+use crate::device::{self, CPU, Consumer, DeviceMemory, OnDevice};
 use crate::error::{Error, Result};
-use crate::ffi::torch::bridge::{TensorInfo, TensorList};
+use crate::ffi::torch::bridge::{self, TensorInfo, TensorList};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
 use crate::format::index::Entry;
@@ -164,6 +166,14 @@ pub fn one_to_save(
     })?;
     let data = if meta {
         Data::Meta
+    } else if let Some(found) = if ready { device::find(device).unwrap_or(None) } else { None } {
+        let len = usize::try_from(tensors.len(at)?);
+        let len = len.map_err(|_| Error::Bug(format!("size of `{name}`")))?;
+        let consumer = Consumer(bridge::current_stream(device)?);
+        // SAFETY: the tensor's own bytes, which the list keeps alive; a save only reads them, and
+        // waits for the copies before it returns.
+        let memory = unsafe { DeviceMemory::new(tensors.address(at)?, len) };
+        Data::Device(OnDevice { device: found, consumer, memory })
     } else if ready && device == CPU {
         Data::Bytes(tensors.bytes(at)?)
     } else {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::buffer::pinned::{Lease, Pool, Ticket};
 use crate::crypt::{Key, PIECE_LEN, Pieces};
-use crate::device::{Consumer, Device, DeviceMemory, Stream};
+use crate::device::{Consumer, Device, DeviceMemory, Stream, Streams};
 use crate::error::{Error, Result};
 use crate::fill::{Stoppable, check_key, parse_header};
 use crate::format::header::Header;
@@ -28,8 +28,6 @@ use crate::transform::decrypt::{how, refused};
 use crate::transform::hash::{Digests, SMALL, StreamHash, verify};
 use crate::workers::{self, Control, Interrupt};
 
-/// Streams of a load: while one of them goes from copy to copy, the other keeps the bus busy.
-const STREAMS: usize = 2;
 /// How long a reader waits for another's header before it looks whether the call was given up.
 const IDLE: Duration = Duration::from_millis(20);
 
@@ -71,7 +69,7 @@ pub fn upload(
         return Ok(None);
     }
     check_key(file, &*source, &entries)?;
-    let streams = Streams::open(to)?;
+    let streams = Streams::open(to.device, to.consumer)?;
     let mut order: Vec<usize> = (0..entries.len()).collect();
     order.sort_by_key(|&tensor| entries.get(tensor).map(|entry| entry.header_offset));
     let pass = Pass {
@@ -98,7 +96,7 @@ pub fn upload(
     let numbers = AtomicUsize::new(0);
     let outcome = workers::run(threads, interrupt, |control| {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
-        let stream = streams.of(number)?;
+        let stream = streams.of(number);
         let handle = if own { source.for_one_reader() } else { None };
         let source = handle.as_deref().unwrap_or(&*source);
         let mut reader = Reader { pass: &pass, source, stream, control, gap: Vec::new() };
@@ -137,8 +135,8 @@ pub fn copy<'b>(
     counters: &Counters,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<usize>> {
-    let streams = Streams::open(to)?;
-    let stream = streams.of(0)?;
+    let streams = Streams::open(to.device, to.consumer)?;
+    let stream = streams.of(0);
     for (bytes, target) in from.zip(to.targets) {
         let block = to.blocks.get(target.block);
         let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;
@@ -162,42 +160,6 @@ pub fn copy<'b>(
         }
     }
     streams.hand_over()
-}
-
-/// The streams of one load. Dropped before they are handed over, they are waited for: memory that
-/// is being copied to must not be freed.
-struct Streams {
-    streams: Vec<Arc<dyn Stream>>,
-    handed_over: bool,
-}
-
-impl Streams {
-    fn open(to: &Destination<'_>) -> Result<Self> {
-        let streams = (0..STREAMS).map(|_| Arc::clone(to.device).stream(to.consumer));
-        Ok(Streams { streams: streams.collect::<Result<_>>()?, handed_over: false })
-    }
-
-    fn of(&self, reader: usize) -> Result<&Arc<dyn Stream>> {
-        let stream = self.streams.get(reader % STREAMS);
-        stream.ok_or_else(|| Error::Bug("no stream".to_owned()))
-    }
-
-    fn hand_over(mut self) -> Result<Vec<usize>> {
-        self.streams.iter().try_for_each(|stream| stream.hand_over())?;
-        self.handed_over = true;
-        Ok(self.streams.iter().map(|stream| stream.handle()).collect())
-    }
-}
-
-impl Drop for Streams {
-    fn drop(&mut self) {
-        if !self.handed_over {
-            for stream in &self.streams {
-                // Whoever fails here has failed before, and that error is the one to be told.
-                let _ = stream.finish();
-            }
-        }
-    }
 }
 
 /// Parts that one reader reads one after another.

@@ -9,10 +9,12 @@
 pub mod cuda;
 pub mod fake;
 mod memory;
+mod streams;
 
 use std::sync::Arc;
 
 pub use memory::DeviceMemory;
+pub use streams::{OnDevice, Streams, StreamsByDevice};
 
 #[cfg(feature = "torch")]
 use crate::environment::FAKE_DEVICE;

@@ -11,7 +11,7 @@ use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::load::{LoadOptions, Mapping, load, load_into};
 use crate::plan::{Target, blocks};
-use crate::stats::Counters;
+use crate::stats::{Counters, PAGEABLE};
 use crate::tensor::{Loaded, Place, expect_like};
 use crate::tensor_file::TensorFile;
 use crate::upload::{Destination, Uploaded, copy, upload};
@@ -62,7 +62,7 @@ pub fn load_tensors(
     let memory = block_lens.iter().enumerate().map(|(at, &len)| {
         // SAFETY: a new tensor of so many bytes that nobody else knows; `run` waits for all copies
         // before it returns an error, and the consumer's stream does before the tensor is used.
-        Ok(unsafe { DeviceMemory::new(tensors.address(at)?, size(len)?) })
+        Ok(unsafe { DeviceMemory::new(tensors.writable(at)?, size(len)?) })
     });
     let blocks = memory.collect::<Result<Vec<_>>>()?;
     let destination = Destination { device: &device, consumer, blocks: &blocks, targets: &targets };
@@ -104,7 +104,7 @@ fn run(
         }
     };
     if pool.is_pageable() {
-        counters.fallback("pageable memory: the system or the driver refused to pin more");
+        counters.fallback(PAGEABLE);
     }
     counters.publish("load", file.uri(), to.device.name(), selection.len());
     Ok(uploaded)
@@ -238,7 +238,7 @@ impl Found {
             let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
             let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
             let (device, meta) = (info.device, entry.is_meta());
-            found.push(Found { at, number, device, address: out.address(at)?, len, meta });
+            found.push(Found { at, number, device, address: out.writable(at)?, len, meta });
         }
         let mut ranges: Vec<(Index, usize, usize)> = found
             .iter()

@@ -63,6 +63,8 @@ pub mod bridge {
         /// Tells the allocator that a stream uses the tensors.
         fn used_by_stream(self: &TensorList, stream: usize) -> Result<()>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
+        fn writable(self: &TensorList, at: usize) -> Result<usize>;
+        fn len(self: &TensorList, at: usize) -> Result<u64>;
         fn fill_zero(self: &TensorList, at: usize) -> Result<()>;
         /// Tells autograd that the tensors were changed.
         #[cfg(feature = "python")]

@@ -1,0 +1,90 @@
+//! The streams of one call, and bytes that are on a device.
+
+use std::sync::Arc;
+
+use super::{Consumer, Device, DeviceMemory, Stream};
+use crate::error::{Error, Result};
+
+/// Streams for the threads of a call. While one of them goes from copy to copy, the other keeps
+/// the bus busy.
+///
+/// Dropped before they are handed over, they are waited for: memory that copies use must not be
+/// freed.
+pub struct Streams {
+    streams: [Arc<dyn Stream>; 2],
+    handed_over: bool,
+}
+
+impl Streams {
+    /// Streams on which nothing begins before what was put on the consumer's.
+    pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
+        let stream = || Arc::clone(device).stream(consumer);
+        Ok(Streams { streams: [stream()?, stream()?], handed_over: false })
+    }
+
+    /// The stream of one of the threads.
+    pub fn of(&self, thread: usize) -> &Arc<dyn Stream> {
+        let [even, odd] = &self.streams;
+        if thread.is_multiple_of(2) { even } else { odd }
+    }
+
+    /// Has the consumer's stream wait for everything that was begun. Gives the streams as the
+    /// driver knows them.
+    pub fn hand_over(mut self) -> Result<Vec<usize>> {
+        self.streams.iter().try_for_each(|stream| stream.hand_over())?;
+        self.handed_over = true;
+        Ok(self.streams.iter().map(|stream| stream.handle()).collect())
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        if !self.handed_over {
+            for stream in &self.streams {
+                // Whoever fails here has failed before, and that error is the one to be told.
+                let _ = stream.finish();
+            }
+        }
+    }
+}
+
+/// Bytes on a device, in row-major order.
+pub struct OnDevice {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// Who has written them.
+    pub consumer: Consumer,
+    /// Where they are.
+    pub memory: DeviceMemory,
+}
+
+/// The streams of a call for bytes that may be on several devices.
+#[derive(Default)]
+pub struct StreamsByDevice(Vec<(String, Streams)>);
+
+impl StreamsByDevice {
+    /// Streams for everything that is to be read.
+    pub fn open<'d>(all: impl Iterator<Item = &'d OnDevice>) -> Result<Self> {
+        let mut known: Vec<(String, Streams)> = Vec::new();
+        for one in all {
+            if !known.iter().any(|(name, _)| name == one.device.name()) {
+                let name = one.device.name().to_owned();
+                known.push((name, Streams::open(&one.device, one.consumer)?));
+            }
+        }
+        Ok(StreamsByDevice(known))
+    }
+
+    /// The stream of one of the threads for some bytes.
+    pub fn of(&self, bytes: &OnDevice, thread: usize) -> Result<&Arc<dyn Stream>> {
+        let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
+        let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
+        Ok(streams.1.of(thread))
+    }
+
+    /// The devices' names.
+    pub fn names(&self) -> String {
+        let names: Vec<&str> = self.0.iter().map(|(name, _)| name.as_str()).collect();
+        names.join(", ")
+    }
+}
