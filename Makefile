@@ -58,7 +58,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo clippy --no-default-features --features s3 --all-targets -- -D warnings
 	cargo clippy --no-default-features --features python --all-targets -- -D warnings
 	$(TCH) cargo clippy --no-default-features --features tch --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features redis,s3,torch
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --no-default-features --features cuda,redis,s3,torch
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h \
 	  python/tensorizer/include/*/*.h tests/cpp/*.cpp examples/*/*.cpp
 	$(BIN)/ruff check .

@@ -106,7 +106,7 @@ setup(
         RustExtension(
             "tensorizer.lib.libtensorizer_torch",
             binding=Binding.NoBinding,
-            features=["torch", "redis", "s3"],
+            features=["torch", "cuda", "redis", "s3"],
             args=["--no-default-features"],
             debug=False,
         ),

@@ -81,11 +81,7 @@ pub fn drain(
         if found != item.entry.data_len {
             return Err(Error::InvalidArgument(format!(
                 "tensor `{}` of {} {:?} has {} bytes, found {}",
-                item.entry.name,
-                item.entry.dtype,
-                item.entry.shape,
-                item.entry.data_len,
-                found
+                item.entry.name, item.entry.dtype, item.entry.shape, item.entry.data_len, found
             )));
         }
     }

@@ -44,6 +44,7 @@ pub struct Counters {
     nanos: [AtomicU64; Stage::ALL.len()],
     bytes: AtomicU64,
     threads: AtomicUsize,
+    reading: Mutex<&'static str>,
     fallbacks: Mutex<Vec<String>>,
 }
 
@@ -54,6 +55,7 @@ impl Default for Counters {
             nanos: std::array::from_fn(|_| AtomicU64::new(0)),
             bytes: AtomicU64::new(0),
             threads: AtomicUsize::new(0),
+            reading: Mutex::default(),
             fallbacks: Mutex::default(),
         }
     }
@@ -81,6 +83,11 @@ impl Counters {
         self.threads.store(threads, Ordering::Relaxed);
     }
 
+    /// How the source is read, where there is more than one way.
+    pub fn reading(&self, how: &'static str) {
+        *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
+    }
+
     /// Says that something went a slower way than it could have.
     pub fn fallback(&self, why: &str) {
         let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,6 +110,7 @@ impl Counters {
                 let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
                 Duration::from_nanos(nanos)
             }),
+            reading: *self.reading.lock().unwrap_or_else(PoisonError::into_inner),
             fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         };
         *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
@@ -128,6 +136,8 @@ pub struct Report {
     pub elapsed: Duration,
     /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].
     pub stages: [Duration; Stage::ALL.len()],
+    /// How the source was read, where there is more than one way; else nothing.
+    pub reading: &'static str,
     /// Slower ways that were taken, and why.
     pub fallbacks: Vec<String>,
 }

@@ -14,6 +14,7 @@ use std::time::Duration;
 use crate::buffer::pinned::{Lease, Pool, Ticket};
 use crate::crypt::{Key, PIECE_LEN, Pieces};
 use crate::device::{Consumer, Device, DeviceMemory, Stream, Streams};
+use crate::environment::DIRECT_IO;
 use crate::error::{Error, Result};
 use crate::fill::{Stoppable, check_key, parse_header};
 use crate::format::header::Header;
@@ -94,10 +95,13 @@ pub fn upload(
     let runs = Shares::new(runs, if own { threads } else { 1 });
     let turn = Mutex::new(());
     let numbers = AtomicUsize::new(0);
+    let direct = DIRECT_IO.value()? != 0 && is_cold(&*source, &pass.entries);
+    counters.reading(if source.file().is_some() { "page cache" } else { "" });
     let outcome = workers::run(threads, interrupt, |control| {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
         let stream = streams.of(number);
-        let handle = if own { source.for_one_reader() } else { None };
+        let handle = if direct { around_the_cache(&*source, counters) } else { None };
+        let handle = handle.or_else(|| source.for_one_reader());
         let source = handle.as_deref().unwrap_or(&*source);
         let mut reader = Reader { pass: &pass, source, stream, control, gap: Vec::new() };
         while !control.stopped() {
@@ -117,6 +121,38 @@ pub fn upload(
     }
     outcome?;
     Ok(Some(Uploaded { streams: streams.hand_over()?, headers: pass.headers()? }))
+}
+
+/// Whether most of what is to be read of a file is not in the page cache.
+fn is_cold(source: &dyn ReadAt, entries: &[&Entry]) -> bool {
+    /// Places that are looked at, in equal distances.
+    const SAMPLES: u64 = 32;
+    let Some(file) = source.file() else { return false };
+    let total: u64 = entries.iter().map(|entry| entry.data_len).sum();
+    let step = (total / SAMPLES).max(1);
+    let (mut next, mut sampled, mut cold) = (step / 2, 0, 0);
+    for entry in entries {
+        while next < entry.data_len {
+            sampled += 1;
+            cold += u64::from(!crate::sys::is_cached(file, entry.data_offset + next));
+            next += step;
+        }
+        next -= entry.data_len;
+    }
+    cold * 2 > sampled
+}
+
+/// A reader that goes around the page cache, where there can be one.
+fn around_the_cache(source: &dyn ReadAt, counters: &Counters) -> Option<Box<dyn ReadAt>> {
+    #[cfg(target_os = "linux")]
+    if let Some(reader) = crate::source::DirectReader::open(source) {
+        counters.reading(reader.name());
+        return Some(Box::new(reader));
+    }
+    let _ = source;
+    counters
+        .fallback("the file system has no direct reads: a cold file goes through the page cache");
+    None
 }
 
 /// What is known after a load to a device.

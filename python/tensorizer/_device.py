@@ -32,6 +32,7 @@ def stats() -> dict[str, Any] | None:
         ``threads``, ``seconds`` (from the call to its return, in which copies may still be under
         way on the device), ``stages`` (seconds by stage, summed over the threads: ``memory``
         waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
+        ``reading`` (how a file was read: the page cache, direct reads; else nothing),
         ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
         that the process keeps). Stages are counted on the way to and from devices only.
 

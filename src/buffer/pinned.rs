@@ -90,7 +90,7 @@ impl Pool {
     /// A pool of at most so many units.
     pub fn new(unit_len: usize, limit: usize) -> Self {
         let state = State {
-            limit: limit.max(MIN_UNITS),
+            limit: limit.max(1),
             made: 0,
             free: Vec::new(),
             in_flight: VecDeque::new(),

@@ -35,6 +35,8 @@ pub struct FakeDevice {
 struct State {
     random: u64,
     streams: Vec<Queue>,
+    /// Streams that nobody has.
+    idle: Vec<usize>,
     copies: u64,
     events: u64,
     looks: u64,
@@ -98,10 +100,10 @@ impl State {
     /// Time passes: some stream gets some copies done.
     fn tick(&mut self) {
         let (which, count) = (self.random(), self.random() % 3);
-        let len = self.streams.len() as u64;
-        let chosen =
-            usize::try_from(which.checked_rem(len).unwrap_or_default()).unwrap_or_default();
-        if let Some(queue) = self.streams.get_mut(chosen) {
+        let mut busy: Vec<&mut Queue> =
+            self.streams.iter_mut().filter(|queue| !queue.waiting.is_empty()).collect();
+        let chosen = which.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
+        if let Some(queue) = chosen.and_then(|at| busy.get_mut(at)) {
             queue.run(count);
         }
     }
@@ -142,8 +144,10 @@ impl Device for FakeDevice {
     fn stream(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Stream>> {
         let number = {
             let mut state = self.state();
-            state.streams.push(Queue::default());
-            state.streams.len() - 1
+            state.idle.pop().unwrap_or_else(|| {
+                state.streams.push(Queue::default());
+                state.streams.len() - 1
+            })
         };
         Ok(Arc::new(FakeStream { device: self, number }))
     }
@@ -152,6 +156,12 @@ impl Device for FakeDevice {
 struct FakeStream {
     device: Arc<FakeDevice>,
     number: usize,
+}
+
+impl Drop for FakeStream {
+    fn drop(&mut self) {
+        self.device.state().idle.push(self.number);
+    }
 }
 
 impl FakeStream {

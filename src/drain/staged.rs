@@ -36,8 +36,8 @@ pub fn each_unit(
         let mut lease = match next.take() {
             Some(lease) => lease,
             None => {
-                let lease = counters
-                    .time(Stage::Memory, || pool.enter().lease(1, &from.device, go_on))?;
+                let lease =
+                    counters.time(Stage::Memory, || pool.enter().lease(1, &from.device, go_on))?;
                 let Some(lease) = lease else { return Ok(false) };
                 begin(lease, at)?
             }
@@ -124,9 +124,9 @@ impl<'p> Pass<'p> {
         let Some((_, (_, first))) = all.first() else { return Ok(()) };
         let stream = self.streams.of(first, thread)?;
         let go_on = || !control.stopped();
-        let lease = self.counters.time(Stage::Memory, || {
-            Pool::global()?.enter().lease(1, &first.device, &go_on)
-        })?;
+        let lease = self
+            .counters
+            .time(Stage::Memory, || Pool::global()?.enter().lease(1, &first.device, &go_on))?;
         let Some(mut lease) = lease else { return Ok(()) };
         let mut ranges = Vec::with_capacity(all.len());
         let mut end = 0usize;
@@ -150,16 +150,14 @@ impl<'p> Pass<'p> {
             ranges.into_iter().map(|range| unit.get(range).unwrap_or_default()).collect();
         let drafts = tensors.iter().map(|&tensor| self.draft(tensor));
         let drafts = drafts.collect::<Result<Vec<_>>>()?;
-        let inputs: Vec<(&[u8], &[u8])> = drafts
-            .iter()
-            .zip(&data)
-            .map(|(draft, data)| (draft.bytes.as_slice(), *data))
-            .collect();
+        let inputs: Vec<(&[u8], &[u8])> =
+            drafts.iter().zip(&data).map(|(draft, data)| (draft.bytes.as_slice(), *data)).collect();
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.sha));
         let mut pieces: Vec<Bytes<'_>> = Vec::with_capacity(2 * all.len());
         let mut len = 0;
         let offset = all.first().map_or(0, |(_, (item, _))| item.entry.header_offset);
-        for (((tensor, draft), digests), data) in tensors.iter().zip(drafts).zip(digests).zip(data) {
+        for (((tensor, draft), digests), data) in tensors.iter().zip(drafts).zip(digests).zip(data)
+        {
             let seal = self.seal(*tensor)?.filter(|_| !data.is_empty());
             let sealed = seal.map(|seal| seal.seal(0, data)).transpose()?;
             pieces.push(Bytes::Owned(self.finish(*tensor, draft, &digests)?));

@@ -19,7 +19,8 @@ pub fn staged(device: Index) -> bool {
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     let Some(report) = last() else { return Ok(None) };
-    let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, fallbacks } = report;
+    let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, reading, fallbacks } =
+        report;
     let pool = Pool::global()?;
     let stages: HashMap<&str, f64> = Stage::ALL
         .iter()
@@ -35,6 +36,7 @@ pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     out.set_item("threads", threads)?;
     out.set_item("seconds", elapsed.as_secs_f64())?;
     out.set_item("stages", stages)?;
+    out.set_item("reading", reading)?;
     out.set_item("fallbacks", fallbacks)?;
     out.set_item("pinned_bytes", pool.len())?;
     Ok(Some(out))

@@ -2,6 +2,8 @@
 
 pub mod address;
 mod closed;
+#[cfg(all(target_os = "linux", any(feature = "torch", test)))]
+mod direct;
 mod file;
 #[cfg(feature = "http")]
 pub mod http;
@@ -11,12 +13,14 @@ mod pipe;
 pub mod redis;
 #[cfg(feature = "s3")]
 pub mod s3;
-#[cfg(any(feature = "http", feature = "redis"))]
+#[cfg(any(feature = "http", feature = "redis", feature = "torch", test))]
 mod scatter;
 
 use std::io::IoSliceMut;
 
 pub use closed::ClosedSource;
+#[cfg(all(target_os = "linux", any(feature = "torch", test)))]
+pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;
 pub use pipe::PipeSource;

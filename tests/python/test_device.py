@@ -1,0 +1,393 @@
+"""The path to and from CUDA memory, on a stand-in that copies late: what a GPU would see."""
+
+import concurrent.futures
+import ctypes
+import ctypes.util
+import os
+import struct
+
+import pytest
+import tensorizer
+import torch
+from conftest import golden_bytes, golden_files, run_python
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    yield
+    tensorizer.release_pinned()
+    tensorizer.set_pinned_limit(256 << 20)
+
+
+def make():
+    tensors = {f"small.{i}": torch.randn(17 * i % 501 + 1, 3) for i in range(60)}
+    tensors["large"] = torch.randn(3_000_000)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["meta"] = torch.empty(5, 3, device="meta", dtype=torch.int16)
+    tensors["scalar"] = torch.tensor(3.5)
+    tensors["bytes"] = torch.arange(7, dtype=torch.uint8)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    torch.manual_seed(3)
+    return make()
+
+
+@pytest.fixture
+def path(tmp_path, tensors):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(tensors, path)
+    return str(path)
+
+
+def same(loaded, expected):
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        wanted = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+        assert loaded[name].dtype == wanted.dtype, name
+        assert torch.equal(loaded[name], wanted), name
+
+
+def on_cpu(function, *args, **kwargs):
+    """Call without the stand-in."""
+    seed = os.environ.pop("TENSORIZER_FAKE_DEVICE")
+    try:
+        return function(*args, **kwargs)
+    finally:
+        os.environ["TENSORIZER_FAKE_DEVICE"] = seed
+
+
+@pytest.mark.parametrize("verify", [False, "crc32", True])
+@pytest.mark.parametrize("options", [{}, {"clone": True}, {"num_readers": 1}, {"num_readers": 9}])
+def test_tensors_arrive_and_the_report_says_how(path, tensors, verify, options):
+    same(tensorizer.load(path, verify_hash=verify, **options), tensors)
+    report = tensorizer.stats()
+    data = [tensor.nbytes for tensor in tensors.values() if not tensor.is_meta]
+    assert report["what"] == "load" and report["uri"] == path and report["device"] == "fake"
+    assert report["bytes"] == sum(data) and report["tensors"] == len(tensors)
+    assert report["reading"] == "page cache" and report["fallbacks"] == []
+    assert 1 <= report["threads"] <= options.get("num_readers", 99)
+    assert report["seconds"] > 0 and report["stages"]["read"] > 0
+    assert (report["stages"]["hash"] > 0) == bool(verify)
+    assert set(report["stages"]) == {"memory", "read", "decrypt", "hash", "copy", "write"}
+    assert 0 < report["pinned_bytes"] <= 256 << 20
+
+
+def test_tensors_share_blocks_unless_they_are_cloned(path):
+    shared = tensorizer.load(path)
+    with_data = [tensor for tensor in shared.values() if tensor.numel()]
+    blocks = {tensor.untyped_storage().data_ptr() for tensor in with_data}
+    assert len(blocks) == 2  # the zeros of the meta tensor are apart
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in with_data)
+    for tensor in tensorizer.load(path, clone=True).values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_blocks_are_of_a_bounded_size(tmp_path):
+    tensors = {str(i): torch.zeros(20_000_000) for i in range(5)}
+    tensorizer.save(tensors, tmp_path / "f")
+    loaded = tensorizer.load(tmp_path / "f")
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in loaded.values()}
+    assert sorted(sizes.values()) == [160_000_000, 240_000_000]
+
+
+def test_one_by_one_and_in_any_order(path, tensors):
+    file = TensorDeserializer(path, device="cpu", lazy_load=True)
+    for name in reversed(tensors):
+        same({name: file[name]}, {name: tensors[name]})
+
+
+def test_casts(path, tensors):
+    loaded = tensorizer.load(path, dtype=torch.float16)
+    assert torch.equal(loaded["large"], tensors["large"].half())
+    assert loaded["bytes"].dtype == torch.uint8
+
+
+def test_encrypted_files(tmp_path, tensors):
+    tensorizer.save(tensors, tmp_path / "f", encryption=EncryptionParams(KEY))
+    params = DecryptionParams.from_key(KEY)
+    same(on_cpu(tensorizer.load, tmp_path / "f", encryption=params, verify_hash=True), tensors)
+    same(tensorizer.load(tmp_path / "f", encryption=params, verify_hash=True), tensors)
+    assert tensorizer.stats()["stages"]["decrypt"] > 0
+    with pytest.raises(tensorizer.CryptographyError, match="wrong key"):
+        tensorizer.load(tmp_path / "f", encryption=DecryptionParams.from_key(bytes(32)))
+
+
+def seal_as_one_piece(path, data):
+    """Write a file whose only tensor has one tag, which no writer does for so many bytes."""
+    tensorizer.save({"a": data[:1009]}, path, encryption=EncryptionParams(KEY))
+    with TensorDeserializer(
+        path, device="cpu", lazy_load=True, encryption=DecryptionParams.from_key(KEY)
+    ) as file:
+        ((_, start),) = file._reader.offsets()
+    head = path.read_bytes()[:start]
+    head = head.replace(struct.pack("<I", 1009), struct.pack("<I", len(data)))
+    head = head.replace(struct.pack("<Q", 4 * 1009), struct.pack("<Q", data.nbytes))
+    at = head.index(struct.pack("<Q", 2 << 20)) + 8  # behind the length of pieces: nonce, count
+    sodium = ctypes.CDLL(ctypes.util.find_library("sodium"))
+    sealed, mac = ctypes.create_string_buffer(data.nbytes), ctypes.create_string_buffer(16)
+    size = ctypes.c_ulonglong(data.nbytes)
+    plain = data.numpy().tobytes()
+    assert sodium.crypto_secretbox_detached(sealed, mac, plain, size, head[at : at + 24], KEY) == 0
+    head = head[: at + 32] + mac.raw + head[at + 48 :]
+    path.write_bytes(head + sealed.raw + bytes(8))
+
+
+def test_pieces_of_encryption_that_staging_memory_cannot_hold(tmp_path):
+    if ctypes.util.find_library("sodium") is None:
+        assert not os.environ.get("CI"), "libsodium is required in CI"
+        pytest.skip("libsodium is not installed")
+    path = tmp_path / "f.tensors"
+    data = torch.arange(3_000_000, dtype=torch.int32)
+    seal_as_one_piece(path, data)
+    params = DecryptionParams.from_key(KEY)
+    assert torch.equal(on_cpu(tensorizer.load, path, encryption=params)["a"], data)
+    assert torch.equal(tensorizer.load(path, encryption=params)["a"], data)
+    assert "pieces of encryption" in tensorizer.stats()["fallbacks"][0]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_pipes_are_read_in_one_pass(path, tensors, verify):
+    reading, writing = os.pipe()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def feed():
+            with os.fdopen(writing, "wb") as file, open(path, "rb") as source:
+                file.write(source.read())
+
+        fed = pool.submit(feed)
+        with os.fdopen(reading, "rb") as file:
+            loaded = TensorDeserializer(file, device="cpu", verify_hash=verify)
+            same(dict(loaded.items()), tensors)
+        fed.result()
+
+
+# Memory
+
+
+def test_staging_memory_is_bounded_shared_and_given_back(tmp_path):
+    tensorizer.release_pinned()
+    tensorizer.set_pinned_limit(16 << 20)
+    big = torch.arange(10_000_000)
+    tensorizer.save({"big": big}, tmp_path / "f")
+
+    def load(_):
+        return torch.equal(tensorizer.load(tmp_path / "f", verify_hash=True)["big"], big)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(load, range(12)))
+    assert tensorizer.stats()["pinned_bytes"] == 16 << 20
+    assert tensorizer.release_pinned() == 16 << 20
+    assert tensorizer.release_pinned() == 0
+
+
+def test_the_limit_comes_from_the_environment(path):
+    code = """
+import sys, tensorizer
+tensorizer.save({"a": tensorizer.load(sys.argv[1])["large"]}, sys.argv[1] + ".out")
+print(tensorizer.stats()["pinned_bytes"])
+"""
+    found = run_python(code, path, env=os.environ | {"TENSORIZER_PINNED_MB": "20"})
+    assert int(found.stdout) <= 20 << 20, found.stderr
+    found = run_python(code, path, env=os.environ | {"TENSORIZER_PINNED_MB": "much"})
+    assert "TENSORIZER_PINNED_MB must be a whole number" in found.stderr
+
+
+# Cold files
+
+
+def forget(path):
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors):
+    # Temporary folders may be in memory, where nothing is ever cold.
+    path = os.path.join(os.path.dirname(__file__), f"cold-{os.getpid()}.tensors")
+    try:
+        tensorizer.save(tensors, path)
+        forget(path)
+        same(tensorizer.load(path), tensors)
+        reading = tensorizer.stats()["reading"]
+        assert reading in ("direct reads by io_uring", "direct reads")
+        forget(path)
+        same(tensorizer.load(path, verify_hash=True), tensors)
+        same(tensorizer.load(path), tensors)
+        assert tensorizer.stats()["reading"] == reading, "it did not come into the page cache"
+        os.environ["TENSORIZER_DIRECT_IO"] = "0"
+        same(tensorizer.load(path), tensors)
+        assert tensorizer.stats()["reading"] == "page cache"
+    finally:
+        os.environ.pop("TENSORIZER_DIRECT_IO", None)
+        os.remove(path)
+
+
+# Modules
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 10)
+    )
+
+
+@pytest.fixture
+def module_path(tmp_path):
+    with TensorSerializer(str(tmp_path / "m")) as serializer:
+        serializer.write_module(model())
+    return str(tmp_path / "m")
+
+
+def blank():
+    found = model()
+    for tensor in found.state_dict().values():
+        tensor.fill_(9)
+    return found
+
+
+def test_modules_are_filled_in_place(module_path):
+    filled = blank()
+    before = dict(filled.named_parameters()) | dict(filled.named_buffers())
+    addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
+    versions = {name: tensor._version for name, tensor in before.items()}
+    file = TensorDeserializer(module_path, device="cpu", lazy_load=True)
+    assert file.load_into_module(filled) == len(before)
+    for name, tensor in model().state_dict().items():
+        found = filled.state_dict(keep_vars=True)[name]
+        assert found is before[name] and found.data_ptr() == addresses[name], name
+        assert found._version > versions[name], "autograd must know"
+        assert torch.equal(found, tensor), name
+
+
+def test_what_does_not_fit_is_replaced(module_path):
+    filled = blank()
+    filled[0].weight = torch.nn.Parameter(filled[0].weight.half())
+    filled[2].bias = torch.nn.Parameter(torch.zeros(3))
+    filled[1].weight = torch.nn.Parameter(torch.zeros(400)[::2])
+    tied = filled[0].bias
+    filled[1].bias = tied
+    file = TensorDeserializer(module_path, device="cpu", lazy_load=True)
+    file.load_into_module(filled)
+    for name, tensor in model().state_dict().items():
+        assert torch.equal(filled.state_dict()[name], tensor), name
+    assert filled[0].bias is not filled[1].bias, "their bytes differ in the file"
+
+
+def test_tied_parameters_stay_tied(tmp_path):
+    first = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 50))
+    first[1].weight = first[0].weight
+    with TensorSerializer(str(tmp_path / "m")) as serializer:
+        serializer.write_module(first)
+    second = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 50))
+    second[1].weight = second[0].weight
+    TensorDeserializer(str(tmp_path / "m"), device="cpu", lazy_load=True).load_into_module(second)
+    assert second[1].weight is second[0].weight
+    assert torch.equal(second[0].weight, first[0].weight)
+
+
+# Operators
+
+
+def test_operators(path, tensors, tmp_path):
+    same(torch.ops.tensorizer.load(path), tensors)
+    large, scalar = torch.ops.tensorizer.load(path, ["large", "scalar"], verify=True)
+    assert torch.equal(large, tensors["large"]) and scalar.item() == 3.5
+    out = [torch.zeros(3_000_000), torch.ones(5, 3, dtype=torch.int16)]
+    torch.ops.tensorizer.load(path, ["large", "meta"], out=out)
+    assert torch.equal(out[0], large) and out[1].count_nonzero() == 0
+
+    @torch.jit.script
+    def scripted(path: str):
+        return torch.ops.tensorizer.load(path)["large"] * 2
+
+    assert torch.equal(scripted(path), large * 2)
+    flat = torch.zeros(4_000_000)
+    with pytest.raises(RuntimeError, match="overlap"):
+        torch.ops.tensorizer.load(path, ["large", "scalar"], out=[flat[:3_000_000], flat[5]])
+
+
+# Saves
+
+
+@pytest.mark.parametrize("options", [{}, {"alignment": 1}])
+def test_saves_are_the_same_bytes(tmp_path, tensors, options):
+    tensorizer.save(tensors, tmp_path / "f", **options)
+    report = tensorizer.stats()
+    assert report["what"] == "save" and report["device"] == "fake" and report["fallbacks"] == []
+    data = [tensor.nbytes for tensor in tensors.values() if not tensor.is_meta]
+    assert report["bytes"] == sum(data) and report["stages"]["write"] > 0
+    on_cpu(tensorizer.save, tensors, tmp_path / "g", **options)
+    assert (tmp_path / "f").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+def test_saves_of_many_small_and_of_odd_tensors(tmp_path):
+    tensors = {str(i): torch.full((i % 7, 5), float(i)) for i in range(3000)}
+    tensors["turned"] = torch.arange(12.0).view(3, 4).t()
+    tensors["conjugate"] = torch.randn(4, dtype=torch.complex64).conj()
+    tensorizer.save(tensors, tmp_path / "f", encryption=EncryptionParams(KEY))
+    params = DecryptionParams.from_key(KEY)
+    same(on_cpu(tensorizer.load, tmp_path / "f", encryption=params, verify_hash=True), tensors)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, tensors):
+    if os.access("/dev/full", os.W_OK):
+        with pytest.raises(OSError, match="No space left"):
+            with TensorSerializer(os.open("/dev/full", os.O_RDWR)) as serializer:
+                serializer.write_state_dict(tensors)
+    # Nothing of the staging memory was lost with it.
+    tensorizer.save(tensors, tmp_path / "f")
+    same(tensorizer.load(tmp_path / "f"), tensors)
+
+
+def test_verify_module(module_path):
+    file = TensorDeserializer(module_path, device="cpu", lazy_load=True)
+    assert file.verify_module(model())[0]
+    assert not file.verify_module(blank())[0]
+
+
+def test_save_async_has_a_snapshot(tmp_path):
+    weight = torch.full((2_000_000,), 5.0)
+    saving = tensorizer.save_async({"weight": weight}, tmp_path / "f")
+    weight.fill_(6)
+    saving.result()
+    assert saving.saved_bytes == saving.total_bytes == weight.nbytes
+    assert tensorizer.load(tmp_path / "f")["weight"].eq(5).all()
+
+
+# Errors
+
+
+def test_damaged_files_are_the_same_errors(tmp_path):
+    seen = 0
+    for file in golden_files("corrupt"):
+        path = tmp_path / "f"
+        path.write_bytes(golden_bytes(file))
+        outcomes = []
+        for call in (tensorizer.load, lambda *a, **k: on_cpu(tensorizer.load, *a, **k)):
+            try:
+                call(path, verify_hash=True)
+                outcomes.append(None)
+            except Exception as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1], file["file"]
+        seen += outcomes[0] is not None
+    assert seen > 50
+
+
+def test_a_device_that_is_not_there(path):
+    if torch.cuda.is_available():
+        device = f"cuda:{torch.cuda.device_count()}"
+    else:
+        device = "cuda"
+    with pytest.raises(RuntimeError):
+        tensorizer.load(path, device)
+    with pytest.raises(RuntimeError):
+        torch.ops.tensorizer.load(path, device=device)
