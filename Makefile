@@ -15,12 +15,12 @@ TCH := LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_
 
 SOURCES := $(shell find src csrc -type f) Cargo.toml Cargo.lock setup.py pyproject.toml
 
-.PHONY: demo test test-rust test-python test-other-torch lint bench bench-quick build clean
+.PHONY: demo test test-rust test-python test-staged test-other-torch lint bench bench-quick gpu build clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
 
-test: test-rust test-python
+test: test-rust test-python test-staged
 
 # What depends on torch's insides, on another torch: make test-other-torch OTHER=2.10
 OTHER ?= 2.15
@@ -51,6 +51,12 @@ test-rust: $(STAMPS)/torch
 test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	$(BIN)/python -m pytest $(PYTEST)
 
+# The tests of loading and saving once more, through the stand-in for a CUDA device. Those marked
+# "host" are about memory that such tensors do not have.
+test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
+	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest -m "not host" --durations=5 \
+	  $(addprefix tests/python/test_,reading.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py)
+
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --check
 	cargo clippy --no-default-features --all-targets -- -D warnings
@@ -72,6 +78,11 @@ bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 
 bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py --quick
+	$(BIN)/python benchmarks/gpu/run.py --dry-run
+
+gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
+	-$(BIN)/python -m pip install --quiet instanttensor
+	$(BIN)/python benchmarks/gpu/run.py $(GPU)
 
 build: $(STAMPS)/built
 

@@ -98,8 +98,7 @@ rust::Vec<std::uint8_t> key_bytes(const Key& key) {
   return out;
 }
 
-OpOptions options(bool verify, Readers num_readers, const Key& key,
-                  std::int16_t device = kCpu) {
+OpOptions options(bool verify, Readers num_readers, const Key& key, std::int16_t device = kCpu) {
   TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ", num_readers.value_or(0),
                     ", expected at least 1");
   return {verify, static_cast<std::uint64_t>(num_readers.value_or(0)), key_bytes(key), device};

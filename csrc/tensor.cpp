@@ -23,8 +23,8 @@ static_assert(static_cast<int>(c10::ScalarType::Int7) == 43);
 static_assert(static_cast<int>(c10::ScalarType::Float4_e2m1fn_x2) == 45);
 
 bool is_ready(const at::Tensor& tensor) {
-  return device_number(tensor.device()) != kOther && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
+  return device_number(tensor.device()) != kOther && tensor.is_contiguous() && !tensor.is_conj() &&
+         !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
 // A view of a block. Through the dispatcher it would take as long as loading a small tensor does.

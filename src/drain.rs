@@ -75,7 +75,7 @@ pub fn drain(
         let found = match &item.data {
             Data::Bytes(bytes) => bytes.len() as u64,
             #[cfg(any(feature = "torch", test))]
-            Data::Device(bytes) => bytes.memory.len() as u64,
+            Data::Device(bytes) => bytes.memory.size() as u64,
             Data::Meta | Data::Deferred(_) => continue,
         };
         if found != item.entry.data_len {

@@ -61,7 +61,7 @@ mod save;
 pub mod sink;
 pub mod source;
 #[cfg(any(feature = "torch", test))]
-mod stats;
+pub mod stats;
 mod sys;
 #[cfg(feature = "tch")]
 pub use ffi::tch;

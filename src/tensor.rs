@@ -67,6 +67,18 @@ impl Loaded {
         Ok(Loaded { tensors: tensors.collect::<Result<_>>()?, blocks })
     }
 
+    /// Copies of lent tensors in host memory, in their order and without names.
+    #[cfg(feature = "python")]
+    pub fn copies(tensors: &TensorList, memory: Vec<HostBuffer>) -> Result<Self> {
+        let tensors = memory.into_iter().enumerate().map(|(at, memory)| {
+            let TensorInfo { dtype, shape, .. } = tensors.info(at)?;
+            let shape = shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
+            let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
+            Ok(Waiting { name: String::new(), dtype, shape, place: Place::Host(memory) })
+        });
+        Ok(Loaded { tensors: tensors.collect::<Result<_>>()?, blocks: None })
+    }
+
     // C++ stays below `size()`; beyond it there is nothing to return.
 
     /// How many.
@@ -156,7 +168,7 @@ pub fn one_to_save(
     tensors: &TensorList,
     at: usize,
 ) -> Result<SaveTensor<'_>> {
-    let TensorInfo { dtype, shape, meta, ready, device } = tensors
+    let TensorInfo { dtype, shape, .. } = tensors
         .info(at)
         .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
     let dtype = DType::from_code(dtype).ok_or_else(|| {
@@ -164,26 +176,33 @@ pub fn one_to_save(
             "tensor `{name}`: torch's type number {dtype} has no place in the format"
         ))
     })?;
-    let data = if meta {
-        Data::Meta
-    } else if let Some(found) = if ready { device::find(device).unwrap_or(None) } else { None } {
-        let len = usize::try_from(tensors.len(at)?);
-        let len = len.map_err(|_| Error::Bug(format!("size of `{name}`")))?;
-        let consumer = Consumer(bridge::current_stream(device)?);
-        // SAFETY: the tensor's own bytes, which the list keeps alive; a save only reads them, and
-        // waits for the copies before it returns.
-        let memory = unsafe { DeviceMemory::new(tensors.address(at)?, len) };
-        Data::Device(OnDevice { device: found, consumer, memory })
-    } else if ready && device == CPU {
-        Data::Bytes(tensors.bytes(at)?)
-    } else {
-        Data::Deferred(Box::new(move || {
-            let copy = HostTensor(tensors.host_copy(at)?);
-            copy.bytes()?;
-            Ok(Box::new(copy) as HostCopy)
-        }))
-    };
+    let data = data_of(tensors, at)?;
     Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
+}
+
+/// The bytes of a tensor, wherever they are.
+pub fn data_of(tensors: &TensorList, at: usize) -> Result<Data<'_>> {
+    let TensorInfo { meta, ready, device, .. } = tensors.info(at)?;
+    if meta {
+        return Ok(Data::Meta);
+    }
+    if ready && let Some(found) = device::find(device).unwrap_or(None) {
+        let len = usize::try_from(tensors.len(at)?);
+        let len = len.map_err(|_| Error::Bug("the size of a tensor".to_owned()))?;
+        let consumer = Consumer(bridge::current_stream(device)?);
+        // SAFETY: the tensor's own bytes, which the list keeps alive; they are only read, and all
+        // copies have ended when the call for which the tensor was lent returns.
+        let memory = unsafe { DeviceMemory::new(tensors.address(at)?, len) };
+        return Ok(Data::Device(OnDevice { device: found, consumer, memory }));
+    }
+    if ready && device == CPU {
+        return Ok(Data::Bytes(tensors.bytes(at)?));
+    }
+    Ok(Data::Deferred(Box::new(move || {
+        let copy = HostTensor(tensors.host_copy(at)?);
+        copy.bytes()?;
+        Ok(Box::new(copy) as HostCopy)
+    })))
 }
 
 /// A tensor that was brought into host memory.

@@ -595,7 +595,10 @@ impl Reader<'_, '_> {
             if !pass.in_order {
                 let mut piece = crc32fast::Hasher::new();
                 piece.update(bytes);
-                return self.add_crc(tensor, |crc| drop(crc.pieces.insert(start, piece)), len);
+                let keep = |crc: &mut Crc| {
+                    crc.pieces.insert(start, piece);
+                };
+                return self.add_crc(tensor, keep, len);
             }
             let own = watched.as_mut().filter(|watched| watched.tensor == tensor);
             let own = own.ok_or_else(|| Error::Bug("data before their header".to_owned()))?;

@@ -143,10 +143,10 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     pool.release();
     // Of a device that was lost, nobody knows what it still uses.
     if schedule.faults.lost.is_none() {
-        assert_eq!((pool.len(), fake.pinned()), (0, 0), "all staging memory came back");
+        assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
     }
-    let headers = outcome?.unwrap().headers;
-    assert_eq!(headers.len(), lens.len());
+    let Uploaded { headers, streams } = outcome?.unwrap();
+    assert_eq!((headers.len(), streams.len()), (lens.len(), 2));
     memory.blocks.clear();
     for (&number, &(block, offset)) in schedule.selection.iter().zip(&places) {
         let start = memory.starts[block] + offset as usize;
@@ -209,6 +209,23 @@ fn a_thousand_random_schedules() {
     for fault in [0, 2, 5] {
         assert!(failed[fault] > 10, "every fault was met: {failed:?}");
     }
+}
+
+#[test]
+fn bytes_of_host_memory_are_copied() {
+    let data: Vec<Vec<u8>> = [70_000usize, 0, 5].map(|len| vec![len as u8; len]).into();
+    let memory = Memory::new(&[70_000, 0, 5]);
+    let targets: Vec<Target> = (0..3).map(|block| Target { block, offset: 0 }).collect();
+    let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+    let (pool, counters) = (Pool::new(4096, 4), Counters::default());
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        blocks: &memory.blocks,
+        targets: &targets,
+    };
+    copy(data.iter().map(Vec::as_slice), &to, &pool, &counters, &|| Ok(())).unwrap();
+    assert!(memory.bytes == data.concat());
 }
 
 #[test]

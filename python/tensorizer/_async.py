@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from . import _device, _native
 from ._encryption import EncryptionParams
+from ._exchange import lend, take
 from ._serializer import TensorSerializer, flatten
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -90,10 +92,28 @@ def save_async(
 
 
 def _copied(value: Any) -> Any:
-    """Return a nested structure with copies of its tensors."""
+    """Return a nested structure with copies of its tensors in host memory."""
+    found = [tensor for _, tensor in flatten(value)]
+    copies: dict[int, torch.Tensor] = {}
+    staged = [t for t in found if _is_plain(t) and _device.is_native(t.device)]
+    if staged:
+        plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in staged]
+        taken = take(_native.snapshot(lend(plain)))
+        copies = {id(tensor): copy for tensor, copy in zip(staged, taken, strict=True)}
+    return _replaced(value, copies)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return strided and not tensor.is_meta
+
+
+def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        if id(value) in copies:
+            return copies[id(value)]
         value = value.detach()
         return value if value.is_meta else value.clone() if value.is_cpu else value.cpu()
     if isinstance(value, Mapping):
-        return {key: _copied(child) for key, child in value.items()}
-    return [_copied(child) for child in value]
+        return {key: _replaced(child, copies) for key, child in value.items()}
+    return [_replaced(child, copies) for child in value]

@@ -491,8 +491,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             )
             self._module_indices.update(zip(chosen, modules, strict=True))
             for number, tensor in fits:
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                self._cache[number] = tensor if is_parameter else parameter(tensor)
+                known = tensor if isinstance(tensor, torch.nn.Parameter) else parameter(tensor)
+                self._cache[number] = known
                 self._bytes_read += tensor.nbytes
         return {number for number, _ in fits}
 

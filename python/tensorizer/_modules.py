@@ -46,7 +46,6 @@ class Place:
         module = self.module
         return module._parameters.get(self.attribute, module._buffers.get(self.attribute))
 
-
     def can_fill(
         self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
     ) -> bool:

@@ -31,6 +31,7 @@ from ._C import (  # noqa: E402
     cpu_count,
     release_pinned,
     set_pinned_limit,
+    snapshot,
     staged,
     stats,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "cpu_count",
     "release_pinned",
     "set_pinned_limit",
+    "snapshot",
     "staged",
     "stats",
 ]

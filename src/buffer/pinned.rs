@@ -132,7 +132,7 @@ impl Pool {
     }
 
     /// Bytes of host memory that the pool has.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.state().made * self.unit_len
     }
 
@@ -421,7 +421,7 @@ impl Lease<'_> {
 }
 
 fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
-    Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.len()))
+    Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
 }
 
 impl Drop for Lease<'_> {
@@ -458,17 +458,17 @@ mod tests {
     fn memory_grows_with_need_and_is_given_back() {
         let (fake, device) = device(Faults::default());
         let pool = Pool::new(4096, 20);
-        assert_eq!(pool.len(), 0);
+        assert_eq!(pool.size(), 0);
         let first = pool.enter().lease(3, &device, &|| true).unwrap().unwrap();
-        assert_eq!(pool.len(), 8 * 4096);
+        assert_eq!(pool.size(), 8 * 4096);
         let second = pool.enter().lease(17, &device, &|| true).unwrap().unwrap();
-        assert_eq!((pool.len(), fake.pinned()), (20 * 4096, 3));
+        assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
         assert!(pool.try_lease(1).is_none());
         drop(second);
         // The first segment is still in use.
         assert_eq!(pool.release(), 12 * 4096);
         drop(first);
-        assert_eq!((pool.release(), pool.len(), fake.pinned()), (8 * 4096, 0, 0));
+        assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
         assert!(pool.enter().lease(21, &device, &|| true).is_err());
     }
 

@@ -18,7 +18,7 @@ impl DeviceMemory {
     }
 
     /// Bytes.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.len
     }
 

@@ -2,6 +2,8 @@
 //! written there, while the next bytes are on their way.
 
 use std::io::IoSlice;
+use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Bytes, Item, Pass};
@@ -13,26 +15,26 @@ use crate::sink::write_all_at;
 use crate::stats::{Counters, PAGEABLE, Stage};
 use crate::transform::hash::{StreamHash, digest_all};
 use crate::workers::Control;
-use std::sync::Arc;
 
-/// Calls `each` with the bytes of a unit at a time, front to back, each with its position. False
-/// if `go_on` said no before the end.
+/// Calls `each` with the bytes of a range, a unit at a time, front to back, each with its position.
+/// False if `go_on` said no before the end.
 pub fn each_unit(
     from: &OnDevice,
+    range: Range<usize>,
     stream: &Arc<dyn Stream>,
     counters: &Counters,
     go_on: &dyn Fn() -> bool,
     mut each: impl FnMut(u64, &[u8]) -> Result<()>,
 ) -> Result<bool> {
     let pool = Pool::global()?;
-    let (len, step) = (from.memory.len(), pool.unit_len());
+    let (end, step) = (range.end, pool.unit_len());
     let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
-        let now = step.min(len - at);
+        let now = step.min(end - at);
         counters.time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
         Ok(lease)
     };
     let mut next: Option<Lease<'static>> = None;
-    for at in (0..len).step_by(step) {
+    for at in range.step_by(step) {
         let mut lease = match next.take() {
             Some(lease) => lease,
             None => {
@@ -43,7 +45,7 @@ pub fn each_unit(
             }
         };
         // Who waited for a second unit while it has one could wait for ever.
-        if at + step < len
+        if at + step < end
             && let Some(more) = pool.try_lease(1)
         {
             next = Some(begin(more, at + step)?);
@@ -52,7 +54,7 @@ pub fn each_unit(
             return Ok(false);
         }
         let units = lease.units();
-        let bytes = units.first().and_then(|unit| unit.get(..step.min(len - at)));
+        let bytes = units.first().and_then(|unit| unit.get(..step.min(end - at)));
         each(at as u64, bytes.ok_or_else(|| Error::Bug("an empty unit".to_owned()))?)?;
     }
     Ok(true)
@@ -95,7 +97,8 @@ impl<'p> Pass<'p> {
         let draft = self.draft(tensor)?;
         let seal = self.seal(tensor)?;
         let mut hash = StreamHash::new(&draft.bytes, self.sha);
-        let done = each_unit(from, stream, &self.counters, &go_on, |start, bytes| {
+        let len = from.memory.size();
+        let done = each_unit(from, 0..len, stream, &self.counters, &go_on, |start, bytes| {
             self.counters.time(Stage::Hash, || hash.update(bytes));
             let bytes = match seal {
                 None => Bytes::Borrowed(bytes),
@@ -132,7 +135,7 @@ impl<'p> Pass<'p> {
         let mut end = 0usize;
         let arrived = self.counters.time(Stage::Copy, || {
             for (_, (_, from)) in &all {
-                let len = from.memory.len();
+                let len = from.memory.size();
                 if len > 0 {
                     lease.download(stream, (0, end, len), &from.memory, 0)?;
                 }
@@ -191,7 +194,7 @@ pub fn group(items: &[Item<'_>], from: usize) -> Result<Vec<usize>> {
     let mut device = None;
     for (tensor, item) in items.iter().enumerate().skip(from) {
         let Data::Device(bytes) = &item.data else { break };
-        let len = bytes.memory.len().next_multiple_of(crate::buffer::ALIGNMENT);
+        let len = bytes.memory.size().next_multiple_of(crate::buffer::ALIGNMENT);
         let name = bytes.device.name();
         let fits = used + len <= unit
             && group.len() < MOST

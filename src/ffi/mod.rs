@@ -4,6 +4,8 @@
 pub mod exchange;
 pub mod guard;
 pub mod load;
+#[cfg(feature = "python")]
+pub mod snapshot;
 #[cfg(feature = "tch")]
 pub mod tch;
 pub mod torch;

@@ -5,9 +5,14 @@ use std::collections::HashMap;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use super::signals;
 use crate::buffer::pinned::Pool;
 use crate::device::{Index, find};
+use crate::error::Result;
+use crate::ffi::exchange::{borrow, offer};
+use crate::ffi::snapshot::snapshot as take_snapshot;
 use crate::stats::{Report, Stage, last};
+use crate::tensor::Loaded;
 
 /// Whether loads to a device go through staging memory into its own.
 #[pyfunction]
@@ -38,7 +43,7 @@ pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     out.set_item("stages", stages)?;
     out.set_item("reading", reading)?;
     out.set_item("fallbacks", fallbacks)?;
-    out.set_item("pinned_bytes", pool.len())?;
+    out.set_item("pinned_bytes", pool.size())?;
     Ok(Some(out))
 }
 
@@ -47,6 +52,18 @@ pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
 pub fn set_pinned_limit(bytes: u64) -> PyResult<()> {
     Pool::global()?.set_limit(bytes);
     Ok(())
+}
+
+/// Copies lent tensors, which are on devices, into host memory. Returns the number under which
+/// `_take` fetches the copies.
+#[pyfunction]
+pub fn snapshot(py: Python<'_>, ticket: i64) -> PyResult<i64> {
+    Ok(py.detach(|| -> Result<_> {
+        let lent = borrow(ticket)?;
+        let tensors = lent.list()?;
+        let memory = take_snapshot(tensors, &signals)?;
+        Ok(offer(Loaded::copies(tensors, memory)?))
+    })?)
 }
 
 /// Gives staging memory that is not in use back, and says how many bytes.

@@ -34,6 +34,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", crate::cpu_count())?;
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
+    module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats, module)?)?;
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;

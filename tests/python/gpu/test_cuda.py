@@ -361,7 +361,7 @@ def test_pickles(tmp_path, tensors):
 
 
 def test_a_device_without_room(path, tensors):
-    free, total = torch.cuda.mem_get_info()
+    _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(4e6 / total)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:

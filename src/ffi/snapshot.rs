@@ -1,0 +1,64 @@
+//! Copies in host memory of tensors that are on devices.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::torch::bridge::TensorList;
+use crate::buffer::{Arena, HostBuffer};
+use crate::device::StreamsByDevice;
+use crate::drain::staged::each_unit;
+use crate::error::{Error, Result};
+use crate::plan::pack;
+use crate::save::Data;
+use crate::stats::Counters;
+use crate::tensor::data_of;
+use crate::workers::{self, Interrupt};
+
+/// Bytes of a job: large, so that each has units on the way, and small beside a model.
+const JOB_LEN: usize = 64 << 20;
+
+/// Copies tensors, which are in row-major order on devices, as what has been begun on the current
+/// streams will leave them. All bytes are here when it returns.
+pub fn snapshot(tensors: &TensorList, interrupt: Interrupt<'_>) -> Result<Vec<HostBuffer>> {
+    let sources = (0..tensors.size()).map(|at| match data_of(tensors, at)? {
+        Data::Device(bytes) => Ok(bytes),
+        _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
+    });
+    let sources = sources.collect::<Result<Vec<_>>>()?;
+    let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
+    let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
+    let mut arena = Arena::new(len)?;
+    let mut jobs = Vec::new();
+    let (mut rest, mut position) = (arena.bytes_mut(), 0);
+    for (source, &(start, len)) in sources.iter().zip(&places) {
+        let bug = || Error::Bug("a snapshot beyond its memory".to_owned());
+        let (_, after) = rest.split_at_mut_checked(start - position).ok_or_else(bug)?;
+        let (mine, after) = after.split_at_mut_checked(len).ok_or_else(bug)?;
+        (rest, position) = (after, start + len);
+        jobs.extend((0..).step_by(JOB_LEN).zip(mine.chunks_mut(JOB_LEN)).map(|job| (source, job)));
+    }
+    let streams = StreamsByDevice::open(sources.iter())?;
+    let threads = crate::cpu_count().min(jobs.len());
+    let (jobs, numbers) = (Mutex::new(jobs.into_iter()), AtomicUsize::new(0));
+    let counters = Counters::default();
+    workers::run(threads, interrupt, |control| {
+        let number = numbers.fetch_add(1, Ordering::Relaxed);
+        while !control.stopped() {
+            let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((source, (from, mut to))) = job else { break };
+            let range = from..from + to.len();
+            let go_on = || !control.stopped();
+            let stream = streams.of(source, number)?;
+            each_unit(source, range, stream, &counters, &go_on, |_, bytes| {
+                let (now, later) = std::mem::take(&mut to)
+                    .split_at_mut_checked(bytes.len())
+                    .ok_or_else(|| Error::Bug("too many bytes".to_owned()))?;
+                now.copy_from_slice(bytes);
+                to = later;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    })?;
+    arena.freeze(&places)
+}
