@@ -6,14 +6,18 @@
 //! limit, pinned for the device, and kept for the next load.
 #![allow(unsafe_code)]
 
+mod lease;
+
 use std::collections::{HashMap, VecDeque};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
+pub use lease::Lease;
+
 use super::arena::Arena;
-use crate::device::{Device, DeviceMemory, Event, Stream};
+use crate::device::{Device, Event};
 use crate::environment::PINNED_MB;
 use crate::error::{Error, Result};
 
@@ -176,7 +180,7 @@ impl Pool {
             return None;
         }
         let units = state.take(units)?;
-        Some(Lease { pool: self, units, stream: None })
+        Some(Lease::new(self, units))
     }
 
     /// More units, or None if there are enough of them.
@@ -304,7 +308,7 @@ impl<'p> Ticket<'p> {
                 if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
                     state.reap()?;
                     if let Some(units) = state.take(units) {
-                        return Ok(Some(Lease { pool, units, stream: None }));
+                        return Ok(Some(Lease::new(pool, units)));
                     }
                     let idle = state.in_flight.is_empty();
                     drop(state);
@@ -332,222 +336,6 @@ impl Drop for Ticket<'_> {
     }
 }
 
-/// Units that one reader or writer has.
-pub struct Lease<'p> {
-    pool: &'p Pool,
-    units: Vec<Unit>,
-    /// On which copies from or to these units are under way.
-    stream: Option<Arc<dyn Stream>>,
-}
-
-impl Lease<'_> {
-    /// The bytes of each unit; none while copies are under way.
-    pub fn units(&mut self) -> Vec<&mut [u8]> {
-        if self.stream.is_some() {
-            return Vec::new();
-        }
-        let len = self.pool.unit_len;
-        let units = self.units.iter_mut().map(|unit| {
-            // SAFETY: the unit's own initialised bytes, borrowed exclusively through it; no copy
-            // is under way.
-            unsafe { std::slice::from_raw_parts_mut(unit.start.as_ptr(), len) }
-        });
-        units.collect()
-    }
-
-    fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {
-        let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.unit_len);
-        let unit = self.units.get(unit).filter(|_| inside);
-        let unit = unit.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a unit")))?;
-        // SAFETY: `at` lies in the unit, as checked above.
-        Ok(unsafe { unit.start.as_ptr().add(at) })
-    }
-
-    fn begin(&mut self, stream: &Arc<dyn Stream>) -> Result<()> {
-        match &self.stream {
-            Some(own) if !Arc::ptr_eq(own, stream) => Err(Error::Bug("two streams".to_owned())),
-            _ => {
-                self.stream = Some(Arc::clone(stream));
-                Ok(())
-            }
-        }
-    }
-
-    /// Begins to copy bytes of a unit to `offset` of a device's memory. From now on, all copies
-    /// of this lease are of this stream.
-    pub fn upload(
-        &mut self,
-        stream: &Arc<dyn Stream>,
-        (unit, at, len): (usize, usize, usize),
-        to: &DeviceMemory,
-        offset: usize,
-    ) -> Result<()> {
-        let from = self.range(unit, at, len)?;
-        let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
-        self.begin(stream)?;
-        // SAFETY: the host's range is in a unit, which is not touched and not given away before
-        // an event has passed (`units`, `drop`); the device's is what `DeviceMemory` promises.
-        unsafe { stream.upload(to, from, len) }
-    }
-
-    /// Begins to copy from `offset` of a device's memory into a unit.
-    pub fn download(
-        &mut self,
-        stream: &Arc<dyn Stream>,
-        (unit, at, len): (usize, usize, usize),
-        from: &DeviceMemory,
-        offset: usize,
-    ) -> Result<()> {
-        let to = self.range(unit, at, len)?;
-        let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
-        self.begin(stream)?;
-        // SAFETY: as for `upload`.
-        unsafe { stream.download(to, from, len) }
-    }
-
-    /// Waits for the copies that were begun. False if `go_on` said no before they had ended.
-    pub fn wait(&mut self, go_on: &dyn Fn() -> bool) -> Result<bool> {
-        let Some(stream) = &self.stream else { return Ok(true) };
-        let event = stream.record()?;
-        while !event.passed()? {
-            if !go_on() {
-                return Ok(false);
-            }
-            thread::park_timeout(POLL);
-        }
-        self.stream = None;
-        Ok(true)
-    }
-}
-
-fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
-    Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
-}
-
-impl Drop for Lease<'_> {
-    fn drop(&mut self) {
-        let units = std::mem::take(&mut self.units);
-        // Recorded before the lock is taken: that may take long.
-        let ended = match self.stream.take() {
-            None => Ok(None),
-            Some(stream) => stream.record().map(Some).or_else(|_| stream.finish().map(|()| None)),
-        };
-        let mut state = self.pool.state();
-        match ended {
-            Ok(None) => state.free.extend(units),
-            Ok(Some(event)) => state.in_flight.push_back(Flight { event, units }),
-            Err(_) => state.abandon(units),
-        }
-        state.wake_first();
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
-mod tests {
-    use super::*;
-    use crate::device::Consumer;
-    use crate::device::fake::{FakeDevice, Faults};
-
-    fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
-        let fake = FakeDevice::new(7, faults);
-        (Arc::clone(&fake), fake)
-    }
-
-    #[test]
-    fn memory_grows_with_need_and_is_given_back() {
-        let (fake, device) = device(Faults::default());
-        let pool = Pool::new(4096, 20);
-        assert_eq!(pool.size(), 0);
-        let first = pool.enter().lease(3, &device, &|| true).unwrap().unwrap();
-        assert_eq!(pool.size(), 8 * 4096);
-        let second = pool.enter().lease(17, &device, &|| true).unwrap().unwrap();
-        assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
-        assert!(pool.try_lease(1).is_none());
-        drop(second);
-        // The first segment is still in use.
-        assert_eq!(pool.release(), 12 * 4096);
-        drop(first);
-        assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
-        assert!(pool.enter().lease(21, &device, &|| true).is_err());
-    }
-
-    #[test]
-    fn who_waits_is_served_in_turn_or_gives_up() {
-        let (_, device) = device(Faults::default());
-        let pool = Pool::new(64, 2);
-        let all = pool.enter().lease(2, &device, &|| true).unwrap().unwrap();
-        assert!(pool.enter().lease(1, &device, &|| false).unwrap().is_none());
-        let (first, second) = (pool.enter(), pool.enter());
-        thread::scope(|scope| {
-            let later = scope.spawn(|| second.lease(1, &device, &|| true).unwrap().is_some());
-            let sooner = scope.spawn(|| first.lease(2, &device, &|| true).unwrap().is_some());
-            drop(all);
-            assert!(sooner.join().unwrap() && later.join().unwrap());
-        });
-    }
-
-    #[test]
-    fn units_are_used_again_only_after_their_copies() {
-        let (fake, device) = device(Faults::default());
-        let pool = Pool::new(256, 2);
-        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-        let mut there = vec![0u8; 256 * 200];
-        // SAFETY: outlives the copies; nobody else uses it.
-        let memory =
-            unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
-        for number in 0..200usize {
-            let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
-            lease.units()[0].fill(u8::try_from(number).unwrap());
-            lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
-            assert!(lease.units().is_empty(), "nobody touches what is being copied");
-        }
-        stream.finish().unwrap();
-        assert_eq!(fake.under_way(), 0);
-        assert!(there.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
-    }
-
-    #[test]
-    fn what_was_downloaded_is_there_after_the_wait() {
-        let (_, device) = device(Faults::default());
-        let pool = Pool::new(64, 1);
-        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-        let mut there = *b"0123456789";
-        // SAFETY: outlives the copies; nobody else uses it.
-        let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
-        let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
-        lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
-        assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
-        assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the unit");
-        assert!(lease.wait(&|| true).unwrap());
-        assert_eq!(lease.units()[0][5..8], *b"456");
-    }
-
-    #[test]
-    fn memory_that_cannot_be_pinned_serves_all_the_same() {
-        let (fake, device) = device(Faults { pin: true, ..Faults::default() });
-        let pool = Pool::new(64, 1);
-        drop(pool.enter().lease(1, &device, &|| true).unwrap().unwrap());
-        assert!(pool.is_pageable());
-        assert_eq!((fake.pinned(), pool.release()), (0, 64));
-        assert!(!pool.is_pageable());
-    }
-
-    #[test]
-    fn units_of_a_lost_device_are_never_used_again() {
-        let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
-        let pool = Pool::new(64, 1);
-        let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-        let mut there = [0u8; 64];
-        // SAFETY: outlives the copies; nobody else uses it.
-        let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
-        let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
-        lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
-        drop(lease);
-        let lost = pool.enter().lease(1, &device, &|| true);
-        assert!(matches!(lost, Err(Error::Device { .. })));
-        // The next one gets fresh memory.
-        assert!(pool.enter().lease(1, &device, &|| true).unwrap().is_some());
-        stream.finish().unwrap();
-    }
-}
+mod tests;

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -154,7 +155,7 @@ def test_encrypted(tmp_path, tensors):
 
 
 def test_damage_is_found(path, tmp_path):
-    damaged = bytearray(open(path, "rb").read())
+    damaged = bytearray(Path(path).read_bytes())
     damaged[-100_000] ^= 1
     (tmp_path / "f").write_bytes(damaged)
     with pytest.raises(Exception, match="failed CRC32 verification"):
@@ -315,10 +316,10 @@ def test_compiled(path, tensors):
 def test_saves_are_the_same_bytes(path, tensors, tmp_path):
     on_device = {name: tensor.cuda() for name, tensor in tensors.items()}
     tensorizer.save(on_device, tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == open(path, "rb").read()
+    assert (tmp_path / "f").read_bytes() == Path(path).read_bytes()
     assert tensorizer.stats()["what"] == "save" and tensorizer.stats()["fallbacks"] == []
     torch.ops.tensorizer.save(str(tmp_path / "g"), on_device)
-    assert (tmp_path / "g").read_bytes() == open(path, "rb").read()
+    assert (tmp_path / "g").read_bytes() == Path(path).read_bytes()
     turned = {"x": torch.arange(12.0, device="cuda").view(3, 4).t()}
     tensorizer.save(turned, tmp_path / "h")
     assert torch.equal(tensorizer.load(tmp_path / "h", "cpu")["x"], turned["x"].cpu())

@@ -1,0 +1,106 @@
+//! The pool on the stand-in for a device.
+
+use super::*;
+use crate::device::fake::{FakeDevice, Faults};
+use crate::device::{Consumer, DeviceMemory};
+
+fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
+    let fake = FakeDevice::new(7, faults);
+    (Arc::clone(&fake), fake)
+}
+
+#[test]
+fn memory_grows_with_need_and_is_given_back() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(4096, 20);
+    assert_eq!(pool.size(), 0);
+    let first = pool.enter().lease(3, &device, &|| true).unwrap().unwrap();
+    assert_eq!(pool.size(), 8 * 4096);
+    let second = pool.enter().lease(17, &device, &|| true).unwrap().unwrap();
+    assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
+    assert!(pool.try_lease(1).is_none());
+    drop(second);
+    // The first segment is still in use.
+    assert_eq!(pool.release(), 12 * 4096);
+    drop(first);
+    assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
+    assert!(pool.enter().lease(21, &device, &|| true).is_err());
+}
+
+#[test]
+fn who_waits_is_served_in_turn_or_gives_up() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 2);
+    let all = pool.enter().lease(2, &device, &|| true).unwrap().unwrap();
+    assert!(pool.enter().lease(1, &device, &|| false).unwrap().is_none());
+    let (first, second) = (pool.enter(), pool.enter());
+    thread::scope(|scope| {
+        let later = scope.spawn(|| second.lease(1, &device, &|| true).unwrap().is_some());
+        let sooner = scope.spawn(|| first.lease(2, &device, &|| true).unwrap().is_some());
+        drop(all);
+        assert!(sooner.join().unwrap() && later.join().unwrap());
+    });
+}
+
+#[test]
+fn units_are_used_again_only_after_their_copies() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(256, 2);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = vec![0u8; 256 * 200];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+    for number in 0..200usize {
+        let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+        lease.units()[0].fill(u8::try_from(number).unwrap());
+        lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
+        assert!(lease.units().is_empty(), "nobody touches what is being copied");
+    }
+    stream.finish().unwrap();
+    assert_eq!(fake.under_way(), 0);
+    assert!(there.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
+}
+
+#[test]
+fn what_was_downloaded_is_there_after_the_wait() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 1);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = *b"0123456789";
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
+    let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+    lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
+    assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
+    assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the unit");
+    assert!(lease.wait(&|| true).unwrap());
+    assert_eq!(lease.units()[0][5..8], *b"456");
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_serves_all_the_same() {
+    let (fake, device) = device(Faults { pin: true, ..Faults::default() });
+    let pool = Pool::new(64, 1);
+    drop(pool.enter().lease(1, &device, &|| true).unwrap().unwrap());
+    assert!(pool.is_pageable());
+    assert_eq!((fake.pinned(), pool.release()), (0, 64));
+    assert!(!pool.is_pageable());
+}
+
+#[test]
+fn units_of_a_lost_device_are_never_used_again() {
+    let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
+    let pool = Pool::new(64, 1);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [0u8; 64];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
+    let mut lease = pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+    lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
+    drop(lease);
+    let lost = pool.enter().lease(1, &device, &|| true);
+    assert!(matches!(lost, Err(Error::Device { .. })));
+    // The next one gets fresh memory.
+    assert!(pool.enter().lease(1, &device, &|| true).unwrap().is_some());
+    stream.finish().unwrap();
+}
