@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from pathlib import Path
 import checkpoints
 import torch
 from cases import CASES, FULL, QUICK, Case, Model
+from machine import commit, version
 from serve import server
 
 HERE = Path(__file__).resolve().parent
@@ -125,26 +125,13 @@ def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str
 def describe() -> dict[str, object]:
     """Say what was measured on what."""
 
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "absent"
-
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     packages = ("torch", "safetensors", "runai-model-streamer", "fastsafetensors", "tensorizer")
     return {
         "date": datetime.datetime.now().isoformat(timespec="minutes"),
-        "commit": commit or "none",
+        "commit": commit(),
         "cpu": f"{os.cpu_count()} x {cpu}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB",
         "kernel": platform.release(),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,7 +24,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from machine import commit, version  # noqa: E402
 
 PEERS = (
     "InstantTensor",
@@ -194,23 +195,10 @@ def table(rows: list[dict[str, object]]) -> str:
 def describe(dry: bool) -> dict[str, object]:
     import torch
 
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "absent"
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     names = ("torch", "safetensors", "instanttensor", "fastsafetensors", "runai-model-streamer")
     return {
         "date": datetime.datetime.now().isoformat(timespec="minutes"),
-        "commit": commit or "none",
+        "commit": commit(),
         "device": "stand-in" if dry else torch.cuda.get_device_name(),
         "cpus": os.cpu_count(),
         "versions": {name: version(name) for name in names},

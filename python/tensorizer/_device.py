@@ -16,6 +16,8 @@ def number(device: torch.device) -> int:
     """Return how the native module knows a device; what it does not know comes to the CPU."""
     if device.type != "cuda":
         return CPU
+    # Whatever torch has to say about this process, such as that it was forked, it says here.
+    torch.cuda.init()
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -183,11 +183,12 @@ impl Pool {
         Some(Lease::new(self, units))
     }
 
-    /// More units, or None if there are enough of them.
-    fn grow(&self, device: &Arc<dyn Device>) -> Result<bool> {
+    /// Makes more units; false if there may be no more. Who needs more than the limit at once gets
+    /// them all the same: the limit may have been lowered since its parts were planned.
+    fn grow(&self, units: usize, device: &Arc<dyn Device>) -> Result<bool> {
         let count = {
             let mut state = self.state();
-            let count = state.limit.saturating_sub(state.made).min(SEGMENT_UNITS);
+            let count = state.limit.max(units).saturating_sub(state.made).min(SEGMENT_UNITS);
             state.made += count;
             count
         };
@@ -205,7 +206,7 @@ impl Pool {
             Err(error) => {
                 state.made -= count;
                 // Who has less than was allowed goes on with that.
-                if state.made > 0 { Ok(false) } else { Err(error) }
+                if state.made >= units { Ok(false) } else { Err(error) }
             }
         }
     }
@@ -302,9 +303,6 @@ impl<'p> Ticket<'p> {
         loop {
             let wait = {
                 let mut state = pool.state();
-                if units > state.limit {
-                    return Err(Error::Bug(format!("{units} units of {}", state.limit)));
-                }
                 if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
                     state.reap()?;
                     if let Some(units) = state.take(units) {
@@ -312,7 +310,7 @@ impl<'p> Ticket<'p> {
                     }
                     let idle = state.in_flight.is_empty();
                     drop(state);
-                    if pool.grow(device)? {
+                    if pool.grow(units, device)? {
                         continue;
                     }
                     if idle { IDLE } else { POLL }

@@ -138,7 +138,8 @@ fn size(len: u64) -> Result<usize> {
 /// What torch's allocator says.
 fn out_of_memory(exception: &cxx::Exception) -> Error {
     let what = exception.what().to_owned();
-    if what.contains("out of memory") {
+    // The allocator of CUDA, and that of the CPU.
+    if what.contains("out of memory") || what.contains("allocate memory") {
         Error::DeviceMemory { what }
     } else {
         Error::Device { device: "torch".to_owned(), what }

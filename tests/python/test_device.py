@@ -382,6 +382,21 @@ def test_damaged_files_are_the_same_errors(tmp_path):
     assert seen > 50
 
 
+def test_a_device_without_room(tmp_path):
+    tensorizer.save({"a": torch.zeros(100_000_000)}, tmp_path / "f")
+    code = """
+import resource, sys, tensorizer, torch
+used = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), resource.RLIM_INFINITY))
+try:
+    tensorizer.load(sys.argv[1])
+except torch.OutOfMemoryError as error:
+    print(isinstance(error, MemoryError), tensorizer.stats())
+"""
+    found = run_python(code, tmp_path / "f")
+    assert found.stdout == "True None\n", found.stderr
+
+
 def test_a_device_that_is_not_there(path):
     device = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
     with pytest.raises(RuntimeError):

@@ -24,7 +24,17 @@ fn memory_grows_with_need_and_is_given_back() {
     assert_eq!(pool.release(), 12 * 4096);
     drop(first);
     assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
-    assert!(pool.enter().lease(21, &device, &|| true).is_err());
+    // More than the limit for who needs it at once.
+    assert!(pool.enter().lease(21, &device, &|| true).unwrap().is_some());
+}
+
+#[test]
+fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(1 << 46, 4);
+    let refused = pool.enter().lease(1, &device, &|| true);
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
+    assert_eq!(pool.size(), 0);
 }
 
 #[test]
