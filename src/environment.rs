@@ -52,6 +52,8 @@ variables! {
         "pinned host memory that all loads to and saves from CUDA share, in MiB";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
         "whether loads to CUDA read files around the page cache that are not in it: 1 or 0";
+    GDS = "TENSORIZER_GDS", 0,
+        "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
     FAKE_DEVICE = "TENSORIZER_FAKE_DEVICE", 0,
         "for tests: a seed other than 0 sends loads to the CPU through a stand-in for CUDA";
 }

@@ -8,6 +8,7 @@
 mod cold;
 mod host;
 mod reader;
+mod storage;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -45,6 +46,8 @@ pub struct Destination<'a> {
     pub blocks: &'a [DeviceMemory],
     /// The place of each tensor.
     pub targets: &'a [Target],
+    /// Whether to have the device read local files by itself, if it can.
+    pub direct_storage: bool,
 }
 
 /// Loads tensors, given by number, to their places on a device. Copies may still be under way when
@@ -100,6 +103,7 @@ pub fn upload(
     let numbers = AtomicUsize::new(0);
     let direct = cold::wants_direct_reads(&*source, &pass.entries)?;
     counters.reading(if source.file().is_some() { "page cache" } else { "" });
+    let by_device = storage::open(&pass, &*source, &streams)?;
     let outcome = workers::run(threads, interrupt, |control| {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
         let stream = streams.of(number);
@@ -107,6 +111,7 @@ pub fn upload(
         let handle = handle.or_else(|| source.for_one_reader());
         let source = handle.as_deref().unwrap_or(&*source);
         let mut reader = Reader::new(&pass, source, stream, control);
+        let by_device = by_device.as_deref();
         while !control.stopped() {
             let next = {
                 // Who has the earlier part is the first to get memory, so that nobody holds memory
@@ -115,7 +120,7 @@ pub fn upload(
                 runs.next(number).map(|run| (run, pool.enter()))
             };
             let Some((run, ticket)) = next else { break };
-            reader.run(run, ticket)?;
+            reader.run(run, ticket, by_device)?;
         }
         Ok(())
     });
@@ -187,6 +192,12 @@ impl<'p> Pass<'p> {
 
     fn lane(&self, tensor: usize) -> Result<&Lane> {
         self.lanes.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    }
+
+    /// The memory in which a place is.
+    fn block(&self, target: &Target) -> Result<&'p DeviceMemory> {
+        let block = self.to.blocks.get(target.block);
+        block.ok_or_else(|| Error::Bug("no block".to_owned()))
     }
 
     fn target(&self, place: usize) -> Result<Target> {

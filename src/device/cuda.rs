@@ -75,6 +75,12 @@ impl CudaDevice {
         check(&self.name, what, code)
     }
 
+    /// Calls something with the device's context as the current one.
+    pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
+        let _entered = self.enter()?;
+        Ok(call())
+    }
+
     /// Makes the device's context the current one of this thread, until the result is dropped.
     fn enter(&self) -> Result<Entered> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -144,6 +150,12 @@ impl Device for CudaDevice {
             // until the process ends, which costs memory only.
             let _ = unsafe { sys::cuMemHostUnregister(memory.cast()) };
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn file(self: Arc<Self>, file: &std::fs::File) -> Option<Box<dyn super::DeviceFile>> {
+        let file = super::gds::GdsFile::open(self, file)?;
+        Some(Box::new(file))
     }
 
     fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {

@@ -7,9 +7,11 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Consumer, Device, Event, Stream};
+use super::{Consumer, Device, DeviceFile, Event, Stream};
 use crate::error::{Error, Result};
 
 /// What the stand-in does wrong.
@@ -23,6 +25,8 @@ pub struct Faults {
     pub lost: Option<u64>,
     /// Host memory cannot be pinned.
     pub pin: bool,
+    /// What the device reads of files by itself is not what is in them.
+    pub file: bool,
 }
 
 /// The stand-in for a CUDA device.
@@ -141,6 +145,10 @@ impl Device for FakeDevice {
         self.state().pinned -= 1;
     }
 
+    fn file(self: Arc<Self>, file: &File) -> Option<Box<dyn DeviceFile>> {
+        Some(Box::new(FakeFile { file: file.try_clone().ok()?, wrong: self.faults.file }))
+    }
+
     fn stream(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Stream>> {
         let number = {
             let mut state = self.state();
@@ -150,6 +158,25 @@ impl Device for FakeDevice {
             })
         };
         Ok(Arc::new(FakeStream { device: self, number }))
+    }
+}
+
+/// A file that the stand-in reads by itself, some bytes at a time.
+struct FakeFile {
+    file: File,
+    wrong: bool,
+}
+
+impl DeviceFile for FakeFile {
+    unsafe fn read(&self, to: usize, len: usize, offset: u64) -> std::io::Result<usize> {
+        let to = std::ptr::with_exposed_provenance_mut::<u8>(to);
+        // SAFETY: the caller's promise; the memory of the stand-in is host memory.
+        let to = unsafe { std::slice::from_raw_parts_mut(to, len.min(100_000)) };
+        let read = self.file.read_at(to, offset)?;
+        if let Some(byte) = to.last_mut().filter(|_| self.wrong) {
+            *byte ^= 1;
+        }
+        Ok(read)
     }
 }
 

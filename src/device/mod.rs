@@ -8,9 +8,12 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod fake;
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+mod gds;
 mod memory;
 mod streams;
 
+use std::fs::File;
 use std::sync::Arc;
 
 pub use memory::DeviceMemory;
@@ -64,6 +67,20 @@ pub trait Device: Send + Sync {
 
     /// A stream of our own, on which nothing begins before what was put on the consumer's.
     fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>>;
+
+    /// A file that the device can read by itself; None if it cannot.
+    fn file(self: Arc<Self>, _file: &File) -> Option<Box<dyn DeviceFile>> {
+        None
+    }
+}
+
+/// A file that a device reads by itself, in no order with its streams.
+pub trait DeviceFile: Send + Sync {
+    /// Reads bytes from a position of the file into the device's memory; 0 at its end.
+    ///
+    /// # Safety
+    /// The range of the device's memory exists, and nobody else uses it during the call.
+    unsafe fn read(&self, to: usize, len: usize, offset: u64) -> std::io::Result<usize>;
 }
 
 /// The stream of whoever uses the device's memory before and after us, as the driver knows it.

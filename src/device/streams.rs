@@ -28,6 +28,11 @@ impl Streams {
         if thread.is_multiple_of(2) { even } else { odd }
     }
 
+    /// Waits for what the consumer had put on its stream, and for everything that was begun.
+    pub fn finish(&self) -> Result<()> {
+        self.streams.iter().try_for_each(|stream| stream.finish())
+    }
+
     /// Has the consumer's stream wait for everything that was begun. Gives the streams as the
     /// driver knows them.
     pub fn hand_over(mut self) -> Result<Vec<usize>> {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::torch::bridge;
 use crate::buffer::pinned::Pool;
 use crate::device::{self, CPU, Consumer, DeviceMemory, Index};
+use crate::environment::GDS;
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
@@ -65,7 +66,14 @@ pub fn load_tensors(
         Ok(unsafe { DeviceMemory::new(tensors.writable(at)?, size(len)?) })
     });
     let blocks = memory.collect::<Result<Vec<_>>>()?;
-    let destination = Destination { device: &device, consumer, blocks: &blocks, targets: &targets };
+    let direct_storage = GDS.value()? != 0;
+    let destination = Destination {
+        device: &device,
+        consumer,
+        blocks: &blocks,
+        targets: &targets,
+        direct_storage,
+    };
     let uploaded = run(file, selection, &destination, options, &counters, interrupt)?;
     for &stream in &uploaded.streams {
         tensors.used_by_stream(stream)?;
@@ -202,7 +210,14 @@ pub unsafe fn load_into_tensors(
         let targets: Vec<Target> =
             (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
         let consumer = Consumer(bridge::current_stream(index)?);
-        let to = Destination { device: &device, consumer, blocks: &blocks, targets: &targets };
+        let direct_storage = GDS.value()? != 0;
+        let to = Destination {
+            device: &device,
+            consumer,
+            blocks: &blocks,
+            targets: &targets,
+            direct_storage,
+        };
         let counters = Counters::default();
         keep(&at, run(file, &numbers, &to, options, &counters, interrupt)?.headers);
         for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 
 use super::{Crc, Pass, Run};
 use crate::buffer::pinned::{Lease, Ticket};
-use crate::device::Stream;
+use crate::device::{DeviceFile, Stream};
 use crate::error::{Error, Result};
 use crate::fill::{Stoppable, parse_header};
 use crate::job::longest_header;
@@ -21,15 +21,15 @@ use crate::workers::Control;
 
 /// One thread of a load.
 pub struct Reader<'r, 'p> {
-    pass: &'r Pass<'p>,
-    source: &'r dyn ReadAt,
+    pub(super) pass: &'r Pass<'p>,
+    pub(super) source: &'r dyn ReadAt,
     stream: &'r Arc<dyn Stream>,
     control: &'r Control,
     gap: Vec<u8>,
 }
 
 /// A tensor that this reader sees front to back.
-struct Watched {
+pub struct Watched {
     tensor: usize,
     hash: StreamHash,
     left: u64,
@@ -46,8 +46,17 @@ impl<'r, 'p> Reader<'r, 'p> {
     }
 
     /// Brings some parts, in their order.
-    pub fn run(&mut self, run: Run, ticket: Ticket<'_>) -> Result<()> {
+    pub fn run(
+        &mut self,
+        run: Run,
+        ticket: Ticket<'_>,
+        by_device: Option<&dyn DeviceFile>,
+    ) -> Result<()> {
         let pass = self.pass;
+        if let Some(file) = by_device {
+            drop(ticket);
+            return run.parts.iter().try_for_each(|part| self.part_by_device(part, file));
+        }
         let mut ticket = Some(ticket);
         let mut watched = None;
         for part in run.parts {
@@ -102,8 +111,7 @@ impl<'r, 'p> Reader<'r, 'p> {
         }
         pass.counters.time(Stage::Copy, || {
             staging.moves.iter().try_for_each(|step| {
-                let block = pass.to.blocks.get(step.target.block);
-                let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;
+                let block = pass.block(&step.target)?;
                 let from = (step.unit, step.at, step.len);
                 lease.upload(self.stream, from, block, step.target.offset)
             })
@@ -189,7 +197,7 @@ impl<'r, 'p> Reader<'r, 'p> {
     }
 
     /// Takes a header; gives what is to be hashed behind it front to back.
-    fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<Option<Watched>> {
+    pub(super) fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<Option<Watched>> {
         let pass = self.pass;
         let entry = pass.entry(tensor)?;
         let parsed = parse_header(pass.file, entry, raw)?;

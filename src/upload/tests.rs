@@ -84,6 +84,7 @@ struct Schedule {
     readers: usize,
     verify: Verify,
     apart: bool,
+    direct_storage: bool,
     pipe: bool,
     selection: Vec<usize>,
     faults: Faults,
@@ -126,6 +127,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         consumer: Consumer(0),
         blocks: &memory.blocks,
         targets: &targets,
+        direct_storage: schedule.direct_storage,
     };
     let options = LoadOptions {
         readers: Some(schedule.readers),
@@ -181,12 +183,14 @@ fn a_thousand_random_schedules() {
             readers: 1 + random.below(6) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][random.below(3) as usize],
             apart: random.one_in(2),
+            direct_storage: random.one_in(4),
             pipe: random.one_in(4),
             faults: Faults {
                 copy: nth.filter(|_| fault == 0),
                 event: nth.filter(|_| fault == 1),
                 lost: nth.filter(|_| fault == 2),
                 pin: fault == 3,
+                file: random.one_in(2),
             },
             interrupted: fault == 4,
             flipped: (fault == 5).then(|| random.below(1 << 20) as usize),
@@ -223,6 +227,7 @@ fn bytes_of_host_memory_are_copied() {
         consumer: Consumer(0),
         blocks: &memory.blocks,
         targets: &targets,
+        direct_storage: false,
     };
     copy(data.iter().map(Vec::as_slice), &to, &pool, &counters, &|| Ok(())).unwrap();
     assert!(memory.bytes == data.concat());
@@ -242,6 +247,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             readers: 1 + (seed % 5) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize],
             apart: seed % 2 == 0,
+            direct_storage: true,
             pipe: false,
             selection: vec![0, 1, 2, 3, 4],
             faults: Faults::default(),

@@ -229,6 +229,18 @@ def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors):
         os.remove(path)
 
 
+def test_files_that_the_device_reads_by_itself(path, tensors, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_GDS", "1")
+    same(tensorizer.load(path), tensors)
+    assert tensorizer.stats()["reading"] == "GPUDirect Storage"
+    same(tensorizer.load(path, verify_hash=True), tensors)
+    assert "neither verifies nor decrypts" in tensorizer.stats()["fallbacks"][0]
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) - 9)
+    with pytest.raises(ValueError, match="truncated"):
+        tensorizer.load(path)
+
+
 # Modules
 
 

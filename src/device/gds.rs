@@ -1,0 +1,141 @@
+//! GPUDirect Storage: files read by the device itself, by way of cuFile. One of the few doors to
+//! `unsafe`.
+//!
+//! The library is looked for at run time, under the name that NVIDIA's packages and torch give it.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::sync::{Arc, OnceLock};
+
+use super::DeviceFile;
+use super::cuda::CudaDevice;
+
+/// `CUfileError_t`: an error of cuFile, and one of the driver.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Status {
+    cufile: c_int,
+    driver: c_int,
+}
+
+/// `CUfileDescr_t`, for a descriptor of this process.
+#[repr(C)]
+struct Description {
+    kind: c_int,
+    file: Handle,
+    operations: *const c_void,
+}
+
+#[repr(C)]
+union Handle {
+    descriptor: c_int,
+    _pointer: *mut c_void,
+}
+
+/// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
+const OPAQUE_DESCRIPTOR: c_int = 1;
+
+type Open = unsafe extern "C" fn() -> Status;
+type Register = unsafe extern "C" fn(*mut *mut c_void, *mut Description) -> Status;
+type Deregister = unsafe extern "C" fn(*mut c_void);
+type Read =
+    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+
+#[derive(Clone, Copy)]
+struct Library {
+    register: Register,
+    deregister: Deregister,
+    read: Read,
+}
+
+/// The library, if it is there and its driver could be opened.
+fn library() -> Option<Library> {
+    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+    *LIBRARY.get_or_init(|| {
+        // SAFETY: the library's initialisers may run at any time; it stays open. Each symbol has
+        // the type that cuFile's header, of all its versions, gives it.
+        unsafe {
+            let library = libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW);
+            if library.is_null() {
+                return None;
+            }
+            let find = |name: &CStr| {
+                let symbol = libc::dlsym(library, name.as_ptr());
+                if symbol.is_null() { None } else { Some(symbol) }
+            };
+            let open = std::mem::transmute::<*mut c_void, Open>(find(c"cuFileDriverOpen")?);
+            let register = find(c"cuFileHandleRegister")?;
+            let deregister = find(c"cuFileHandleDeregister")?;
+            let read = find(c"cuFileRead")?;
+            let found = Library {
+                register: std::mem::transmute::<*mut c_void, Register>(register),
+                deregister: std::mem::transmute::<*mut c_void, Deregister>(deregister),
+                read: std::mem::transmute::<*mut c_void, Read>(read),
+            };
+            (open().cufile == 0).then_some(found)
+        }
+    })
+}
+
+/// A file that the device reads.
+pub struct GdsFile {
+    device: Arc<CudaDevice>,
+    library: Library,
+    handle: *mut c_void,
+    _file: File,
+}
+
+// SAFETY: cuFile's calls are safe on any thread; the handle is only read until it is dropped.
+unsafe impl Send for GdsFile {}
+// SAFETY: as above.
+unsafe impl Sync for GdsFile {}
+
+impl GdsFile {
+    /// Opens the file once more for the device. None where it cannot be read this way.
+    pub fn open(device: Arc<CudaDevice>, file: &File) -> Option<Self> {
+        let library = library()?;
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
+        let mut description = Description {
+            kind: OPAQUE_DESCRIPTOR,
+            file: Handle { descriptor: file.as_raw_fd() },
+            operations: std::ptr::null(),
+        };
+        let mut handle = std::ptr::null_mut();
+        let registered = device.within(|| {
+            // SAFETY: both live until the call returns; the descriptor is open as long as the
+            // handle, which is dropped first.
+            unsafe { (library.register)(&mut handle, &mut description) }
+        });
+        let registered = registered.ok()?;
+        let fits = registered.cufile == 0 && registered.driver == 0 && !handle.is_null();
+        fits.then_some(GdsFile { device, library, handle, _file: file })
+    }
+}
+
+impl DeviceFile for GdsFile {
+    unsafe fn read(&self, to: usize, len: usize, offset: u64) -> io::Result<usize> {
+        let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
+        let to = std::ptr::with_exposed_provenance_mut(to);
+        let read = self.device.within(|| {
+            // SAFETY: the caller's promise about the device's memory; the handle is open.
+            unsafe { (self.library.read)(self.handle, to, len, offset, 0) }
+        });
+        let read = read.map_err(io::Error::other)?;
+        usize::try_from(read).map_err(|_| match read {
+            -1 => io::Error::last_os_error(),
+            code => io::Error::other(format!("cuFile's error {}", code.unsigned_abs())),
+        })
+    }
+}
+
+impl Drop for GdsFile {
+    fn drop(&mut self) {
+        // SAFETY: registered when it was opened, and nobody else has it.
+        let _ = self.device.within(|| unsafe { (self.library.deregister)(self.handle) });
+    }
+}
