@@ -29,6 +29,9 @@ pub const UNIT_LEN: usize = 4 << 20;
 const SEGMENT_UNITS: usize = 8;
 /// A part of a file may need this many at once.
 pub const MIN_UNITS: usize = 4;
+/// With so many units on their way (64 MiB, or 1.2 ms of a bus of 55 GB/s), more would not make the
+/// bus faster: then whoever needs one waits, instead of taking more memory.
+const PLENTY: usize = 16;
 /// How often events are looked at while the pool is used up.
 const POLL: Duration = Duration::from_micros(20);
 /// How often a reader that waits for others looks whether its call was given up.
@@ -308,9 +311,10 @@ impl<'p> Ticket<'p> {
                     if let Some(units) = state.take(units) {
                         return Ok(Some(Lease::new(pool, units)));
                     }
-                    let idle = state.in_flight.is_empty();
+                    let under_way: usize = state.in_flight.iter().map(|f| f.units.len()).sum();
+                    let idle = under_way == 0;
                     drop(state);
-                    if pool.grow(units, device)? {
+                    if under_way < PLENTY && pool.grow(units, device)? {
                         continue;
                     }
                     if idle { IDLE } else { POLL }

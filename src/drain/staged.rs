@@ -31,6 +31,7 @@ pub fn each_unit(
     let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
         let now = step.min(end - at);
         counters.time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
+        lease.begun()?;
         Ok(lease)
     };
     let mut next: Option<Lease<'static>> = None;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::{Flight, POLL, Pool, Unit};
-use crate::device::{DeviceMemory, Stream};
+use crate::device::{DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
 
 /// Units that one reader or writer has.
@@ -13,11 +13,13 @@ pub struct Lease<'p> {
     units: Vec<Unit>,
     /// On which copies from or to these units are under way.
     stream: Option<Arc<dyn Stream>>,
+    /// Passes when they have ended.
+    event: Option<Box<dyn Event>>,
 }
 
 impl<'p> Lease<'p> {
     pub(super) fn new(pool: &'p Pool, units: Vec<Unit>) -> Self {
-        Lease { pool, units, stream: None }
+        Lease { pool, units, stream: None, event: None }
     }
 
     /// The bytes of each unit; none while copies are under way.
@@ -47,6 +49,7 @@ impl<'p> Lease<'p> {
             Some(own) if !Arc::ptr_eq(own, stream) => Err(Error::Bug("two streams".to_owned())),
             _ => {
                 self.stream = Some(Arc::clone(stream));
+                self.event = None;
                 Ok(())
             }
         }
@@ -84,10 +87,21 @@ impl<'p> Lease<'p> {
         unsafe { stream.download(to, from, len) }
     }
 
+    /// Says that all copies were begun: [`Lease::wait`] waits for no others on the stream.
+    pub fn begun(&mut self) -> Result<()> {
+        if let Some(stream) = &self.stream {
+            self.event = Some(stream.record()?);
+        }
+        Ok(())
+    }
+
     /// Waits for the copies that were begun. False if `go_on` said no before they had ended.
     pub fn wait(&mut self, go_on: &dyn Fn() -> bool) -> Result<bool> {
         let Some(stream) = &self.stream else { return Ok(true) };
-        let event = stream.record()?;
+        let event = match self.event.take() {
+            Some(event) => event,
+            None => stream.record()?,
+        };
         while !event.passed()? {
             if !go_on() {
                 return Ok(false);

@@ -72,6 +72,44 @@ fn units_are_used_again_only_after_their_copies() {
 }
 
 #[test]
+fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 60);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [0u8; 64 * PLENTY];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+    let mut lease = pool.enter().lease(PLENTY, &device, &|| true).unwrap().unwrap();
+    for unit in 0..PLENTY {
+        lease.upload(&stream, (unit, 0, 64), &memory, unit * 64).unwrap();
+    }
+    drop(lease);
+    let sizes = pool.size();
+    assert!(pool.enter().lease(1, &device, &|| true).unwrap().is_some());
+    assert_eq!(pool.size(), sizes);
+}
+
+#[test]
+fn what_is_begun_later_is_not_waited_for() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(64, 8);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [7u8; 64];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
+    let lease = || pool.enter().lease(1, &device, &|| true).unwrap().unwrap();
+    let (mut first, mut later) = (lease(), lease());
+    first.download(&stream, (0, 0, 64), &memory, 0).unwrap();
+    first.begun().unwrap();
+    for _ in 0..50 {
+        later.download(&stream, (0, 0, 1), &memory, 0).unwrap();
+    }
+    assert!(first.wait(&|| true).unwrap());
+    assert!(fake.under_way() > 0 && first.units()[0] == [7; 64]);
+    stream.finish().unwrap();
+}
+
+#[test]
 fn what_was_downloaded_is_there_after_the_wait() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 1);
