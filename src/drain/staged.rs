@@ -65,13 +65,13 @@ impl<'p> Pass<'p> {
     /// Publishes what was counted.
     pub fn report(&self, threads: usize) {
         let devices = self.streams.names();
-        if !devices.is_empty() {
-            self.counters.threads(threads);
-            if Pool::global().is_ok_and(Pool::is_pageable) {
-                self.counters.fallback(PAGEABLE);
-            }
-            self.counters.publish("save", self.sink.uri(), &devices, self.items.len());
+        let device = if devices.is_empty() { "cpu" } else { &devices };
+        if !devices.is_empty() && Pool::global().is_ok_and(Pool::is_pageable) {
+            self.counters.fallback(PAGEABLE);
         }
+        self.counters.threads(threads);
+        self.counters.bytes(self.items.iter().map(|item| item.entry.data_len).sum());
+        self.counters.publish("save", self.sink.uri(), device, self.items.len());
     }
 
     fn on_device(&self, tensor: usize) -> Result<(&'p Item<'p>, &'p OnDevice)> {
@@ -110,9 +110,7 @@ impl<'p> Pass<'p> {
             };
             let offset = item.entry.data_offset + start;
             self.put(offset, &mut [IoSlice::new(bytes.as_ref())], control)?;
-            let len = bytes.as_ref().len() as u64;
-            self.counters.bytes(len);
-            self.progress.fetch_add(len, Ordering::Relaxed);
+            self.progress.fetch_add(bytes.as_ref().len() as u64, Ordering::Relaxed);
             Ok(())
         })?;
         if !done {
@@ -171,7 +169,6 @@ impl<'p> Pass<'p> {
         let mut buffers: Vec<IoSlice<'_>> =
             pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
         self.put(offset, &mut buffers, control)?;
-        self.counters.bytes(len);
         self.progress.fetch_add(len, Ordering::Relaxed);
         Ok(())
     }

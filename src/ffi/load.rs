@@ -197,7 +197,11 @@ pub unsafe fn load_into_tensors(
                 unsafe { std::slice::from_raw_parts_mut(start, tensor.len) }
             });
             let memory = memory.collect();
+            let counters = Counters::default();
             keep(&at, load_into(file, &numbers, memory, options, interrupt)?);
+            let of_these = found.iter().filter(of_device);
+            counters.bytes(of_these.map(|tensor| tensor.len as u64).sum());
+            counters.publish("load", file.uri(), "cpu", numbers.len());
             continue;
         };
         let blocks = found.iter().filter(of_device).map(|tensor| {

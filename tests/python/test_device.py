@@ -79,6 +79,20 @@ def test_tensors_arrive_and_the_report_says_how(path, tensors, verify, options):
     assert 0 < report["pinned_bytes"] <= 256 << 20
 
 
+def test_the_report_without_a_device(tmp_path):
+    tensors = {"a": torch.arange(1000), "b": torch.ones(3)}
+    on_cpu(tensorizer.save, tensors, tmp_path / "f")
+    saved = tensorizer.stats()
+    assert (saved["what"], saved["device"], saved["bytes"]) == ("save", "cpu", 8012)
+    on_cpu(
+        torch.ops.tensorizer.load, str(tmp_path / "f"), ["a"], out=[torch.zeros_like(tensors["a"])]
+    )
+    filled = tensorizer.stats()
+    assert (filled["what"], filled["tensors"], filled["bytes"]) == ("load", 1, 8000)
+    on_cpu(tensorizer.load, tmp_path / "f")
+    assert tensorizer.stats()["bytes"] == 8012
+
+
 def test_tensors_share_blocks_unless_they_are_cloned(path):
     shared = tensorizer.load(path)
     with_data = [tensor for tensor in shared.values() if tensor.numel()]
