@@ -207,8 +207,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         for batch in self._batches(missing, self._device):
             with without_collections():
                 tensors, modules = self._read(batch, verify, self._device)
-                for number, tensor in zip(batch, tensors, strict=True):
-                    self._cache[number] = parameter(self._placed(tensor, self._device))
+                for number, tensor in zip(batch, self._placed(tensors, self._device), strict=True):
+                    self._cache[number] = parameter(tensor)
                 self._module_indices.update(zip(batch, modules, strict=True))
 
     def _plain_tensors(
@@ -219,19 +219,18 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         device = device or self._device
         for batch in self._batches(numbers, device):
             tensors, _ = self._read(batch, self._verify_hash, device)
-            for number, tensor in zip(batch, tensors, strict=True):
-                yield self._names[number], self._placed(tensor, device)
+            for number, tensor in zip(batch, self._placed(tensors, device), strict=True):
+                yield self._names[number], tensor
 
     def _unchanged(self, device: torch.device) -> bool:
         """Tell whether tensors are used as they come, without a copy."""
         return self._dtype is None and (device.type == "cpu" or _device.is_native(device))
 
-    def _placed(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a tensor on a device and in the dtype that was asked for."""
+    def _placed(self, tensors: list[torch.Tensor], device: torch.device) -> Iterable[torch.Tensor]:
+        """Return tensors on a device and in the dtype that was asked for, one by one."""
         if self._unchanged(device):
-            return tensor
-        wanted = cast_dtype(tensor.dtype, self._dtype)
-        return tensor.to(device, wanted)
+            return tensors
+        return (tensor.to(device, cast_dtype(tensor.dtype, self._dtype)) for tensor in tensors)
 
     def _read(
         self, numbers: Sequence[int], verify: str, device: torch.device
