@@ -18,12 +18,6 @@ def lend(tensors: Sequence[torch.Tensor]) -> int:
         return int(_lend(tensors))
 
 
-def take(ticket: int) -> list[torch.Tensor]:
-    """Return the tensors that a native call has loaded."""
-    tensors: list[torch.Tensor] = _take(ticket)
-    return tensors
-
-
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Keep the cyclic garbage collector from walking over a growing crowd of new tensors."""
@@ -34,6 +28,13 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def take(ticket: int) -> list[torch.Tensor]:
+    """Return the tensors that a native call has loaded."""
+    with without_collections():
+        tensors: list[torch.Tensor] = _take(ticket)
+    return tensors
 
 
 def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
