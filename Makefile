@@ -55,7 +55,7 @@ test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 # "host" are about memory that such tensors do not have.
 test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest -m "not host" --durations=5 \
-	  $(addprefix tests/python/test_,reading.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py)
+	  $(addprefix tests/python/test_,reading.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --check

@@ -94,8 +94,11 @@ pub fn upload(
     };
     let readers = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
     let runs = pass.runs(&*source, readers)?;
-    let threads = readers.min(runs.len());
-    counters.threads(threads);
+    let total: u64 = pass.entries.iter().map(|entry| entry.data_len).sum();
+    // A quarter of a unit is read on the calling thread.
+    let inline = pool.unit_len() as u64 / 4;
+    let threads = if total < inline { 0 } else { readers.min(runs.len()) };
+    counters.threads(threads.max(1));
     // Neighbouring parts for each reader of a file, unless one has to wait for another's header.
     let own = source.file().is_some() && !pass.in_order && file.decryption().is_none();
     let runs = Shares::new(runs, if own { threads } else { 1 });
