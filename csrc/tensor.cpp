@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/accumulate.h>
 #include <dlfcn.h>
 #include <torch/version.h>
 
@@ -50,7 +51,10 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
       return view(blocks->tensors().at(static_cast<std::size_t>(block)),
                   static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
     }
-    return at::zeros(sizes, blocks->tensors().at(0).options().dtype(dtype));
+    // As bytes: some types have no kernels.
+    const auto len =
+        static_cast<std::int64_t>(c10::elementSize(dtype)) * c10::multiply_integers(sizes);
+    return view(at::zeros({len}, blocks->tensors().at(0).options()), 0, dtype, sizes);
   }
   const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
@@ -116,7 +120,9 @@ std::uint64_t TensorList::len(std::size_t at) const {
 
 void TensorList::fill_zero(std::size_t at) const {
   const c10::NoGradGuard no_grad;
-  at::Tensor(tensors_.at(at)).zero_();
+  const at::Tensor& tensor = tensors_.at(at);
+  const auto start = tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+  view(tensor, start, at::kByte, {static_cast<std::int64_t>(tensor.nbytes())}).zero_();
 }
 
 void TensorList::used_by_stream(std::size_t stream) const {

@@ -93,6 +93,18 @@ def test_the_report_without_a_device(tmp_path):
     assert tensorizer.stats()["bytes"] == 8012
 
 
+def test_meta_tensors_of_types_that_have_no_kernels(tmp_path):
+    dtypes = [torch.float8_e4m3fn, torch.bits8, torch.uint16, torch.float4_e2m1fn_x2]
+    tensors = {str(d): torch.empty(3, 2, dtype=d, device="meta") for d in dtypes}
+    tensorizer.save(tensors, tmp_path / "f")
+    for name, tensor in tensorizer.load(tmp_path / "f").items():
+        assert str(tensor.dtype) == name and tensor.shape == (3, 2)
+        assert tensor.view(torch.uint8).count_nonzero() == 0
+    out = [torch.full((3, 2), 7, dtype=torch.uint8).view(d) for d in dtypes[:2]]
+    torch.ops.tensorizer.load(str(tmp_path / "f"), list(tensors)[:2], out=out)
+    assert all(tensor.view(torch.uint8).count_nonzero() == 0 for tensor in out)
+
+
 def test_tensors_share_blocks_unless_they_are_cloned(path):
     shared = tensorizer.load(path)
     with_data = [tensor for tensor in shared.values() if tensor.numel()]
