@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/accumulate.h>
 #include <dlfcn.h>
 #include <torch/version.h>
 
@@ -52,8 +51,8 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
                   static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
     }
     // As bytes: some types have no kernels.
-    const auto len =
-        static_cast<std::int64_t>(c10::elementSize(dtype)) * c10::multiply_integers(sizes);
+    auto len = static_cast<std::int64_t>(c10::scalarTypeToTypeMeta(dtype).itemsize());
+    for (const auto size : sizes) len *= size;
     return view(at::zeros({len}, blocks->tensors().at(0).options()), 0, dtype, sizes);
   }
   const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
