@@ -247,7 +247,10 @@ fn op_load_checked(
                 )));
             }
         }
-        loaded(&file, &selection, options.device, options.into()).map(Box::new)
+        // Tensors that a graph gets from an operator may not share memory.
+        let destination = Where { device: options.device, apart: true };
+        let options = options.into();
+        Ok(Box::new(load_tensors(&file, &selection, destination, &options, &interrupt)?.0))
     })
 }
 

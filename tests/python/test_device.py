@@ -352,6 +352,17 @@ def test_operators(path, tensors, tmp_path):
         torch.ops.tensorizer.load(path, ["large", "scalar"], out=[flat[:3_000_000], flat[5]])
 
 
+def test_tensors_in_graphs_do_not_share_memory(path, tensors):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both():
+        large, scalar = torch.ops.tensorizer.load(path, ["large", "scalar"])
+        return large, scalar
+
+    large, scalar = both()
+    assert torch.equal(large, tensors["large"]) and scalar.item() == 3.5
+    assert large.untyped_storage().data_ptr() != scalar.untyped_storage().data_ptr()
+
+
 # Saves
 
 
