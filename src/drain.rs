@@ -3,14 +3,12 @@
 //! The mirror image of `fill`: the same parts, with bytes going the other way.
 
 use std::io::IoSlice;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-#[cfg(any(feature = "torch", test))]
 pub mod staged;
 
 use crate::crypt::{Manifest, PIECE_LEN};
-#[cfg(any(feature = "torch", test))]
 use crate::device::StreamsByDevice;
 use crate::error::{Error, Result};
 use crate::format::header::{Draft, Hashes};
@@ -18,7 +16,6 @@ use crate::format::index::Entry;
 use crate::plan::{Extent, Part, PieceKind, partition};
 use crate::save::{Data, HostCopy, SaveOptions};
 use crate::sink::{WriteAt, write_all_at};
-#[cfg(any(feature = "torch", test))]
 use crate::stats::Counters;
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
@@ -74,7 +71,6 @@ pub fn drain(
     for item in &items {
         let found = match &item.data {
             Data::Bytes(bytes) => bytes.len() as u64,
-            #[cfg(any(feature = "torch", test))]
             Data::Device(bytes) => bytes.memory.size() as u64,
             Data::Meta | Data::Deferred(_) => continue,
         };
@@ -116,18 +112,14 @@ pub fn drain(
         stored: options.hashes,
         sha,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
-        #[cfg(any(feature = "torch", test))]
         streams: StreamsByDevice::open(items.iter().filter_map(|item| match &item.data {
             Data::Device(bytes) => Some(bytes),
             _ => None,
         }))?,
-        #[cfg(any(feature = "torch", test))]
         counters: Counters::default(),
     };
-    let numbers = AtomicUsize::new(0);
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, interrupt, |control| {
-        let _thread = numbers.fetch_add(1, Ordering::Relaxed);
         while !control.stopped() {
             if pass.hash(true, control)? {
                 continue;
@@ -135,8 +127,7 @@ pub fn drain(
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(Job::Part(part)) => pass.write(&part, control)?,
-                #[cfg(any(feature = "torch", test))]
-                Some(Job::Staged(tensors)) => pass.write_staged(&tensors, _thread, control)?,
+                Some(Job::Staged(tensors)) => pass.write_staged(&tensors, control)?,
                 Some(Job::Deferred(tensor)) => {
                     pass.write_deferred(tensor, control)?;
                     let data_len = pass.item(tensor)?.entry.data_len;
@@ -147,8 +138,8 @@ pub fn drain(
             }
         }
         Ok(())
-    })?;
-    #[cfg(any(feature = "torch", test))]
+    })
+    .map_err(|error| error.with_file("saving", sink.uri()))?;
     pass.report(threads);
     Ok(pass.digests.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
@@ -158,7 +149,6 @@ enum Job {
     /// A tensor that must be brought into memory first, by itself.
     Deferred(usize),
     /// Tensors that are on a device.
-    #[cfg(any(feature = "torch", test))]
     Staged(Vec<usize>),
 }
 
@@ -186,7 +176,6 @@ fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Result<Vec<Job>> {
             jobs.push(Job::Deferred(tensor));
             first = tensor + 1;
         }
-        #[cfg(any(feature = "torch", test))]
         if matches!(item.data, Data::Device(_)) {
             // A tensor that was not grouped with those before begins a group.
             if tensor >= first {
@@ -214,9 +203,7 @@ struct Pass<'p> {
     /// Whether SHA-256 is among them.
     sha: bool,
     digests: Mutex<Vec<[u8; 32]>>,
-    #[cfg(any(feature = "torch", test))]
     streams: StreamsByDevice,
-    #[cfg(any(feature = "torch", test))]
     counters: Counters,
 }
 

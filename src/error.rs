@@ -133,6 +133,19 @@ pub enum Error {
 }
 
 impl Error {
+    /// Names the file that was being loaded or saved when a device failed.
+    pub fn with_file(self, doing: &str, uri: &str) -> Self {
+        match self {
+            Error::Device { device, what } => {
+                Error::Device { device, what: format!("{doing} `{uri}`: {what}") }
+            }
+            Error::DeviceMemory { what } => {
+                Error::DeviceMemory { what: format!("{doing} `{uri}`: {what}") }
+            }
+            other => other,
+        }
+    }
+
     pub(crate) fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }
     }

@@ -41,7 +41,6 @@
 
 pub mod buffer;
 pub mod crypt;
-#[cfg(any(feature = "torch", test))]
 pub mod device;
 mod drain;
 pub mod environment;
@@ -60,7 +59,6 @@ mod py;
 mod save;
 pub mod sink;
 pub mod source;
-#[cfg(any(feature = "torch", test))]
 pub mod stats;
 mod sys;
 #[cfg(feature = "tch")]
@@ -70,8 +68,7 @@ mod tensor;
 mod tensor_file;
 pub mod transform;
 mod typed;
-#[cfg(any(feature = "torch", test))]
-mod upload;
+pub mod upload;
 mod workers;
 
 pub use half;

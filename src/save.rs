@@ -30,7 +30,6 @@ pub enum Data<'a> {
     /// In memory, in row-major order.
     Bytes(&'a [u8]),
     /// On a device, in row-major order: brought into staging memory piece by piece.
-    #[cfg(any(feature = "torch", test))]
     Device(crate::device::OnDevice),
     /// Elsewhere, or in another order: brought into memory when their turn comes, so that only
     /// one copy a thread is held at a time.

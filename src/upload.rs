@@ -109,7 +109,7 @@ pub fn upload(
     let by_device = storage::open(&pass, &*source, &streams)?;
     let outcome = workers::run(threads, interrupt, |control| {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
-        let stream = streams.of(number);
+        let stream = streams.next();
         let handle = if direct { cold::around_the_cache(&*source, counters) } else { None };
         let handle = handle.or_else(|| source.for_one_reader());
         let source = handle.as_deref().unwrap_or(&*source);
@@ -127,10 +127,11 @@ pub fn upload(
         }
         Ok(())
     });
-    if pass.unsuitable.load(Ordering::Relaxed) {
-        return Ok(None);
+    match outcome {
+        // Only the marker of what cannot go on this way; what else went wrong is told.
+        Err(Error::Cancelled) if pass.unsuitable.load(Ordering::Relaxed) => return Ok(None),
+        outcome => outcome?,
     }
-    outcome?;
     Ok(Some(Uploaded { streams: streams.hand_over()?, headers: pass.headers()? }))
 }
 
@@ -289,6 +290,9 @@ impl<'p> Pass<'p> {
     /// How a tensor is decrypted, as soon as its header is there. None if the call was given up.
     fn wait_for_how(&self, tensor: usize, control: &Control) -> Result<Option<&(Pieces, Key)>> {
         let lane = self.lane(tensor)?;
+        if let Some(how) = lane.how.get() {
+            return Ok(how.as_ref());
+        }
         let (lock, came) = &self.header_came;
         let mut guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         loop {

@@ -19,20 +19,16 @@ use std::sync::Arc;
 pub use memory::DeviceMemory;
 pub use streams::{OnDevice, Streams, StreamsByDevice};
 
-#[cfg(feature = "torch")]
 use crate::environment::FAKE_DEVICE;
 use crate::error::Result;
 
 /// A device as torch numbers it: those of CUDA from 0 on.
-#[cfg(feature = "torch")]
 pub type Index = i16;
 /// The CPU.
-#[cfg(feature = "torch")]
 pub const CPU: Index = -1;
 
 /// The device behind a number. None for host memory; what kept us from a CUDA device is the error,
 /// and torch has to copy.
-#[cfg(feature = "torch")]
 pub fn find(index: Index) -> Result<Option<Arc<dyn Device>>> {
     static FAKE: std::sync::OnceLock<Arc<fake::FakeDevice>> = std::sync::OnceLock::new();
     if index == CPU {

@@ -1,17 +1,19 @@
 //! The streams of one call, and bytes that are on a device.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Consumer, Device, DeviceMemory, Stream};
 use crate::error::{Error, Result};
 
-/// Streams for the threads of a call. While one of them goes from copy to copy, the other keeps
+/// Streams for the threads of a call, which take turns. While one of them goes from copy to copy, the other keeps
 /// the bus busy.
 ///
 /// Dropped before they are handed over, they are waited for: memory that copies use must not be
 /// freed.
 pub struct Streams {
     streams: [Arc<dyn Stream>; 2],
+    turn: AtomicUsize,
     handed_over: bool,
 }
 
@@ -19,13 +21,18 @@ impl Streams {
     /// Streams on which nothing begins before what was put on the consumer's.
     pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
         let stream = || Arc::clone(device).stream(consumer);
-        Ok(Streams { streams: [stream()?, stream()?], handed_over: false })
+        Ok(Streams {
+            streams: [stream()?, stream()?],
+            turn: AtomicUsize::new(0),
+            handed_over: false,
+        })
     }
 
-    /// The stream of one of the threads.
-    pub fn of(&self, thread: usize) -> &Arc<dyn Stream> {
+    /// The stream whose turn it is.
+    pub fn next(&self) -> &Arc<dyn Stream> {
         let [even, odd] = &self.streams;
-        if thread.is_multiple_of(2) { even } else { odd }
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        if turn.is_multiple_of(2) { even } else { odd }
     }
 
     /// Waits for what the consumer had put on its stream, and for everything that was begun.
@@ -80,11 +87,11 @@ impl StreamsByDevice {
         Ok(StreamsByDevice(known))
     }
 
-    /// The stream of one of the threads for some bytes.
-    pub fn of(&self, bytes: &OnDevice, thread: usize) -> Result<&Arc<dyn Stream>> {
+    /// The stream whose turn it is for some bytes.
+    pub fn next(&self, bytes: &OnDevice) -> Result<&Arc<dyn Stream>> {
         let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
         let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
-        Ok(streams.1.of(thread))
+        Ok(streams.1.next())
     }
 
     /// The devices' names.

@@ -83,17 +83,17 @@ impl<'p> Pass<'p> {
     }
 
     /// Writes tensors that are on a device: one, or several that fit into one unit together.
-    pub fn write_staged(&self, tensors: &[usize], thread: usize, control: &Control) -> Result<()> {
+    pub fn write_staged(&self, tensors: &[usize], control: &Control) -> Result<()> {
         match tensors {
             [] => Ok(()),
-            [one] => self.write_large(*one, thread, control),
-            several => self.write_small(several, thread, control),
+            [one] => self.write_large(*one, control),
+            several => self.write_small(several, control),
         }
     }
 
-    fn write_large(&self, tensor: usize, thread: usize, control: &Control) -> Result<()> {
+    fn write_large(&self, tensor: usize, control: &Control) -> Result<()> {
         let (item, from) = self.on_device(tensor)?;
-        let stream = self.streams.of(from, thread)?;
+        let stream = self.streams.next(from)?;
         let go_on = || !control.stopped();
         let draft = self.draft(tensor)?;
         let seal = self.seal(tensor)?;
@@ -120,11 +120,11 @@ impl<'p> Pass<'p> {
         self.put(item.entry.header_offset, &mut [IoSlice::new(&header)], control)
     }
 
-    fn write_small(&self, tensors: &[usize], thread: usize, control: &Control) -> Result<()> {
+    fn write_small(&self, tensors: &[usize], control: &Control) -> Result<()> {
         let all = tensors.iter().map(|&tensor| Ok((tensor, self.on_device(tensor)?)));
         let all = all.collect::<Result<Vec<_>>>()?;
         let Some((_, (_, first))) = all.first() else { return Ok(()) };
-        let stream = self.streams.of(first, thread)?;
+        let stream = self.streams.next(first)?;
         let go_on = || !control.stopped();
         let lease = self
             .counters

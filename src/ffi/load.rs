@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::torch::bridge;
 use crate::buffer::pinned::Pool;
-use crate::device::{self, CPU, Consumer, DeviceMemory, Index};
+use crate::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
 use crate::environment::GDS;
 use crate::error::{Error, Result};
 use crate::format::header::Header;
@@ -57,7 +57,8 @@ pub fn load_tensors(
 
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let (block_lens, places) = in_file_order(&entries, to.apart);
-    let list = bridge::new_blocks(to.device, &block_lens).map_err(|e| out_of_memory(&e))?;
+    let list = bridge::new_blocks(to.device, &block_lens)
+        .map_err(|e| out_of_memory(&e).with_file("loading", file.uri()))?;
     let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
     let targets = targets(&places)?;
     let memory = block_lens.iter().enumerate().map(|(at, &len)| {
@@ -66,15 +67,8 @@ pub fn load_tensors(
         Ok(unsafe { DeviceMemory::new(tensors.writable(at)?, size(len)?) })
     });
     let blocks = memory.collect::<Result<Vec<_>>>()?;
-    let direct_storage = GDS.value()? != 0;
-    let destination = Destination {
-        device: &device,
-        consumer,
-        blocks: &blocks,
-        targets: &targets,
-        direct_storage,
-    };
-    let uploaded = run(file, selection, &destination, options, &counters, interrupt)?;
+    let at = (&device, consumer, blocks.as_slice(), targets.as_slice());
+    let uploaded = run(file, selection, at, options, &counters, interrupt)?;
     for &stream in &uploaded.streams {
         tensors.used_by_stream(stream)?;
     }
@@ -86,17 +80,25 @@ pub fn load_tensors(
     Ok((Loaded::new(file, placed, Some(list))?, uploaded.headers))
 }
 
+/// A device, who uses it, memory there, and the place of each tensor in it.
+type Places<'a> = (&'a Arc<dyn Device>, Consumer, &'a [DeviceMemory], &'a [Target]);
+
 /// Loads to a device, by way of host memory where that is needed.
 fn run(
     file: &TensorFile,
     selection: &[usize],
-    to: &Destination<'_>,
+    (device, consumer, blocks, targets): Places<'_>,
     options: &LoadOptions,
     counters: &Counters,
     interrupt: Interrupt<'_>,
 ) -> Result<Uploaded> {
+    let direct_storage = GDS.value()? != 0;
+    let to = &Destination { device, consumer, blocks, targets, direct_storage };
     let pool = Pool::global()?;
-    let uploaded = match upload(file, selection, to, pool, options, counters, interrupt)? {
+    let named = |error: Error| error.with_file("loading", file.uri());
+    let uploaded = match upload(file, selection, to, pool, options, counters, interrupt)
+        .map_err(named)?
+    {
         Some(uploaded) => uploaded,
         None => {
             counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
@@ -106,7 +108,7 @@ fn run(
                 Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
                 _ => &[],
             });
-            let streams = copy(bytes, to, pool, counters, interrupt)?;
+            let streams = copy(bytes, to, pool, counters, interrupt).map_err(named)?;
             let headers = loaded.into_iter().map(|tensor| tensor.header).collect();
             Uploaded { headers, streams }
         }
@@ -214,16 +216,9 @@ pub unsafe fn load_into_tensors(
         let targets: Vec<Target> =
             (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
         let consumer = Consumer(bridge::current_stream(index)?);
-        let direct_storage = GDS.value()? != 0;
-        let to = Destination {
-            device: &device,
-            consumer,
-            blocks: &blocks,
-            targets: &targets,
-            direct_storage,
-        };
+        let places = (&device, consumer, blocks.as_slice(), targets.as_slice());
         let counters = Counters::default();
-        keep(&at, run(file, &numbers, &to, options, &counters, interrupt)?.headers);
+        keep(&at, run(file, &numbers, places, options, &counters, interrupt)?.headers);
         for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {
             out.fill_zero(tensor.at)?;
         }

@@ -1,6 +1,5 @@
 //! Copies in host memory of tensors that are on devices.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::torch::bridge::TensorList;
@@ -39,16 +38,15 @@ pub fn snapshot(tensors: &TensorList, interrupt: Interrupt<'_>) -> Result<Vec<Ho
     }
     let streams = StreamsByDevice::open(sources.iter())?;
     let threads = crate::cpu_count().min(jobs.len());
-    let (jobs, numbers) = (Mutex::new(jobs.into_iter()), AtomicUsize::new(0));
+    let jobs = Mutex::new(jobs.into_iter());
     let counters = Counters::default();
     workers::run(threads, interrupt, |control| {
-        let number = numbers.fetch_add(1, Ordering::Relaxed);
         while !control.stopped() {
             let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((source, (from, mut to))) = job else { break };
             let range = from..from + to.len();
             let go_on = || !control.stopped();
-            let stream = streams.of(source, number)?;
+            let stream = streams.next(source)?;
             each_unit(source, range, stream, &counters, &go_on, |_, bytes| {
                 let (now, later) = std::mem::take(&mut to)
                     .split_at_mut_checked(bytes.len())

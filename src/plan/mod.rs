@@ -4,12 +4,10 @@ mod layout;
 mod pack;
 mod partition;
 mod shares;
-#[cfg(any(feature = "torch", test))]
 mod staging;
 
 pub use layout::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
 pub use pack::{MemoryRange, pack};
 pub use partition::{Extent, Part, Piece, PieceKind, partition};
 pub use shares::Shares;
-#[cfg(any(feature = "torch", test))]
 pub use staging::{Grain, Move, Staging, Target, blocks, stage};

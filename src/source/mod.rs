@@ -2,7 +2,7 @@
 
 pub mod address;
 mod closed;
-#[cfg(all(target_os = "linux", any(feature = "torch", test)))]
+#[cfg(target_os = "linux")]
 mod direct;
 mod file;
 #[cfg(feature = "http")]
@@ -13,13 +13,12 @@ mod pipe;
 pub mod redis;
 #[cfg(feature = "s3")]
 pub mod s3;
-#[cfg(any(feature = "http", feature = "redis", feature = "torch", test))]
 mod scatter;
 
 use std::io::IoSliceMut;
 
 pub use closed::ClosedSource;
-#[cfg(all(target_os = "linux", any(feature = "torch", test)))]
+#[cfg(target_os = "linux")]
 pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;

@@ -1,16 +1,13 @@
 //! CRC-32 and SHA-256 of tensors: header and data as the format defines it.
 
 use super::sha256::Sha256;
-#[cfg(any(feature = "torch", test))]
 use crate::device::Streams;
-#[cfg(any(feature = "torch", test))]
 use crate::drain::staged::each_unit;
 use crate::error::{Error, Result};
 use crate::format::header::{Algorithm, Header, StoredHash};
 use crate::format::index::Entry;
 use crate::load::Verify;
 use crate::save::Data;
-#[cfg(any(feature = "torch", test))]
 use crate::stats::Counters;
 
 /// Both hashes of one tensor.
@@ -158,13 +155,12 @@ pub fn matches(data: &Data<'_>, header: &Header, entry: &Entry, uri: &str) -> Re
         _ if entry.is_meta() => digest(&covered, &[], true),
         Data::Meta => return Ok(false),
         Data::Bytes(bytes) => digest(&covered, bytes, true),
-        #[cfg(any(feature = "torch", test))]
         Data::Device(bytes) => {
             let streams = Streams::open(&bytes.device, bytes.consumer)?;
             let mut hash = StreamHash::new(&covered, true);
             let counters = Counters::default();
             let range = 0..bytes.memory.size();
-            each_unit(bytes, range, streams.of(0), &counters, &|| true, |_, bytes| {
+            each_unit(bytes, range, streams.next(), &counters, &|| true, |_, bytes| {
                 hash.update(bytes);
                 Ok(())
             })?;

@@ -16,7 +16,7 @@ pub fn copy<'b>(
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<usize>> {
     let streams = Streams::open(to.device, to.consumer)?;
-    let stream = streams.of(0);
+    let stream = streams.next();
     for (bytes, target) in from.zip(to.targets) {
         let block = to.blocks.get(target.block);
         let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;

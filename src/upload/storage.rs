@@ -60,7 +60,7 @@ fn gives_the_same(
     }
     let lease = pass.pool.enter().lease(1, pass.to.device, &|| true)?;
     let mut lease = lease.ok_or(Error::Cancelled)?;
-    lease.download(streams.of(0), (0, 0, len), block, target.offset)?;
+    lease.download(streams.next(), (0, 0, len), block, target.offset)?;
     lease.wait(&|| true)?;
     let mut plain = vec![0; len];
     let what = || "tensors".to_owned();
