@@ -32,7 +32,7 @@ test-other-torch: $(STAMPS)/old
 	VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps \
 	  --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest \
-	  $(addprefix tests/python/test_,operators.py compile.py cpp.py torch_compat.py pairs.py)
+	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py)
 
 # The core alone, then with servers, then with torch (lint compiles each feature alone, and the
 # tests in Python build the module). The core must not pull in torch, Python or a network.
@@ -55,7 +55,7 @@ test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 # "host" are about memory that such tensors do not have.
 test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest -m "not host" --durations=5 \
-	  $(addprefix tests/python/test_,reading.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
+	  $(addprefix tests/python/test_,reading.py mapping.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --check

@@ -5,10 +5,12 @@
 //! few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use cxx::UniquePtr;
 
 pub use crate::buffer::HostBuffer;
-use crate::device::{self, CPU, Consumer, DeviceMemory, OnDevice};
+use crate::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
 use crate::error::{Error, Result};
 use crate::ffi::torch::bridge::{self, TensorInfo, TensorList};
 use crate::format::TensorKind;
@@ -150,52 +152,81 @@ pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<Save
             tensors.size()
         )));
     }
+    let mut devices = Devices::default();
     names
         .iter()
         .enumerate()
         .map(|(at, name)| {
             let name = Name::from_stored_or_key(name).map_err(Error::InvalidArgument)?;
-            one_to_save(name, TensorKind::StateDict, 0, tensors, at)
+            one_to_save(name, TensorKind::StateDict, 0, tensors, at, &mut devices)
         })
         .collect()
 }
 
 /// One tensor of a list, to be saved.
-pub fn one_to_save(
+pub fn one_to_save<'t>(
     name: Name,
     kind: TensorKind,
     module_index: u16,
-    tensors: &TensorList,
+    tensors: &'t TensorList,
     at: usize,
-) -> Result<SaveTensor<'_>> {
-    let TensorInfo { dtype, shape, .. } = tensors
+    devices: &mut Devices,
+) -> Result<SaveTensor<'t>> {
+    let info = tensors
         .info(at)
         .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
-    let dtype = DType::from_code(dtype).ok_or_else(|| {
+    let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
-            "tensor `{name}`: torch's type number {dtype} has no place in the format"
+            "tensor `{name}`: torch's type number {} has no place in the format",
+            info.dtype
         ))
     })?;
-    let data = data_of(tensors, at)?;
+    let data = data_of(tensors, at, &info, devices)?;
+    let shape = info.shape;
     Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
 }
 
+/// The devices of lent tensors, and who uses them; each is looked for once a call.
+#[derive(Default)]
+pub struct Devices(Vec<(Index, Option<Used>)>);
+
+type Used = (Arc<dyn Device>, Consumer);
+
+impl Devices {
+    /// None where tensors are in host memory, or have to be copied by torch.
+    fn find(&mut self, index: Index) -> Result<Option<Used>> {
+        if let Some((_, known)) = self.0.iter().find(|(known, _)| *known == index) {
+            return Ok(known.clone());
+        }
+        let found = match device::find(index).unwrap_or(None) {
+            Some(device) => Some((device, Consumer(bridge::current_stream(index)?))),
+            None => None,
+        };
+        self.0.push((index, found.clone()));
+        Ok(found)
+    }
+}
+
 /// The bytes of a tensor, wherever they are.
-pub fn data_of(tensors: &TensorList, at: usize) -> Result<Data<'_>> {
-    let TensorInfo { meta, ready, device, .. } = tensors.info(at)?;
-    if meta {
+pub fn data_of<'t>(
+    tensors: &'t TensorList,
+    at: usize,
+    info: &TensorInfo,
+    devices: &mut Devices,
+) -> Result<Data<'t>> {
+    if info.meta {
         return Ok(Data::Meta);
     }
-    if ready && let Some(found) = device::find(device).unwrap_or(None) {
+    let found = if info.ready { devices.find(info.device)? } else { None };
+    if let Some((device, consumer)) = found {
         let len = usize::try_from(tensors.len(at)?);
         let len = len.map_err(|_| Error::Bug("the size of a tensor".to_owned()))?;
-        let consumer = Consumer(bridge::current_stream(device)?);
         // SAFETY: the tensor's own bytes, which the list keeps alive; they are only read, and all
         // copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at)?, len) };
-        return Ok(Data::Device(OnDevice { device: found, consumer, memory }));
+        return Ok(Data::Device(OnDevice { device, consumer, memory }));
     }
-    if ready && device == CPU {
+    if info.ready && info.device == CPU {
         return Ok(Data::Bytes(tensors.bytes(at)?));
     }
     Ok(Data::Deferred(Box::new(move || {

@@ -19,13 +19,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from cases import Case  # noqa: E402
 from machine import commit, version  # noqa: E402
 
 PEERS = (
@@ -39,24 +39,13 @@ PEERS = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """One comparison. The first engine is ours."""
-
-    name: str
-    title: str
-    model: str
-    engines: tuple[str, ...]
-    disk: bool = False
-
-
 CASES = [
     Case("tmpfs", "from memory", "large",
          ("ours", "pinned copy", "ours clone", "ours in place", "ours verify-crc32",
           "ours verify", "ours decrypt", "ours float32", *PEERS)),
     Case("tmpfs-20k", "20,000 small tensors from memory", "20k",
          ("ours", "pinned copy", "ours clone", *PEERS)),
-    Case("disk", "from disk, nothing in the page cache", "large", ("ours", *PEERS), disk=True),
+    Case("disk", "from disk, nothing in the page cache", "large", ("ours", *PEERS), cold=True),
     Case("save", "save to memory", "large", ("ours save", "ours save_async", "safetensors save")),
 ]  # fmt: skip
 
@@ -145,7 +134,7 @@ def measure(case: Case, folder: Path, rounds: int) -> list[dict[str, object]]:
         for engine in case.engines:
             if results[engine] and results[engine][-1].get("absent"):
                 continue
-            if case.disk:
+            if case.cold:
                 forget(folder)
             results[engine].append(run(engine, folder, case.model))
         print(f"  round {round_ + 1} of {rounds}", flush=True)
@@ -234,7 +223,7 @@ def main() -> None:
             if options.only and case.name not in options.only:
                 continue
             print(f"{case.name}: {case.title}", flush=True)
-            folder = disk if case.disk else memory
+            folder = disk if case.cold else memory
             total = int(options.gigabytes * 1e9)
             small = case.model == "20k"
             count = (200 if dry else 20_000) if small else (10 if dry else 320)

@@ -14,8 +14,9 @@ import torch
 from . import _device, _modules
 from ._encryption import DecryptionParams, native_decryption
 from ._errors import CryptographyError
-from ._exchange import cast_dtype, lend, take, without_collections
+from ._exchange import cast_dtype, lend, without_collections
 from ._files import open_address
+from ._loading import Loader
 from ._reading import (
     as_numpy,
     check_num_readers,
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from ._native import Decryption
 
 logger = logging.getLogger("tensorizer.serialization")
-
-#: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
-_BATCH_BYTES = 256 << 20
 
 
 class TensorDeserializer(collections.abc.Mapping[Any, Any]):
@@ -118,9 +116,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self._cursor = 0
         self._verify_hash = checked_verification(verify_hash)
         self._num_readers = num_readers
-        self._mmap = mmap
-        self._clone = clone
-        self._bytes_read = 0
         try:
             self._device = resolve_device(device)
             self._dtype = checked_dtype(dtype)
@@ -128,6 +123,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             decryption = native_decryption(encryption)
             self._reader = open_reader(file_obj)
             self._check_source(decryption)
+            self._loader = Loader(self._reader, self._dtype, num_readers, mmap, clone)
             self._names: list[Name] = self._reader.names()
             self._selection = self._choose(filter_func)
             self._top = top_level(self._names, self._selection)
@@ -185,7 +181,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
     @property
     def total_bytes_read(self) -> int:
         """Bytes of tensor data read so far."""
-        return self._bytes_read
+        return self._loader.bytes_read
 
     @property
     def cache_status(self) -> str | None:
@@ -204,10 +200,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         if missing and not self._reader.seekable:
             # One pass is all there is: take everything that may be asked for later.
             missing = [number for number in self._selection if number not in self._cache]
-        for batch in self._batches(missing, self._device):
+        for batch in self._loader.batches(missing, self._device):
             with without_collections():
-                tensors, modules = self._read(batch, verify, self._device)
-                for number, tensor in zip(batch, self._placed(tensors, self._device), strict=True):
+                tensors, modules = self._loader.read(batch, verify, self._device)
+                placed = self._loader.placed(tensors, self._device)
+                for number, tensor in zip(batch, placed, strict=True):
                     self._cache[number] = parameter(tensor)
                 self._module_indices.update(zip(batch, modules, strict=True))
 
@@ -217,53 +214,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         """Load some tensors, or all; yield names and tensors that are not parameters."""
         numbers = self._selection if numbers is None else numbers
         device = device or self._device
-        for batch in self._batches(numbers, device):
-            tensors, _ = self._read(batch, self._verify_hash, device)
-            for number, tensor in zip(batch, self._placed(tensors, device), strict=True):
+        for batch in self._loader.batches(numbers, device):
+            tensors, _ = self._loader.read(batch, self._verify_hash, device)
+            for number, tensor in zip(batch, self._loader.placed(tensors, device), strict=True):
                 yield self._names[number], tensor
-
-    def _unchanged(self, device: torch.device) -> bool:
-        """Tell whether tensors are used as they come, without a copy."""
-        return self._dtype is None and (device.type == "cpu" or _device.is_native(device))
-
-    def _placed(self, tensors: list[torch.Tensor], device: torch.device) -> Iterable[torch.Tensor]:
-        """Return tensors on a device and in the dtype that was asked for, one by one."""
-        if self._unchanged(device):
-            return tensors
-        return (tensor.to(device, cast_dtype(tensor.dtype, self._dtype)) for tensor in tensors)
-
-    def _read(
-        self, numbers: Sequence[int], verify: str, device: torch.device
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        ticket, modules = self._reader.load(
-            numbers,
-            verify=verify,
-            readers=self._num_readers,
-            map=self._mmap,
-            device=_device.number(device),
-            apart=self._clone,
-        )
-        tensors = take(ticket)
-        self._bytes_read += sum(tensor.nbytes for tensor in tensors)
-        return tensors, modules
-
-    def _batches(self, numbers: list[int], device: torch.device) -> Iterator[list[int]]:
-        """Split a load whose tensors are copied once more, to bound what is held twice."""
-        if self._unchanged(device):
-            if numbers:
-                yield numbers
-            return
-        lens = self._reader.memory_lens()
-        batch: list[int] = []
-        size = 0
-        for number in numbers:
-            if batch and size + lens[number] > _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(number)
-            size += lens[number]
-        if batch:
-            yield batch
 
     # Mapping
 
@@ -413,7 +367,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             if self._dtype is None and number in self._cache:
                 tensor = self._cache[number].detach()
             else:
-                read = self._read([number], verify, self._device)
+                read = self._loader.read([number], verify, self._device)
                 (tensor,), (self._module_indices[number],) = read
             kind = TensorType(kinds[number])
             array = as_numpy(tensor, opaque)
@@ -484,15 +438,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         fits = _modules.without_overlaps(fits)
         if fits:
             chosen = [number for number, _ in fits]
-            ticket = lend([tensor.detach() for _, tensor in fits])
-            modules = self._reader.load_into(
-                ticket, chosen, verify=verify, readers=self._num_readers
-            )
+            modules = self._loader.fill([tensor for _, tensor in fits], chosen, verify)
             self._module_indices.update(zip(chosen, modules, strict=True))
             for number, tensor in fits:
                 known = tensor if isinstance(tensor, torch.nn.Parameter) else parameter(tensor)
                 self._cache[number] = known
-                self._bytes_read += tensor.nbytes
         return {number for number, _ in fits}
 
     def to_redis(self, client: Any, key_prefix: str, force: bool = False) -> None:

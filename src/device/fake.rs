@@ -81,6 +81,12 @@ impl FakeDevice {
         self.state().pinned
     }
 
+    /// Copies that were begun so far.
+    #[cfg(test)]
+    pub fn copies(&self) -> u64 {
+        self.state().copies
+    }
+
     /// Copies that were begun and have not ended.
     #[cfg(test)]
     pub fn under_way(&self) -> usize {

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::plan::pack;
 use crate::save::Data;
 use crate::stats::Counters;
-use crate::tensor::data_of;
+use crate::tensor::{Devices, data_of};
 use crate::workers::{self, Interrupt};
 
 /// Bytes of a job: large, so that each has units on the way, and small beside a model.
@@ -19,9 +19,12 @@ const JOB_LEN: usize = 64 << 20;
 /// Copies tensors, which are in row-major order on devices, as what has been begun on the current
 /// streams will leave them. All bytes are here when it returns.
 pub fn snapshot(tensors: &TensorList, interrupt: Interrupt<'_>) -> Result<Vec<HostBuffer>> {
-    let sources = (0..tensors.size()).map(|at| match data_of(tensors, at)? {
-        Data::Device(bytes) => Ok(bytes),
-        _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
+    let mut devices = Devices::default();
+    let sources = (0..tensors.size()).map(|at| {
+        match data_of(tensors, at, &tensors.info(at)?, &mut devices)? {
+            Data::Device(bytes) => Ok(bytes),
+            _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
+        }
     });
     let sources = sources.collect::<Result<Vec<_>>>()?;
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));

@@ -22,7 +22,7 @@ use crate::format::header::Header;
 use crate::format::name::{Component, Name};
 use crate::load::{LoadOptions, Mapping, Verify};
 use crate::source::PipeSource;
-use crate::tensor::one_to_save;
+use crate::tensor::{Devices, one_to_save};
 use crate::tensor_file::TensorFile;
 use crate::transform::hash;
 
@@ -269,10 +269,12 @@ impl Reader {
                 self.keep(*number, header);
             }
             let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut devices = Devices::default();
             let mut out = Vec::with_capacity(numbers.len());
             for (at, number) in numbers.iter().enumerate() {
                 let entry = self.file.entry(*number)?;
-                let tensor = one_to_save(entry.name.clone(), entry.kind, 0, tensors, at)?;
+                let name = entry.name.clone();
+                let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
                 let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 let same = tensor.dtype == entry.dtype && tensor.shape == entry.shape;
                 out.push(same && hash::matches(&tensor.data, header, entry, self.file.uri())?);

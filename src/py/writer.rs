@@ -21,7 +21,7 @@ use crate::format::header::Hashes;
 use crate::save;
 use crate::save::{Pair, SaveOptions};
 use crate::sink::{FileSink, WriteAt};
-use crate::tensor::one_to_save;
+use crate::tensor::{Devices, one_to_save};
 
 /// A file under construction. One call at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -146,12 +146,13 @@ impl Writer {
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.with(py, move |writer| {
             let tensors = lent.list()?;
+            let mut devices = Devices::default();
             let items = names.into_iter().zip(kinds).zip(modules).enumerate();
             let items = items.map(|(at, ((name, kind), module_index))| {
                 let kind = TensorKind::from_u8(kind).ok_or_else(|| {
                     Error::InvalidArgument(format!("{kind} is not a tensor type"))
                 })?;
-                one_to_save(name, kind, module_index, tensors, at)
+                one_to_save(name, kind, module_index, tensors, at, &mut devices)
             });
             writer.write(items.collect::<Result<_>>()?, &signals)
         })

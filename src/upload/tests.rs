@@ -215,6 +215,57 @@ fn a_thousand_random_schedules() {
     }
 }
 
+/// A source that notes how many copies were under way while it was read.
+struct Noting {
+    file: FileSource,
+    fake: Arc<FakeDevice>,
+    most: AtomicUsize,
+}
+
+impl ReadAt for Noting {
+    fn uri(&self) -> &str {
+        self.file.uri()
+    }
+
+    fn traits(&self) -> crate::source::Traits {
+        self.file.traits()
+    }
+
+    fn read_at(&self, offset: u64, buffers: &mut [std::io::IoSliceMut<'_>]) -> Result<usize> {
+        self.most.fetch_max(self.fake.under_way(), Ordering::Relaxed);
+        self.file.read_at(offset, buffers)
+    }
+}
+
+#[test]
+fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
+    let lens = vec![500; 2000];
+    let files = file(&lens, SaveOptions::default());
+    let fake = FakeDevice::new(9, Faults::default());
+    let device: Arc<dyn Device> = fake.clone();
+    let source = FileSource::open(&files.path).unwrap();
+    let noting =
+        Arc::new(Noting { file: source, fake: Arc::clone(&fake), most: AtomicUsize::new(0) });
+    let opened = TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0).unwrap();
+    let (block_lens, places) = blocks(&vec![500; 2000], false);
+    let memory = Memory::new(&block_lens);
+    let targets: Vec<Target> =
+        places.iter().map(|&(block, at)| Target { block, offset: at as usize }).collect();
+    let pool = Pool::new(64 << 10, 8);
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        blocks: &memory.blocks,
+        targets: &targets,
+        direct_storage: false,
+    };
+    let all: Vec<usize> = (0..2000).collect();
+    let (options, counters) = (LoadOptions::default(), Counters::default());
+    upload(&opened, &all, &to, &pool, &options, &counters, &|| Ok(())).unwrap().unwrap();
+    assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
+    assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
+}
+
 #[test]
 fn bytes_of_host_memory_are_copied() {
     let data: Vec<Vec<u8>> = [70_000usize, 0, 5].map(|len| vec![len as u8; len]).into();

@@ -5,13 +5,12 @@ import io
 import os
 import tempfile
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorizer
 import torch
-from conftest import GOLDEN, assert_same
+from conftest import assert_same
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
 from tensorizer.serialization import (
     FormatError,
@@ -459,80 +458,6 @@ def test_exceptions_of_file_objects_come_through(path):
         TensorDeserializer(TooMuch(path.read_bytes()), "cpu")
     with pytest.raises(OSError, match="no bytes"):
         TensorDeserializer(Nothing(path.read_bytes()), "cpu")
-
-
-# Mapping
-
-
-@pytest.mark.host
-def test_a_mapped_file_is_used_in_place_and_stays_as_it_is(path):
-    before = path.read_bytes()
-    with TensorDeserializer(path, "cpu", mmap=True, verify_hash=True) as file:
-        check(file)
-        mapped = [
-            line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
-        ]
-        assert mapped
-        with torch.no_grad():
-            file["b.weight"].fill_(7)
-    assert path.read_bytes() == before, "changes are private"
-    assert file["b.weight"].unique().tolist() == [7]
-    path.unlink()
-    assert_same(file["a"].detach(), TENSORS["a"])
-
-
-@pytest.mark.parametrize("mmap", [True, False, None])
-def test_a_file_that_is_replaced_or_deleted_while_it_is_open(tmp_path, mmap):
-    # Readers open the file once more each; it must be the same file.
-    path, large = tmp_path / "f.tensors", torch.randn(2000, 2000)
-    for number in range(2):
-        tensorizer.save({"large": large}, path)
-        with TensorDeserializer(path, "cpu", lazy_load=True, mmap=mmap, num_readers=4) as file:
-            if number == 0:
-                tensorizer.save({"large": torch.zeros(2000, 2000)}, path)
-            else:
-                path.unlink()
-            assert_same(file["large"].detach(), large)
-
-
-@pytest.mark.host
-def test_when_a_file_is_mapped(path):
-    def mapped(**options):
-        file = TensorDeserializer(path, "cpu", **options)
-        check(file)
-        maps = Path("/proc/self/maps").read_text()
-        return str(path) in maps
-
-    assert mapped()
-    assert mapped(mmap=True, verify_hash=True)
-    assert mapped(mmap=True, lazy_load=True)
-    assert not mapped(mmap=False)
-    # What was verified must not change when somebody writes to the file.
-    assert not mapped(verify_hash=True)
-    # Small loads are not worth a mapping each.
-    small = TensorDeserializer(path, "cpu", lambda name: name != "b.weight", mmap=True)
-    assert small["a"].sum() == TENSORS["a"].sum()
-    assert str(path) not in Path("/proc/self/maps").read_text()
-
-
-def test_a_mapped_file_of_the_old_writer_is_read(unpack):
-    file = {"file": "v1_linear.tensors.gz"}
-    assert (GOLDEN / file["file"]).exists()
-    path = unpack(file)
-    left, right = (TensorDeserializer(path, "cpu", mmap=m) for m in (False, True))
-    for name in left:
-        assert_same(left[name].detach(), right[name].detach())
-        assert right[name].data_ptr() % 64 == 0
-
-
-@pytest.mark.host
-def test_tensors_own_their_memory(path):
-    """They outlive the deserializer and each other, and can be changed."""
-    tensor = TensorDeserializer(path, "cpu")["b.weight"].detach()
-    tensor += 1
-    assert torch.equal(tensor, TENSORS["b.weight"] + 1)
-    assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    assert tensor.data_ptr() % 64 == 0
 
 
 # The short way

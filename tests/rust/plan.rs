@@ -3,7 +3,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use proptest::prelude::*;
-use tensorizer::plan::{Extent, PieceKind, pack, partition};
+use tensorizer::plan::{Extent, PieceKind, Target, blocks, pack, partition, stage};
 
 prop_compose! {
     fn extents()(
@@ -99,4 +99,53 @@ proptest! {
 fn sizes_beyond_the_address_space_do_not_fit() {
     assert!(pack([Some(u64::MAX - 1), Some(100)].into_iter()).is_none());
     assert!(pack([Some(1), None].into_iter()).is_none());
+}
+
+proptest! {
+    /// Every byte of data has one place in a unit, and one copy takes it to its place on the device.
+    #[test]
+    fn staged_data_arrive_where_they_belong(
+        extents in extents(),
+        part_len in 1u64..50_000,
+        unit_len in 64usize..20_000,
+        apart in any::<bool>(),
+    ) {
+        let grain = unit_len / 2;
+        let lens: Vec<u64> = extents.iter().map(|extent| extent.data_len).collect();
+        let (block_lens, places) = blocks(&lens, apart);
+        let mut there: Vec<Vec<Option<(usize, u64)>>> =
+            block_lens.iter().map(|&len| vec![None; len as usize]).collect();
+        for part in partition(&extents, part_len, 100, 1000, 1) {
+            let target = |tensor: usize| {
+                let (block, offset) = places[tensor];
+                Ok(Target { block, offset: offset as usize })
+            };
+            let staging = stage(&part, unit_len, grain, target).unwrap();
+            let mut units = vec![vec![None; unit_len]; staging.units];
+            for found in &staging.grains {
+                prop_assert!(found.len <= grain);
+                prop_assert_eq!(found.start / grain as u64, (found.start + found.len as u64 - 1) / grain as u64);
+                for (byte, slot) in units[found.unit][found.at..][..found.len].iter_mut().enumerate() {
+                    prop_assert!(slot.replace((found.tensor, found.start + byte as u64)).is_none());
+                }
+            }
+            for step in &staging.moves {
+                let from = &units[step.unit][step.at..][..step.len];
+                let to = &mut there[step.target.block][step.target.offset..][..step.len];
+                for (to, from) in to.iter_mut().zip(from) {
+                    // Between tensors there are bytes of nobody.
+                    if let Some(byte) = from {
+                        prop_assert!(to.replace(*byte).is_none(), "copied twice");
+                    }
+                }
+            }
+        }
+        for (tensor, &(block, offset)) in places.iter().enumerate() {
+            prop_assert!(offset % 64 == 0);
+            for (byte, found) in there[block][offset as usize..][..lens[tensor] as usize].iter().enumerate() {
+                prop_assert_eq!(*found, Some((tensor, byte as u64)));
+            }
+        }
+        prop_assert!(!apart || block_lens.len() == lens.len());
+    }
 }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -204,25 +205,17 @@ def test_tensors_may_be_freed_while_they_arrive(path, tensors):
 
 
 def test_threads_load_at_once(path, tensors):
-    failed = []
+    def work(_):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                loaded = tensorizer.load(path, "cuda", verify_hash=True)
+        stream.synchronize()
+        same(loaded, tensors)
+        return True
 
-    def work():
-        try:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(5):
-                    loaded = tensorizer.load(path, "cuda", verify_hash=True)
-            stream.synchronize()
-            same(loaded, tensors)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 def test_a_graph_that_is_captured_refuses_and_others_are_not_disturbed(path, tensors):

@@ -1,0 +1,91 @@
+"""From the tensors of an open file to tensors on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from . import _device
+from ._exchange import cast_dtype, lend, take
+from ._native import Reader
+
+#: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
+_BATCH_BYTES = 256 << 20
+
+
+class Loader:
+    """Loads tensors, given by number.
+
+    Attributes:
+        bytes_read: Bytes of tensor data read so far.
+
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        dtype: torch.dtype | None,
+        num_readers: int | None,
+        mmap: bool | None,
+        clone: bool,
+    ) -> None:
+        self._reader = reader
+        self._dtype = dtype
+        self._num_readers = num_readers
+        self._mmap = mmap
+        self._clone = clone
+        self.bytes_read = 0
+
+    def _unchanged(self, device: torch.device) -> bool:
+        """Tell whether tensors are used as they come, without a copy."""
+        return self._dtype is None and (device.type == "cpu" or _device.is_native(device))
+
+    def placed(self, tensors: list[torch.Tensor], device: torch.device) -> Iterable[torch.Tensor]:
+        """Return tensors on a device and in the dtype that was asked for, one by one."""
+        if self._unchanged(device):
+            return tensors
+        return (tensor.to(device, cast_dtype(tensor.dtype, self._dtype)) for tensor in tensors)
+
+    def read(
+        self, numbers: Sequence[int], verify: str, device: torch.device
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors as they are in the file, and their module indices."""
+        ticket, modules = self._reader.load(
+            numbers,
+            verify=verify,
+            readers=self._num_readers,
+            map=self._mmap,
+            device=_device.number(device),
+            apart=self._clone,
+        )
+        tensors = take(ticket)
+        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        return tensors, modules
+
+    def fill(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str
+    ) -> list[int]:
+        """Fill tensors that exist, in place; return module indices."""
+        ticket = lend([tensor.detach() for tensor in tensors])
+        modules = self._reader.load_into(ticket, numbers, verify=verify, readers=self._num_readers)
+        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        return modules
+
+    def batches(self, numbers: list[int], device: torch.device) -> Iterator[list[int]]:
+        """Split a load whose tensors are copied once more, to bound what is held twice."""
+        if self._unchanged(device):
+            if numbers:
+                yield numbers
+            return
+        lens = self._reader.memory_lens()
+        batch: list[int] = []
+        size = 0
+        for number in numbers:
+            if batch and size + lens[number] > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += lens[number]
+        if batch:
+            yield batch
