@@ -50,6 +50,15 @@ impl Memory {
         }
         Memory { bytes, starts, blocks }
     }
+
+    fn destination<'a>(
+        &'a self,
+        device: &'a Arc<dyn Device>,
+        targets: &'a [Target],
+    ) -> Destination<'a> {
+        let (consumer, blocks) = (Consumer(0), &self.blocks);
+        Destination { device, consumer, blocks, targets, direct_storage: false }
+    }
 }
 
 struct Files {
@@ -123,11 +132,8 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let device: Arc<dyn Device> = fake.clone();
     let pool = Pool::new(schedule.unit_len, schedule.units);
     let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        blocks: &memory.blocks,
-        targets: &targets,
         direct_storage: schedule.direct_storage,
+        ..memory.destination(&device, &targets)
     };
     let options = LoadOptions {
         readers: Some(schedule.readers),
@@ -252,13 +258,7 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     let targets: Vec<Target> =
         places.iter().map(|&(block, at)| Target { block, offset: at as usize }).collect();
     let pool = Pool::new(64 << 10, 8);
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        blocks: &memory.blocks,
-        targets: &targets,
-        direct_storage: false,
-    };
+    let to = memory.destination(&device, &targets);
     let all: Vec<usize> = (0..2000).collect();
     let (options, counters) = (LoadOptions::default(), Counters::default());
     upload(&opened, &all, &to, &pool, &options, &counters, &|| Ok(())).unwrap().unwrap();
@@ -273,13 +273,7 @@ fn bytes_of_host_memory_are_copied() {
     let targets: Vec<Target> = (0..3).map(|block| Target { block, offset: 0 }).collect();
     let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
     let (pool, counters) = (Pool::new(4096, 4), Counters::default());
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        blocks: &memory.blocks,
-        targets: &targets,
-        direct_storage: false,
-    };
+    let to = memory.destination(&device, &targets);
     copy(data.iter().map(Vec::as_slice), &to, &pool, &counters, &|| Ok(())).unwrap();
     assert!(memory.bytes == data.concat());
 }

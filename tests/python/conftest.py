@@ -64,6 +64,13 @@ def saved(tmp_path):
     return path
 
 
+@pytest.fixture
+def without_graphs_of_others():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def old():
     """Run a function body with the old package; arguments and result are pickled."""

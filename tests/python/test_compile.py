@@ -11,16 +11,11 @@ from conftest import TENSORS, assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
+
 ops = torch.ops.tensorizer
 
 BACKENDS = ["aot_eager", "inductor"]
-
-
-@pytest.fixture(autouse=True)
-def without_graphs_of_others():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -6,12 +6,7 @@ import torch
 from conftest import TENSORS, assert_same
 from test_compile import BACKENDS, by_into_one, close, ops
 
-
-@pytest.fixture(autouse=True)
-def without_graphs_of_others():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
 
 
 @pytest.fixture
