@@ -1,8 +1,10 @@
-"""Loading into and saving from CUDA memory, on a device.
+"""Loading into and saving from CUDA memory, on a device or on the emulated one of tests/cuda.
 
-Skipped without one, unless REQUIRE_CUDA=1 says that there must be one.
+Values are compared on the CPU: the emulator has hardly any kernels. Skipped without a device,
+unless REQUIRE_CUDA=1 says that there must be one.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -119,7 +121,7 @@ def test_20_000_tensors(tmp_path):
     tensors = {f"t.{i}": flat[i * 640 : (i + 1) * 640] for i in range(20_000)}
     tensorizer.save(tensors, tmp_path / "f")
     loaded = tensorizer.load(tmp_path / "f", "cuda")
-    assert torch.equal(torch.cat(list(loaded.values())).cpu(), flat)
+    assert torch.equal(torch.cat([tensor.cpu() for tensor in loaded.values()]), flat)
 
 
 def test_more_than_the_staging_memory(tmp_path):
@@ -128,7 +130,7 @@ def test_more_than_the_staging_memory(tmp_path):
     tensorizer.set_pinned_limit(16 << 20)
     try:
         loaded = tensorizer.load(tmp_path / "f", "cuda")["big"]
-        assert torch.equal(loaded, big.cuda())
+        assert torch.equal(loaded.cpu(), big)
         tensorizer.release_pinned()
         tensorizer.load(tmp_path / "f", "cuda")
         assert tensorizer.stats()["pinned_bytes"] == 16 << 20
@@ -194,7 +196,7 @@ def test_tensors_that_are_filled_in_place_are_read_before(path, tensors):
     before = weight.clone()
     torch.ops.tensorizer.load(path, ["large"], out=[weight])
     after = weight.clone()
-    assert before.count_nonzero() == 0
+    assert before.cpu().count_nonzero() == 0
     assert torch.equal(after.cpu(), tensors["large"])
 
 
@@ -282,7 +284,7 @@ def test_operators(path, tensors, tmp_path):
     assert torch.equal(large.cpu(), tensors["large"]) and scalar.item() == 3.5
     mixed = [torch.empty_like(tensors["large"], device="cuda"), torch.empty(())]
     torch.ops.tensorizer.load(path, ["large", "scalar"], out=mixed)
-    assert torch.equal(mixed[0], large) and mixed[1].item() == 3.5
+    assert torch.equal(mixed[0].cpu(), tensors["large"]) and mixed[1].item() == 3.5
     strided = torch.empty(2, tensors["small.5"].shape[0], device="cuda").t()
     wide = {"x": torch.randn(strided.shape)}
     tensorizer.save(wide, tmp_path / "f")
@@ -293,7 +295,7 @@ def test_operators(path, tensors, tmp_path):
     def scripted(path: str):
         return torch.ops.tensorizer.load(path, device=torch.device("cuda"))["large"] * 2
 
-    assert torch.equal(scripted(path), large * 2)
+    assert torch.equal(scripted(path).cpu(), tensors["large"] * 2)
 
 
 def test_compiled(path, tensors):
@@ -301,9 +303,9 @@ def test_compiled(path, tensors):
         (large,) = torch.ops.tensorizer.load(path, ["large"], device="cuda")
         return large * 2 + x
 
-    expected = tensors["large"].cuda() * 2 + 1
+    ones = torch.ones_like(tensors["large"], device="cuda")
     compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(torch.ones((), device="cuda")), expected)
+    torch.testing.assert_close(compiled(ones).cpu(), tensors["large"] * 2 + 1)
 
 
 def test_saves_are_the_same_bytes(path, tensors, tmp_path):
@@ -313,7 +315,7 @@ def test_saves_are_the_same_bytes(path, tensors, tmp_path):
     assert tensorizer.stats()["what"] == "save" and tensorizer.stats()["fallbacks"] == []
     torch.ops.tensorizer.save(str(tmp_path / "g"), on_device)
     assert (tmp_path / "g").read_bytes() == Path(path).read_bytes()
-    turned = {"x": torch.arange(12.0, device="cuda").view(3, 4).t()}
+    turned = {"x": torch.arange(12.0).cuda().view(3, 4).t()}
     tensorizer.save(turned, tmp_path / "h")
     assert torch.equal(tensorizer.load(tmp_path / "h", "cpu")["x"], turned["x"].cpu())
 
@@ -336,19 +338,21 @@ def test_save_async_has_a_snapshot(tmp_path):
 
 
 def test_pickles(tmp_path, tensors):
-    state = {"on": torch.randn(500_000, device="cuda"), "off": torch.randn(3), "step": 7}
+    state = {"on": torch.randn(500_000).cuda(), "off": torch.randn(3), "step": 7}
     with tensorizer_saving():
         torch.save(state, tmp_path / "s.pt")
     with tensorizer_loading():
         loaded = torch.load(tmp_path / "s.pt")
     assert loaded["on"].device == CUDA and loaded["off"].device.type == "cpu"
-    assert torch.equal(loaded["on"], state["on"]) and torch.equal(loaded["off"], state["off"])
+    assert torch.equal(loaded["on"].cpu(), state["on"].cpu())
+    assert torch.equal(loaded["off"], state["off"])
     with tensorizer_loading():
         moved = torch.load(tmp_path / "s.pt", map_location="cuda")
     assert moved["off"].device == CUDA and moved["on"].untyped_storage().nbytes() == 2_000_000
     with tensorizer_loading():
         moved = torch.load(tmp_path / "s.pt", map_location={"cuda:0": "cpu"})
     assert torch.equal(moved["on"], state["on"].cpu())
+    gc.collect()  # CUDA defect 7: pickling leaves tensors in cycles of references
 
 
 # What goes wrong

@@ -1,0 +1,72 @@
+// What is said: notes, problems of the program under test, and a report at the end.
+#include <execinfo.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "emulator.h"
+
+namespace emulator {
+
+namespace {
+
+// The standard error as it was when the process began, which nobody captures and discards.
+const int standard_error = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 100);
+
+void say(const char* kind, const char* format, va_list args) {
+  char text[900];
+  vsnprintf(text, sizeof text, format, args);
+  dprintf(standard_error, "FAKE_CUDA %s: %s\n", kind, text);
+}
+
+}  // namespace
+
+void note(const char* format, ...) {
+  if (!state().settings.log) return;
+  va_list args;
+  va_start(args, format);
+  say("note", format, args);
+  va_end(args);
+}
+
+void problem(const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  say("PROBLEM", format, args);
+  va_end(args);
+  ++state().problems;
+  if (state().settings.backtrace) {
+    void* frames[40];
+    backtrace_symbols_fd(frames, backtrace(frames, 40), standard_error);
+  }
+  if (state().settings.strict) abort();
+}
+
+void report_at_exit() {
+  State& s = state();
+  if (s.owner.load() != getpid() || !s.settings.report) return;
+  std::lock_guard lock(s.lock);
+  u64 bytes = 0, streams = 0, events = 0;
+  for (const auto& [address, range] : s.pinned) bytes += range.len;
+  for (auto* stream : s.streams) streams += !static_cast<Stream*>(stream)->destroyed;
+  for (auto* event : s.events) events += !static_cast<Event*>(event)->destroyed;
+  dprintf(standard_error, "FAKE_CUDA report: problems %llu\n", s.problems);
+  dprintf(standard_error, "  left: %zu pinned ranges (%llu bytes), %llu streams, %llu events\n",
+          s.pinned.size(), bytes, streams, events);
+  for (int id = 0; id < s.settings.devices; ++id) {
+    const Device& device = s.devices[static_cast<size_t>(id)];
+    dprintf(standard_error, "  device %d: %llu bytes allocated, peak %llu\n", id, device.used,
+            device.peak);
+  }
+  const auto list = [](const char* what, const std::map<std::string, u64>& counts) {
+    for (const auto& [name, count] : counts)
+      dprintf(standard_error, "  %s%s: %llu\n", what, name.c_str(), count);
+  };
+  list("", s.statistics);
+  list("call ", s.calls);
+  list("kernel needed: ", s.unknown_kernels);
+}
+
+}  // namespace emulator

@@ -1,0 +1,181 @@
+// Streams: each is a thread that runs its operations in order, late, with random pauses.
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "emulator.h"
+
+namespace emulator {
+
+namespace {
+
+// Half of the time none, else up to the delay, and now and then five times that.
+u64 random_pause(Stream& stream) {
+  const u64 delay = state().settings.delay;
+  if (delay == 0) return 0;
+  const u64 random = stream.random(), dice = random % 20;
+  return (dice >= 10 ? (random >> 8) % delay : 0) + (dice == 19 ? 4 * delay : 0);
+}
+
+void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
+  Device& device = state().devices[static_cast<size_t>(stream.device)];
+  const u64 pause = operation.record ? 0 : random_pause(stream);
+  lock.unlock();
+  if (operation.pause > 0) usleep(static_cast<useconds_t>(operation.pause * 1e6));
+  if (pause > 0) usleep(static_cast<useconds_t>(pause));
+  lock.lock();
+  check_lifetimes(operation);
+  if (operation.copy && !device.sticky_error) {
+    device.sticky_error = fault("copy");
+    if (device.sticky_error) note("a copy fails with %d", device.sticky_error);
+  }
+  if (operation.run && !device.sticky_error) {
+    lock.unlock();
+    operation.run();
+    lock.lock();
+  }
+  if (Event* event = operation.record) {
+    event->completed = std::max(event->completed, operation.generation);
+    clock_gettime(CLOCK_MONOTONIC, &event->time);
+  }
+}
+
+void work(Stream* stream) {
+  State& s = state();
+  pthread_setname_np(pthread_self(), "emulated stream");
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  Lock lock(s.lock);
+  const int& sticky_error = s.devices[static_cast<size_t>(stream->device)].sticky_error;
+  while (true) {
+    stream->todo.wait(lock, [&] { return !stream->queue.empty() || stream->destroyed; });
+    if (stream->queue.empty()) return;
+    const Operation& operation = stream->queue.front();
+    const u64 number = operation.number;
+    if (const Event* event = operation.wait_for) {
+      const u64 generation = operation.generation;
+      s.progress.wait(lock, [&] { return event->completed >= generation || sticky_error; });
+    } else {
+      carry_out(lock, *stream, operation);
+    }
+    s.pending.erase(number);
+    stream->queue.pop_front();
+    s.progress.notify_all();
+  }
+}
+
+}  // namespace
+
+Stream* new_stream(int device, bool own) {
+  State& s = state();
+  auto* stream = new Stream;
+  stream->device = device;
+  stream->own = own;
+  stream->number = static_cast<int>(s.streams.size());
+  stream->random.seed(s.settings.seed * 1000003 + s.streams.size());
+  s.streams.insert(stream);
+  s.devices[static_cast<size_t>(device)].streams.push_back(stream);
+  std::thread(work, stream).detach();
+  return stream;
+}
+
+Stream* null_stream(int id) {
+  Device& device = state().devices[static_cast<size_t>(id)];
+  if (!device.null_stream) device.null_stream = new_stream(id, false);
+  return device.null_stream;
+}
+
+Stream* stream_of(void* handle, int device) {
+  // The names of the null stream: 0, cudaStreamLegacy, cudaStreamPerThread.
+  if (as_address(handle) <= 2) return null_stream(device);
+  if (!state().streams.count(handle)) {
+    problem("%p is no stream", handle);
+    return nullptr;
+  }
+  auto* stream = static_cast<Stream*>(handle);
+  if (stream->destroyed) {
+    problem("use of stream %d after it was destroyed", stream->number);
+    return nullptr;
+  }
+  return stream;
+}
+
+int destroy_stream(void* handle, int device) {
+  Stream* stream = stream_of(handle, device);
+  if (!stream || stream != handle) return CUDA_ERROR_INVALID_HANDLE;
+  stream->destroyed = true;
+  stream->todo.notify_one();
+  return 0;
+}
+
+// Begins an operation, or adds it to the graph that is being captured. Gives its number.
+u64 submit(Stream* stream, Operation operation) {
+  State& s = state();
+  if (stream->graph) {
+    stream->graph->operations.push_back(std::move(operation));
+    return 0;
+  }
+  const u64 number = operation.number = ++s.operations;
+  order(stream, operation);
+  if (!operation.accesses.empty()) {
+    s.pending.emplace(number, Pending{number, stream, operation.what, operation.accesses});
+  }
+  stream->queue.push_back(std::move(operation));
+  stream->todo.notify_one();
+  return number;
+}
+
+void wait_until_done(Lock& lock, Stream* stream, u64 number) {
+  const Clock before = stream->before;
+  state().progress.wait(
+      lock, [&] { return stream->queue.empty() || stream->queue.front().number > number; });
+  host_knows(before);
+}
+
+void drain_device(Lock& lock, int device) {
+  const u64 last = state().operations;
+  const auto streams = state().devices[static_cast<size_t>(device)].streams;
+  for (Stream* stream : streams) wait_until_done(lock, stream, last);
+}
+
+int synchronize_stream(Lock& lock, void* handle, int device) {
+  Stream* stream = stream_of(handle, device);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (int code = forbidden_by_capture()) return code;
+  if (stream->graph) return cudaErrorStreamCaptureUnsupported;
+  wait_until_done(lock, stream, state().operations);
+  return state().devices[static_cast<size_t>(stream->device)].sticky_error;
+}
+
+int query_stream(void* handle, int device) {
+  Stream* stream = stream_of(handle, device);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (int code = forbidden_by_capture()) return code;
+  const int sticky = state().devices[static_cast<size_t>(stream->device)].sticky_error;
+  if (sticky) return sticky;
+  if (!stream->queue.empty()) return CUDA_ERROR_NOT_READY;
+  host_knows(stream->before);
+  return 0;
+}
+
+int launch_host_function(void* handle, int device, std::function<void()> call) {
+  Stream* stream = stream_of(handle, device);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  Operation operation;
+  operation.what = "host function";
+  operation.run = [call = std::move(call), before = stream->before] {
+    {
+      Lock lock(state().lock);
+      host_knows(before);
+    }
+    call();
+  };
+  submit(stream, std::move(operation));
+  return 0;
+}
+
+}  // namespace emulator

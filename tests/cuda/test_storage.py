@@ -1,0 +1,90 @@
+"""Files that the device reads by itself, by way of the emulated cuFile."""
+
+import ctypes
+
+import pytest
+import tensorizer
+import torch
+from emulated import run
+
+TENSORS = {"large": torch.arange(3_000_000), "small": torch.arange(5.0), "empty": torch.empty(0)}
+_library = ctypes.CDLL(None)
+
+
+def reads():
+    """How often a device has read a file by itself."""
+    count = _library.fake_cufile_reads
+    count.restype = ctypes.c_uint64
+    return count()
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_GDS", "1")
+    tensorizer.save(TENSORS, tmp_path / "f.tensors")
+    return tmp_path / "f.tensors"
+
+
+def load(path):
+    """Load and compare; return whether the device has read the file, and the fallbacks."""
+    before = reads()
+    loaded = tensorizer.load(path, "cuda")
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded[name].cpu(), tensor), name
+    report = tensorizer.stats()
+    assert (report["reading"] == "GPUDirect Storage") == (not report["fallbacks"])
+    return reads() > before, report["fallbacks"]
+
+
+def test_the_device_reads_the_file(path):
+    assert load(path) == (True, [])
+    assert _library.fake_cufile_handles() == 0
+
+
+def test_reads_that_are_short_go_on(path, monkeypatch):
+    monkeypatch.setenv("FAKE_CUFILE_SHORT", "1000003")
+    assert load(path) == (True, [])
+
+
+def test_memory_is_not_read_into_while_it_is_used(path, emulator):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        scratch = torch.empty(30_000_000, dtype=torch.uint8, device="cuda")
+        emulator.pause(torch.cuda.current_stream(), 0.2)
+        scratch.fill_(7)
+        del scratch  # its memory goes to the next who asks
+        assert load(path) == (True, [])
+
+
+def test_what_reads_wrong_bytes_is_not_used(path, monkeypatch):
+    monkeypatch.setenv("FAKE_CUFILE_WRONG", "1")
+    _, fallbacks = load(path)
+    assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"), [("FAIL", "cuFile's error 5030"), ("EIO", "Input/output error")]
+)
+def test_reads_that_fail(path, monkeypatch, failure, text):
+    # The first read is the one that finds out whether the device reads what is there.
+    monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 2))
+    with pytest.raises(OSError, match=text):
+        tensorizer.load(path, "cuda")
+    monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 1))
+    _, fallbacks = load(path)
+    assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]
+
+
+def test_without_its_driver_files_are_read_as_usual(path):
+    done = run(
+        """
+import sys, tensorizer
+loaded = tensorizer.load(sys.argv[1], "cuda")
+assert loaded["small"].cpu().eq(torch.arange(5.0)).all()
+assert "not there" in tensorizer.stats()["fallbacks"][0]
+""",
+        path,
+        FAKE_CUFILE_OPEN_FAILS="1",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
