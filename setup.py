@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,11 @@ from setuptools import setup
 from setuptools_rust import Binding, RustExtension, build_rust
 
 ROOT = Path(__file__).resolve().parent
+#: Each extension, and the package of the workspace that makes it.
+PACKAGES = {
+    "tensorizer._C": "tensorizer-python",
+    "tensorizer.lib.libtensorizer_torch": "tensorizer-torch",
+}
 FIND_TORCH = (
     "import importlib.util as u; s = u.find_spec('torch'); "
     "print(s.submodule_search_locations[0] if s else '')"
@@ -58,11 +64,17 @@ def torch_minor(torch: Path) -> str:
 
 
 class BuildRust(build_rust):
-    """Finds torch, names the plain C++ library, and records what was built against."""
+    """Makes both libraries by one build, and records which torch they were built against.
+
+    Left alone, setuptools-rust runs Cargo once for each extension, which compiles everything twice:
+    Cargo resolves the features of what both depend on anew for each package it is asked for.
+    """
+
+    artifacts: dict[str, Path] | None = None
 
     def run(self) -> None:
         """Build everything."""
-        if shutil.which(os.environ.get("CARGO", "cargo")) is None:
+        if shutil.which(self.cargo) is None:
             sys.exit("tensorizer needs Rust to build: install it from https://rustup.rs.")
         torch = find_torch()
         minor = torch_minor(torch)
@@ -74,8 +86,38 @@ class BuildRust(build_rust):
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
         )
 
+    def build_extension(  # type: ignore[override]  # its pairs are of a private class
+        self, ext: RustExtension
+    ) -> tuple[list[tuple[str, str]], Path | None]:
+        """Find one of the libraries, after building both."""
+        if self.artifacts is None:
+            self.artifacts = self.build_both()
+        return [(ext.name, str(self.artifacts[ext.name]))], None
+
+    def build_both(self) -> dict[str, Path]:
+        """Run Cargo, and return where each extension's library is."""
+        command = [self.cargo, "build", "--release", "--locked"]
+        command += ["--message-format=json-render-diagnostics"]
+        for package in PACKAGES.values():
+            command += ["--package", package]
+        if isinstance(self.target, str):
+            command += ["--target", self.target]
+        # For every Python from 3.10 on: none in particular is asked, and libpython is not linked.
+        env = {**os.environ, "PYO3_BUILD_EXTENSION_MODULE": "1", "PYO3_NO_PYTHON": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode != 0:
+            sys.exit("tensorizer could not be built: see the compiler's message above.")
+        libraries = {}
+        for message in map(json.loads, done.stdout.splitlines()):
+            if message["reason"] == "compiler-artifact" and "cdylib" in message["target"]["kind"]:
+                found = (Path(name) for name in message["filenames"] if name.endswith(".so"))
+                libraries[message["target"]["name"]] = next(found)
+        return {name: libraries[crate.replace("-", "_")] for name, crate in PACKAGES.items()}
+
     def get_dylib_ext_path(self, ext: RustExtension, target_fname: str) -> str:
-        """Return where a library goes."""
+        """Return where a library goes: the one without Python keeps its plain name."""
         path: str = super().get_dylib_ext_path(ext, target_fname)
         if not target_fname.endswith("libtensorizer_torch"):
             return path
@@ -85,29 +127,35 @@ class BuildRust(build_rust):
 
 
 def version() -> str:
-    """Return the version that Cargo.toml states."""
+    """Return the version that Cargo.toml states, followed by the torch of a wheel."""
     found = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
     assert found, "Cargo.toml has no version"
-    return found[1]
+    wheel_for = os.environ.get("TENSORIZER_WHEEL_FOR")
+    return f"{found[1]}+torch{wheel_for}" if wheel_for else found[1]
+
+
+def dependencies() -> list[str]:
+    """Return what an installation needs: a wheel that is given away fits one minor of torch."""
+    wheel_for = os.environ.get("TENSORIZER_WHEEL_FOR")
+    return [f"torch=={wheel_for}.*" if wheel_for else "torch>=2.10,<2.16", "numpy"]
 
 
 setup(
     version=version(),
+    install_requires=dependencies(),
     cmdclass={"build_rust": BuildRust},
     rust_extensions=[
         RustExtension(
             "tensorizer._C",
+            "python/Cargo.toml",
             binding=Binding.PyO3,
-            features=["python"],
-            args=["--no-default-features"],
             py_limited_api=True,
             debug=False,
         ),
         RustExtension(
             "tensorizer.lib.libtensorizer_torch",
+            "csrc/Cargo.toml",
             binding=Binding.NoBinding,
-            features=["torch", "cuda", "redis", "s3"],
-            args=["--no-default-features"],
             debug=False,
         ),
     ],

@@ -1,117 +1,114 @@
-//! Compiles csrc/ against the torch that the environment has, and links to it.
+//! Compiles the C++ here against the torch that the environment has, and links to it.
 //!
 //! torch is found through `TENSORIZER_TORCH` (the folder that holds `lib` and `include`), else by
 //! asking Python where its `torch` package is, without importing it.
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
 fn main() {
-    println!("cargo:rerun-if-changed=csrc");
-    #[cfg(feature = "torch")]
-    if let Err(sentence) = torch::build() {
+    if let Err(sentence) = build() {
         println!("cargo::error={sentence}");
     }
 }
 
-#[cfg(feature = "torch")]
-mod torch {
-    use std::path::{Path, PathBuf};
-    use std::process::Command;
-    use std::{env, fs};
+const BRIDGE: &str = "bridge.rs";
+const SOURCES: &[&str] = &["ops.cpp", "tensor.cpp"];
+const HEADERS: &[&str] = &["errors.h", "ops.h", "tensor.h"];
 
-    /// The torch minors that the sources build on. `setup.py` reads this line.
-    const SUPPORTED: std::ops::RangeInclusive<u32> = 10..=15;
+/// The torch minors that the sources build on. `setup.py` reads this line.
+const SUPPORTED: std::ops::RangeInclusive<u32> = 10..=15;
 
-    pub fn build() -> Result<(), String> {
-        println!("cargo:rerun-if-env-changed=TENSORIZER_TORCH");
-        println!("cargo:rerun-if-env-changed=VIRTUAL_ENV");
-        let root = find()?;
-        let version = version(&root)?;
-        let (major, minor) = major_and_minor(&version)
-            .ok_or_else(|| format!("cannot read the torch version {version:?}"))?;
-        if major != 2 || !SUPPORTED.contains(&minor) {
-            return Err(format!(
-                "tensorizer builds on torch 2.{} to 2.{}, found {version} in {}",
-                SUPPORTED.start(),
-                SUPPORTED.end(),
-                root.display()
-            ));
-        }
-        println!("cargo:rustc-env=TENSORIZER_TORCH_VERSION={major}.{minor}");
-        let lib = root.join("lib");
-        let include = root.join("include");
-        let mut build = cxx_build::bridge("src/ffi/torch.rs");
-        build
-            .files(["csrc/ops.cpp", "csrc/tensor.cpp"])
-            .std("c++20")
-            .include("csrc")
-            .flag("-isystem")
-            .flag(include.display().to_string())
-            .flag("-isystem")
-            .flag(include.join("torch/csrc/api/include").display().to_string())
-            .define("_GLIBCXX_USE_CXX11_ABI", "1")
-            .flag("-Wall")
-            .flag("-Wextra")
-            .flag("-Wno-unused-parameter")
-            // A false alarm of GCC 12 inside torch's own headers.
-            .flag_if_supported("-Wno-stringop-overflow");
-        if cfg!(feature = "python") {
-            build.define("TENSORIZER_PYTHON", None);
-        }
-        if cfg!(feature = "tch") {
-            build.define("TENSORIZER_TCH", None);
-        }
-        build.try_compile("tensorizer_csrc").map_err(|e| {
-            format!(
-                "csrc/ does not compile against torch {version}: {}",
-                e.to_string().replace('\n', " ")
-            )
-        })?;
-        // Never torch_cuda or torch_python: one library serves CPU and CUDA builds of torch.
-        println!("cargo:rustc-link-search=native={}", lib.display());
-        println!("cargo:rustc-link-lib=dylib=torch_cpu");
-        println!("cargo:rustc-link-lib=dylib=c10");
-        println!(
-            "cargo:rustc-cdylib-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib:$ORIGIN/../torch/lib"
-        );
-        if !cfg!(feature = "python") {
-            println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libtensorizer_torch.so");
-        }
-        Ok(())
+fn build() -> Result<(), String> {
+    for source in SOURCES.iter().chain(HEADERS).chain(&[BRIDGE, "build.rs"]) {
+        println!("cargo:rerun-if-changed={source}");
     }
-
-    fn find() -> Result<PathBuf, String> {
-        if let Some(given) = env::var_os("TENSORIZER_TORCH") {
-            return Ok(PathBuf::from(given));
-        }
-        let python = match env::var_os("VIRTUAL_ENV") {
-            Some(venv) => Path::new(&venv).join("bin/python").into_os_string(),
-            None => "python3".into(),
-        };
-        let script = "import importlib.util as u; s = u.find_spec('torch'); \
-                      print(s.submodule_search_locations[0] if s else '')";
-        let output = Command::new(&python).args(["-I", "-c", script]).output();
-        let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok()).unwrap_or_default();
-        match found.trim() {
-            "" => Err("torch was not found: install it first (pip install torch), or set \
-                       TENSORIZER_TORCH to a libtorch folder"
-                .to_owned()),
-            path => Ok(PathBuf::from(path)),
-        }
+    println!("cargo:rerun-if-env-changed=TENSORIZER_TORCH");
+    println!("cargo:rerun-if-env-changed=VIRTUAL_ENV");
+    let root = find()?;
+    let version = version(&root)?;
+    let (major, minor) = major_and_minor(&version)
+        .ok_or_else(|| format!("cannot read the torch version {version:?}"))?;
+    if major != 2 || !SUPPORTED.contains(&minor) {
+        return Err(format!(
+            "tensorizer builds on torch 2.{} to 2.{}, found {version} in {}",
+            SUPPORTED.start(),
+            SUPPORTED.end(),
+            root.display()
+        ));
     }
-
-    fn version(root: &Path) -> Result<String, String> {
-        // The Python package has version.py, a libtorch archive build-version.
-        let python = fs::read_to_string(root.join("version.py")).unwrap_or_default();
-        let quoted = python.lines().find_map(|line| line.strip_prefix("__version__ = "));
-        if let Some(version) = quoted {
-            return Ok(version.trim_matches(['\'', '"']).to_owned());
-        }
-        fs::read_to_string(root.join("build-version"))
-            .map(|text| text.trim().to_owned())
-            .map_err(|e| format!("{} is not a torch folder: build-version: {e}", root.display()))
+    println!("cargo:rustc-env=TENSORIZER_TORCH_VERSION={major}.{minor}");
+    let lib = root.join("lib");
+    let include = root.join("include");
+    let mut build = cxx_build::bridge(BRIDGE);
+    build
+        .files(SOURCES)
+        .std("c++20")
+        .include(".")
+        .flag("-isystem")
+        .flag(include.display().to_string())
+        .flag("-isystem")
+        .flag(include.join("torch/csrc/api/include").display().to_string())
+        .define("_GLIBCXX_USE_CXX11_ABI", "1")
+        .flag("-Wall")
+        .flag("-Wextra")
+        .flag("-Wno-unused-parameter")
+        // A false alarm of GCC 12 inside torch's own headers.
+        .flag_if_supported("-Wno-stringop-overflow");
+    if cfg!(feature = "tch") {
+        build.define("TENSORIZER_TCH", None);
     }
+    build.try_compile("tensorizer_csrc").map_err(|e| {
+        format!(
+            "csrc/ does not compile against torch {version}: {}",
+            e.to_string().replace('\n', " ")
+        )
+    })?;
+    // Never torch_cuda or torch_python: one library serves CPU and CUDA builds of torch.
+    println!("cargo:rustc-link-search=native={}", lib.display());
+    println!("cargo:rustc-link-lib=dylib=torch_cpu");
+    println!("cargo:rustc-link-lib=dylib=c10");
+    // Of this package's library alone; those for cdylibs in particular would also reach the Python
+    // module. The path is as seen from tensorizer/lib, beside which torch/ is installed.
+    println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib");
+    println!("cargo:rustc-link-arg=-Wl,-soname,libtensorizer_torch.so");
+    Ok(())
+}
 
-    fn major_and_minor(version: &str) -> Option<(u32, u32)> {
-        let mut parts = version.split(['.', '+', 'a', 'r', 'b']);
-        Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+fn find() -> Result<PathBuf, String> {
+    if let Some(given) = env::var_os("TENSORIZER_TORCH") {
+        return Ok(PathBuf::from(given));
     }
+    let python = match env::var_os("VIRTUAL_ENV") {
+        Some(venv) => Path::new(&venv).join("bin/python").into_os_string(),
+        None => "python3".into(),
+    };
+    let script = "import importlib.util as u; s = u.find_spec('torch'); \
+                  print(s.submodule_search_locations[0] if s else '')";
+    let output = Command::new(&python).args(["-I", "-c", script]).output();
+    let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok()).unwrap_or_default();
+    match found.trim() {
+        "" => Err("torch was not found: install it first (pip install torch), or set \
+                   TENSORIZER_TORCH to a libtorch folder"
+            .to_owned()),
+        path => Ok(PathBuf::from(path)),
+    }
+}
+
+fn version(root: &Path) -> Result<String, String> {
+    // The Python package has version.py, a libtorch archive build-version.
+    let python = fs::read_to_string(root.join("version.py")).unwrap_or_default();
+    let quoted = python.lines().find_map(|line| line.strip_prefix("__version__ = "));
+    if let Some(version) = quoted {
+        return Ok(version.trim_matches(['\'', '"']).to_owned());
+    }
+    fs::read_to_string(root.join("build-version"))
+        .map(|text| text.trim().to_owned())
+        .map_err(|e| format!("{} is not a torch folder: build-version: {e}", root.display()))
+}
+
+fn major_and_minor(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split(['.', '+', 'a', 'r', 'b']);
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }

@@ -19,7 +19,7 @@
 
 #include "errors.h"
 #include "tensor.h"
-#include "tensorizer/src/ffi/torch.rs.h"
+#include "tensorizer-torch/bridge.rs.h"
 
 namespace tensorizer {
 
@@ -287,7 +287,6 @@ void save(std::string uri, Dict tensors, Key key) {
 void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key) {}
 void no_effect_save(std::string, Names, std::vector<at::Tensor>, Key) {}
 
-#ifdef TENSORIZER_PYTHON
 // How the Python classes hand tensors over: the core keeps them under a number that is good for
 // one use, so that neither side ever holds the other's addresses.
 std::int64_t lend(std::vector<at::Tensor> tensors) {
@@ -298,7 +297,6 @@ std::vector<at::Tensor> take(std::int64_t ticket) {
   auto loaded = checked([&] { return exchange_take(ticket); });
   return take_tensors(*loaded);
 }
-#endif
 
 // Conjugated and negated views are carried out one by one when their turn comes, not all at once
 // before the call; nested tensors reach the kernel, which refuses them with a sentence.
@@ -347,11 +345,9 @@ void define(torch::Library& library) {
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));
   library.impl("save.list", torch::dispatch(meta, TORCH_FN(no_effect_save)));
   accept_every_tensor(library, "save.list", TORCH_FN(save_list));
-#ifdef TENSORIZER_PYTHON
   library.def("_lend(Tensor[] tensors) -> int", torch::dispatch(explicit_, TORCH_FN(lend)));
   accept_every_tensor(library, "_lend", TORCH_FN(lend));
   library.def("_take(int ticket) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
-#endif
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "tensorizer/src/ffi/torch.rs.h"
+#include "tensorizer-torch/bridge.rs.h"
 
 namespace tensorizer {
 
@@ -57,11 +57,11 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
   }
   const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
-  HostBuffer* owner = loaded.take(at).into_raw();
+  HostMemory* owner = loaded.take(at).into_raw();
   return at::for_blob(owner->data(), at::IntArrayRef(shape.data(), shape.size()))
       .context(
           owner,
-          [](void* buffer) { rust::Box<HostBuffer>::from_raw(static_cast<HostBuffer*>(buffer)); })
+          [](void* buffer) { rust::Box<HostMemory>::from_raw(static_cast<HostMemory*>(buffer)); })
       .options(options)
       .target_device(at::kCPU)
       .make_tensor();

@@ -20,11 +20,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let variables = trained.variables();
     let tensors: Vec<(&String, &Tensor)> = variables.iter().collect();
-    tensorizer::tch::save(&path, &tensors)?;
+    tensorizer_torch::tch::save(&path, &tensors)?;
 
     let mut variables = fresh.variables();
     let mut out: Vec<(&String, &mut Tensor)> = variables.iter_mut().collect();
-    tensorizer::tch::load_into(&path, &mut out)?;
+    tensorizer_torch::tch::load_into(&path, &mut out)?;
     std::fs::remove_file(&path)?;
 
     let x = Tensor::randn([2, 16], (Kind::Float, Device::Cpu));

@@ -13,7 +13,6 @@ pub type CallerError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// The operating system refused: missing file, permission, full disk, lost device.
     #[error("{action} `{uri}`: {error}")]
@@ -146,7 +145,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
+    /// What the system refused, with the address.
+    pub fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }
     }
 }

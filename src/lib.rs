@@ -45,8 +45,6 @@ pub mod device;
 mod drain;
 pub mod environment;
 pub mod error;
-#[cfg(feature = "torch")]
-mod ffi;
 mod fill;
 pub mod format;
 mod job;
@@ -54,22 +52,17 @@ mod load;
 #[cfg(any(feature = "http", feature = "redis"))]
 pub mod net;
 pub mod plan;
-#[cfg(feature = "python")]
-mod py;
 mod save;
 pub mod sink;
+mod snapshot;
 pub mod source;
 pub mod stats;
 mod sys;
-#[cfg(feature = "tch")]
-pub use ffi::tch;
-#[cfg(feature = "torch")]
-mod tensor;
 mod tensor_file;
 pub mod transform;
 mod typed;
 pub mod upload;
-mod workers;
+pub mod workers;
 
 pub use half;
 
@@ -78,6 +71,7 @@ pub use fill::read_headers;
 pub use format::header::Hashes;
 pub use load::{LoadOptions, LoadedTensor, Mapping, Verify, load, load_into};
 pub use save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
+pub use snapshot::snapshot;
 pub use tensor_file::TensorFile;
 pub use typed::{Element, Tensor, write};
 pub use workers::Interrupt;

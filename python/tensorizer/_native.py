@@ -14,7 +14,8 @@ _found = ".".join(torch.__version__.split(".")[:2])
 if _found != TORCH_MINOR:
     raise ImportError(
         f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
-        "build it again with `pip install --force-reinstall --no-deps --no-cache-dir tensorizer`."
+        f"install its wheel for this torch, tensorizer-*+torch{_found}-*.whl, or build it again "
+        "with `pip install --force-reinstall --no-deps .` in its source folder."
     )
 
 from ._C import (  # noqa: E402

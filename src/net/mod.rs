@@ -17,3 +17,10 @@ pub(crate) fn show_text(address: &str) -> &str {
     let address = address.split(['?', '#']).next().unwrap_or_default();
     if address.contains('@') { "..." } else { address }
 }
+
+/// Has rustls use the provider of cryptography that is compiled in, unless the program has chosen
+/// another.
+pub(crate) fn choose_tls_provider() {
+    // An error is that it was done before.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}

@@ -21,7 +21,7 @@ pub fn open(uri: &str, s3: &S3Options, http: NetOptions) -> Result<Arc<dyn ReadA
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let runtime = new_runtime().map_err(|e| Error::io("opening", uri, e))?;
     let (address, headers) = runtime.block_on(async {
-        let resolved = resolve(s3, DEFAULT_READ_ENDPOINT, uri).await?;
+        let resolved = resolve(s3, &http, DEFAULT_READ_ENDPOINT, uri).await?;
         match &resolved.credentials {
             Some(_) => sign(&resolved, bucket, key, uri).await,
             None => Ok((plain(&resolved, bucket, key, uri)?, Vec::new())),

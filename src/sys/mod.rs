@@ -218,17 +218,3 @@ pub fn page_size() -> usize {
     // SAFETY: takes a number and returns one.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
-
-/// Duplicates a descriptor that somebody else owns.
-#[cfg(feature = "python")]
-pub fn duplicate(descriptor: c_int) -> io::Result<File> {
-    use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd};
-    if descriptor < 0 {
-        return Err(io::Error::from_raw_os_error(libc::EBADF));
-    }
-    // SAFETY: not negative, and borrowed only for the duplication, which reports a closed one.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
-    let owned = borrowed.try_clone_to_owned()?;
-    // SAFETY: the duplicate is ours alone.
-    Ok(unsafe { File::from_raw_fd(owned.into_raw_fd()) })
-}

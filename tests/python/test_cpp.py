@@ -152,23 +152,30 @@ def server(cmake, tmp_path_factory):
     return build / "server"
 
 
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """The example's model in both forms, its weights, a request and the answers to it."""
+    folder = tmp_path_factory.mktemp("exported")
+    run([sys.executable, ROOT / "examples/cpp-server/export.py", folder], cwd=folder)
+    return folder
+
+
 @pytest.mark.parametrize("form", ["model.pt", "model.pt2"])
-def test_the_example_server(form, server, tmp_path):
-    run([sys.executable, ROOT / "examples/cpp-server/export.py", tmp_path], cwd=tmp_path)
-    expected = [float(word) for word in (tmp_path / "expected.txt").read_text().split()]
+def test_the_example_server(form, server, exported, tmp_path):
+    expected = [float(word) for word in (exported / "expected.txt").read_text().split()]
 
     def answer(weights, request):
         return subprocess.run(
-            [str(server), str(tmp_path / form), str(weights)],
+            [str(server), str(exported / form), str(weights)],
             input=request, capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
 
-    request = (tmp_path / "request.txt").read_text()
-    done = answer(tmp_path / "weights.tensors", request)
+    request = (exported / "request.txt").read_text()
+    done = answer(exported / "weights.tensors", request)
     assert done.returncode == 0, done.stderr
     answers = [float(word) for word in done.stdout.split()]
     assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    with FaultServer((tmp_path / "weights.tensors").read_bytes()) as remote:
+    with FaultServer((exported / "weights.tensors").read_bytes()) as remote:
         done = answer(remote.url, request)
     assert done.returncode == 0, done.stderr
     answers = [float(word) for word in done.stdout.split()]
@@ -180,6 +187,6 @@ def test_the_example_server(form, server, tmp_path):
     done = answer(tmp_path / "other.tensors", request)
     assert done.returncode == 1
     assert "Tensor not found: `" in done.stderr
-    done = answer(tmp_path / "weights.tensors", "1 2 x\n")
+    done = answer(exported / "weights.tensors", "1 2 x\n")
     assert done.returncode == 1
     assert "expected 16 numbers" in done.stderr

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use tch::{Device, Kind, Tensor};
-use tensorizer::tch::{load, load_into, load_named, save};
+use tensorizer_torch::tch::{load, load_into, load_named, save};
 
 #[test]
 fn tensors_come_back() {

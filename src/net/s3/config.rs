@@ -10,7 +10,9 @@ use aws_sdk_s3::config::{
 };
 use reqwest::Url;
 
+use super::OnDemand;
 use crate::error::{Error, Result};
+use crate::net::NetOptions;
 
 /// Where objects are read from if nothing says otherwise, as in the package that this one succeeds.
 pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
@@ -104,10 +106,18 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
 }
 
 /// Finds out everything.
-pub async fn resolve(options: &S3Options, default: &str, uri: &str) -> Result<Resolved> {
+pub async fn resolve(
+    options: &S3Options,
+    net: &NetOptions,
+    default: &str,
+    uri: &str,
+) -> Result<Resolved> {
     let both = options.access_key.is_some() && options.secret_key.is_some();
     let file = if both { S3Cfg::default() } else { find_s3cfg(options)? };
-    let aws = aws_config::defaults(BehaviorVersion::latest()).load().await;
+    let aws = aws_config::defaults(BehaviorVersion::latest())
+        .http_client(OnDemand::new(net))
+        .load()
+        .await;
 
     let access = options.access_key.clone().or(file.access_key);
     let secret = options.secret_key.clone().or(file.secret_key);

@@ -15,7 +15,8 @@ use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{Body, Client, Request, StatusCode};
 
-use crate::net::Failure;
+use crate::net::{Failure, NetOptions, Trust};
+use crate::source::http::client;
 use crate::source::http::reply::refusal;
 
 /// The slowest upload, in bytes a second, that is not given up and tried again.
@@ -35,6 +36,48 @@ impl HttpClient for Connector {
         _components: &RuntimeComponents,
     ) -> SharedHttpConnector {
         SharedHttpConnector::new(self.clone())
+    }
+}
+
+/// Asks for credentials where the SDK knows them to be: a client is made when that is needed, and
+/// believes whom the system trusts, whoever has the objects.
+#[derive(Debug)]
+pub struct OnDemand {
+    options: NetOptions,
+}
+
+impl OnDemand {
+    /// With the time limits and proxies of a source or a sink.
+    pub fn new(options: &NetOptions) -> Self {
+        let (headers, trust) = (Vec::new(), Trust::System);
+        OnDemand { options: NetOptions { headers, trust, ..options.clone() } }
+    }
+}
+
+impl HttpClient for OnDemand {
+    fn http_connector(
+        &self,
+        settings: &HttpConnectorSettings,
+        _components: &RuntimeComponents,
+    ) -> SharedHttpConnector {
+        // The SDK waits a second for what only machines of a cloud have.
+        let connect = settings.connect_timeout().unwrap_or(self.options.connect);
+        let stall = settings.read_timeout().map_or(self.options.stall, |read| connect + read);
+        let options = NetOptions { connect, ..self.options.clone() };
+        match client::connect(&options, &[]) {
+            Ok(client) => SharedHttpConnector::new(Connector { client, stall }),
+            Err(error) => SharedHttpConnector::new(NoClient(error.to_string())),
+        }
+    }
+}
+
+/// Why there is no client.
+#[derive(Debug)]
+struct NoClient(String);
+
+impl HttpConnector for NoClient {
+    fn call(&self, _request: HttpRequest) -> HttpConnectorFuture {
+        HttpConnectorFuture::ready(Err(failed(io::Error::other(self.0.clone()))))
     }
 }
 

@@ -5,7 +5,7 @@ mod connector;
 
 pub use config::{DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, S3Options};
 pub(crate) use config::{Resolved, resolve};
-pub(crate) use connector::{Connector, failure};
+pub(crate) use connector::{Connector, OnDemand, failure};
 
 use crate::error::{Error, Result};
 

@@ -38,7 +38,7 @@ impl Object {
     pub fn new(uri: &str, s3: &S3Options, options: NetOptions) -> Result<Self> {
         let (bucket, key) = parse(uri)?;
         let runtime = new_runtime().map_err(|e| Error::io("opening", uri, e))?;
-        let resolved = runtime.block_on(resolve(s3, DEFAULT_WRITE_ENDPOINT, uri))?;
+        let resolved = runtime.block_on(resolve(s3, &options, DEFAULT_WRITE_ENDPOINT, uri))?;
         Ok(Object {
             shown: format!("s3://{bucket}/{key}"),
             bucket: bucket.to_owned(),

@@ -99,6 +99,7 @@ impl Clients {
 
 /// A client with the options of a source or a sink.
 pub fn connect(options: &NetOptions, certificates: &[Certificate]) -> reqwest::Result<Client> {
+    crate::net::choose_tls_provider();
     let builder = Client::builder()
         .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
         .redirect(reqwest::redirect::Policy::none())

@@ -82,6 +82,7 @@ pub struct Connections {
 impl Connections {
     /// Reads the certificates; what is wrong with them is the error.
     pub fn new(address: &Address, options: &NetOptions) -> Result<Self, String> {
+        crate::net::choose_tls_provider();
         let pem = options.trust.certificates()?;
         let info = address.info.clone();
         let client = if pem.is_empty() {

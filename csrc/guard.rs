@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::error::{Error, Result};
+use tensorizer::error::{Error, Result};
 
 /// Runs the body of a function that C++ calls; a panic becomes an error.
 pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {

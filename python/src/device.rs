@@ -4,15 +4,15 @@ use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tensorizer::buffer::pinned::Pool;
+use tensorizer::device::{Index, find};
+use tensorizer::error::Result;
+use tensorizer::stats::{Report, Stage, last};
+use tensorizer_torch::exchange::{borrow, offer};
+use tensorizer_torch::tensor::{Loaded, all_on_devices};
 
-use super::signals;
-use crate::buffer::pinned::Pool;
-use crate::device::{Index, find};
-use crate::error::Result;
-use crate::ffi::exchange::{borrow, offer};
-use crate::ffi::snapshot::snapshot as take_snapshot;
-use crate::stats::{Report, Stage, last};
-use crate::tensor::Loaded;
+use crate::errors::Answer;
+use crate::signals;
 
 /// Whether loads to a device go through staging memory into its own.
 #[pyfunction]
@@ -22,7 +22,7 @@ pub fn staged(device: Index) -> bool {
 
 /// The report of the last load or save that has ended well; None before the first.
 #[pyfunction]
-pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
+pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
     let Some(report) = last() else { return Ok(None) };
     let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, reading, fallbacks } =
         report;
@@ -49,7 +49,7 @@ pub fn stats(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
 
 /// The most bytes of staging memory that all loads and saves together take.
 #[pyfunction]
-pub fn set_pinned_limit(bytes: u64) -> PyResult<()> {
+pub fn set_pinned_limit(bytes: u64) -> Answer<()> {
     Pool::global()?.set_limit(bytes);
     Ok(())
 }
@@ -57,18 +57,18 @@ pub fn set_pinned_limit(bytes: u64) -> PyResult<()> {
 /// Copies lent tensors, which are on devices, into host memory. Returns the number under which
 /// `_take` fetches the copies.
 #[pyfunction]
-pub fn snapshot(py: Python<'_>, ticket: i64) -> PyResult<i64> {
+pub fn snapshot(py: Python<'_>, ticket: i64) -> Answer<i64> {
     Ok(py.detach(|| -> Result<_> {
         let lent = borrow(ticket)?;
         let tensors = lent.list()?;
-        let memory = take_snapshot(tensors, &signals)?;
+        let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
         Ok(offer(Loaded::copies(tensors, memory)?))
     })?)
 }
 
 /// Gives staging memory that is not in use back, and says how many bytes.
 #[pyfunction]
-pub fn release_pinned(py: Python<'_>) -> PyResult<usize> {
+pub fn release_pinned(py: Python<'_>) -> Answer<usize> {
     let pool = Pool::global()?;
     Ok(py.detach(|| pool.release()))
 }

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorizer::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret};
+use tensorizer::error::{Error, Result};
+use tensorizer::format::crypt_info::KeyDerivation;
 
-use crate::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret};
-use crate::error::{Error, Result};
-use crate::format::crypt_info::KeyDerivation;
+use crate::errors::Answer;
 
 fn key(bytes: &[u8]) -> Result<Key> {
     Key::new(bytes)
@@ -27,12 +28,12 @@ impl Encryption {
 #[pymethods]
 impl Encryption {
     #[staticmethod]
-    fn from_key(bytes: &[u8], manifest: bool) -> PyResult<Self> {
+    fn from_key(bytes: &[u8], manifest: bool) -> Answer<Self> {
         Ok(Self::new(key(bytes)?, None, manifest))
     }
 
     #[staticmethod]
-    fn random(manifest: bool) -> PyResult<Self> {
+    fn random(manifest: bool) -> Answer<Self> {
         let bytes = zeroize::Zeroizing::new(crypt::random::<32>()?);
         Ok(Self::new(key(&*bytes)?, None, manifest))
     }
@@ -47,7 +48,7 @@ impl Encryption {
         memlimit: u64,
         salt: Option<[u8; 16]>,
         manifest: bool,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let salt = salt.map_or_else(crypt::random, Ok)?;
         let derivation = KeyDerivation { opslimit, memlimit, salt };
         let derived = py.detach(|| EncryptionOptions::from_passphrase(source, derivation))?;
@@ -93,7 +94,7 @@ impl Decryption {
         require_manifest: bool,
         max_opslimit: Option<u64>,
         max_memlimit: Option<u64>,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let secret = match (key, source) {
             (Some(key), None) => Secret::Key(self::key(key)?),
             (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cxx::UniquePtr;
+use tensorizer::error::{Error, Result};
 
-use super::guard::guard;
-use super::torch::bridge::TensorList;
-use crate::error::{Error, Result};
+use crate::bridge::{TensorList, thrown};
+use crate::guard::guard;
 use crate::tensor::Loaded;
 
 /// Tensors that Python lent for the length of a call.
@@ -19,6 +19,11 @@ impl Lent {
     /// The tensors.
     pub fn list(&self) -> Result<&TensorList> {
         self.0.as_ref().ok_or_else(|| Error::Bug("no tensors were lent".to_owned()))
+    }
+
+    /// Tells autograd that the tensors were changed.
+    pub fn changed(&self) -> Result<()> {
+        self.list()?.changed().map_err(thrown)
     }
 }
 

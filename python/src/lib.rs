@@ -10,9 +10,8 @@ mod source;
 mod writer;
 
 use pyo3::prelude::*;
-
-use crate::error::{Error, Result};
-use crate::ffi::torch::{register, set_interrupt};
+use tensorizer::error::{Error, Result};
+use tensorizer_torch::{registered, set_interrupt};
 
 /// Looked at while a call waits for its threads: lets Ctrl-C end it.
 fn signals() -> Result<()> {
@@ -26,13 +25,13 @@ fn signals_in_operator() -> Result<()> {
 
 #[pymodule(name = "_C")]
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    register().map_err(|e| pyo3::exceptions::PyImportError::new_err(e.to_string()))?;
+    registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
     set_interrupt(signals_in_operator);
-    module.add("TORCH_VERSION", env!("TENSORIZER_TORCH_VERSION"))?;
-    module.add("DEFAULT_S3_READ_ENDPOINT", crate::net::s3::DEFAULT_READ_ENDPOINT)?;
-    module.add("DEFAULT_S3_WRITE_ENDPOINT", crate::net::s3::DEFAULT_WRITE_ENDPOINT)?;
+    module.add("TORCH_VERSION", tensorizer_torch::TORCH_VERSION)?;
+    module.add("DEFAULT_S3_READ_ENDPOINT", tensorizer::net::s3::DEFAULT_READ_ENDPOINT)?;
+    module.add("DEFAULT_S3_WRITE_ENDPOINT", tensorizer::net::s3::DEFAULT_WRITE_ENDPOINT)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("cpu_count", crate::cpu_count())?;
+    module.add("cpu_count", tensorizer::cpu_count())?;
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats, module)?)?;

@@ -3,20 +3,21 @@
 
 use std::sync::Arc;
 
-use super::torch::bridge;
-use crate::buffer::pinned::Pool;
-use crate::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
-use crate::environment::GDS;
-use crate::error::{Error, Result};
-use crate::format::header::Header;
-use crate::format::index::Entry;
-use crate::load::{LoadOptions, Mapping, load, load_into};
-use crate::plan::{Target, blocks};
-use crate::stats::{Counters, PAGEABLE};
+use tensorizer::TensorFile;
+use tensorizer::buffer::pinned::Pool;
+use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
+use tensorizer::environment::GDS;
+use tensorizer::error::{Error, Result};
+use tensorizer::format::header::Header;
+use tensorizer::format::index::Entry;
+use tensorizer::plan::{Target, blocks};
+use tensorizer::stats::{Counters, PAGEABLE};
+use tensorizer::upload::{Destination, Uploaded, copy, upload};
+use tensorizer::workers::Interrupt;
+use tensorizer::{LoadOptions, Mapping, load, load_into};
+
+use crate::bridge::{self, thrown};
 use crate::tensor::{Loaded, Place, expect_like};
-use crate::tensor_file::TensorFile;
-use crate::upload::{Destination, Uploaded, copy, upload};
-use crate::workers::Interrupt;
 
 /// Where new tensors are to be.
 #[derive(Clone, Copy)]
@@ -51,7 +52,7 @@ pub fn load_tensors(
             .unzip();
         return Ok((Loaded::new(file, places.into_iter(), None)?, headers));
     };
-    let consumer = Consumer(bridge::current_stream(to.device)?);
+    let consumer = Consumer(bridge::current_stream(to.device).map_err(thrown)?);
     // A graph that is being captured refuses here, before memory is taken.
     drop(Arc::clone(&device).stream(consumer)?);
 
@@ -64,13 +65,13 @@ pub fn load_tensors(
     let memory = block_lens.iter().enumerate().map(|(at, &len)| {
         // SAFETY: a new tensor of so many bytes that nobody else knows; `run` waits for all copies
         // before it returns an error, and the consumer's stream does before the tensor is used.
-        Ok(unsafe { DeviceMemory::new(tensors.writable(at)?, size(len)?) })
+        Ok(unsafe { DeviceMemory::new(tensors.writable(at).map_err(thrown)?, size(len)?) })
     });
     let blocks = memory.collect::<Result<Vec<_>>>()?;
     let at = (&device, consumer, blocks.as_slice(), targets.as_slice());
     let uploaded = run(file, selection, at, options, &counters, interrupt)?;
     for &stream in &uploaded.streams {
-        tensors.used_by_stream(stream)?;
+        tensors.used_by_stream(stream).map_err(thrown)?;
     }
     let placed =
         selection.iter().zip(&entries).zip(&places).map(|((&number, entry), &(block, offset))| {
@@ -215,12 +216,12 @@ pub unsafe fn load_into_tensors(
         let blocks: Vec<DeviceMemory> = blocks.collect();
         let targets: Vec<Target> =
             (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
-        let consumer = Consumer(bridge::current_stream(index)?);
+        let consumer = Consumer(bridge::current_stream(index).map_err(thrown)?);
         let places = (&device, consumer, blocks.as_slice(), targets.as_slice());
         let counters = Counters::default();
         keep(&at, run(file, &numbers, places, options, &counters, interrupt)?.headers);
         for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {
-            out.fill_zero(tensor.at)?;
+            out.fill_zero(tensor.at).map_err(thrown)?;
         }
     }
     let missing = || Error::Bug("a tensor of no device".to_owned());
@@ -248,12 +249,19 @@ impl Found {
         let mut found = Vec::with_capacity(selection.len());
         for (at, &number) in selection.iter().enumerate() {
             let entry = file.entry(number)?;
-            let info = out.info(at)?;
+            let info = out.info(at).map_err(thrown)?;
             expect_like(entry, &info)?;
             let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
             let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
             let (device, meta) = (info.device, entry.is_meta());
-            found.push(Found { at, number, device, address: out.writable(at)?, len, meta });
+            found.push(Found {
+                at,
+                number,
+                device,
+                address: out.writable(at).map_err(thrown)?,
+                len,
+                meta,
+            });
         }
         let mut ranges: Vec<(Index, usize, usize)> = found
             .iter()

@@ -1,6 +1,6 @@
 //! The hand-off between the core and torch: dtype, shape and bytes to a tensor and back.
 //!
-//! A loaded tensor owns its memory: the storage that C++ makes of a [`HostBuffer`] drops it. A
+//! A loaded tensor owns its memory: the storage that C++ makes of a [`HostMemory`] drops it. A
 //! tensor being saved is lent: the list that holds it outlives every use of its bytes. One of the
 //! few doors to `unsafe`.
 #![allow(unsafe_code)]
@@ -8,17 +8,17 @@
 use std::sync::Arc;
 
 use cxx::UniquePtr;
+use tensorizer::TensorFile;
+use tensorizer::buffer::HostBuffer;
+use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
+use tensorizer::error::{Error, Result};
+use tensorizer::format::TensorKind;
+use tensorizer::format::dtype::DType;
+use tensorizer::format::index::Entry;
+use tensorizer::format::name::Name;
+use tensorizer::{Data, HostCopy, SaveTensor};
 
-pub use crate::buffer::HostBuffer;
-use crate::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
-use crate::error::{Error, Result};
-use crate::ffi::torch::bridge::{self, TensorInfo, TensorList};
-use crate::format::TensorKind;
-use crate::format::dtype::DType;
-use crate::format::index::Entry;
-use crate::format::name::Name;
-use crate::save::{Data, HostCopy, SaveTensor};
-use crate::tensor_file::TensorFile;
+use crate::bridge::{self, TensorInfo, TensorList, thrown};
 
 /// Tensors that were loaded and wait to become torch's.
 pub struct Loaded {
@@ -70,10 +70,9 @@ impl Loaded {
     }
 
     /// Copies of lent tensors in host memory, in their order and without names.
-    #[cfg(feature = "python")]
     pub fn copies(tensors: &TensorList, memory: Vec<HostBuffer>) -> Result<Self> {
         let tensors = memory.into_iter().enumerate().map(|(at, memory)| {
-            let TensorInfo { dtype, shape, .. } = tensors.info(at)?;
+            let TensorInfo { dtype, shape, .. } = tensors.info(at).map_err(thrown)?;
             let shape = shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
             let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
             Ok(Waiting { name: String::new(), dtype, shape, place: Place::Host(memory) })
@@ -104,13 +103,13 @@ impl Loaded {
     }
 
     /// Host memory; empty when it was taken before, or is none.
-    pub fn take(&mut self, at: usize) -> Box<HostBuffer> {
+    pub fn take(&mut self, at: usize) -> Box<HostMemory> {
         let none = HostBuffer::empty();
         let taken = match self.tensors.get_mut(at).map(|tensor| &mut tensor.place) {
             Some(Place::Host(memory)) => std::mem::replace(memory, none),
             _ => none,
         };
-        Box::new(taken)
+        Box::new(HostMemory(taken))
     }
 
     /// The block in which a tensor is; -1 for host memory, -2 for zeros that are to be made.
@@ -136,10 +135,13 @@ impl Loaded {
     }
 }
 
-impl HostBuffer {
-    /// For C++.
+/// Host memory that becomes torch's.
+pub struct HostMemory(HostBuffer);
+
+impl HostMemory {
+    /// Where the bytes are; valid as long as this value lives.
     pub fn data(&self) -> *mut u8 {
-        self.as_ptr()
+        self.0.as_ptr()
     }
 }
 
@@ -199,7 +201,9 @@ impl Devices {
             return Ok(known.clone());
         }
         let found = match device::find(index).unwrap_or(None) {
-            Some(device) => Some((device, Consumer(bridge::current_stream(index)?))),
+            Some(device) => {
+                Some((device, Consumer(bridge::current_stream(index).map_err(thrown)?)))
+            }
             None => None,
         };
         self.0.push((index, found.clone()));
@@ -219,21 +223,32 @@ pub fn data_of<'t>(
     }
     let found = if info.ready { devices.find(info.device)? } else { None };
     if let Some((device, consumer)) = found {
-        let len = usize::try_from(tensors.len(at)?);
+        let len = usize::try_from(tensors.len(at).map_err(thrown)?);
         let len = len.map_err(|_| Error::Bug("the size of a tensor".to_owned()))?;
         // SAFETY: the tensor's own bytes, which the list keeps alive; they are only read, and all
         // copies have ended when the call for which the tensor was lent returns.
-        let memory = unsafe { DeviceMemory::new(tensors.address(at)?, len) };
+        let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };
         return Ok(Data::Device(OnDevice { device, consumer, memory }));
     }
     if info.ready && info.device == CPU {
-        return Ok(Data::Bytes(tensors.bytes(at)?));
+        return Ok(Data::Bytes(tensors.bytes(at).map_err(thrown)?));
     }
     Ok(Data::Deferred(Box::new(move || {
-        let copy = HostTensor(tensors.host_copy(at)?);
+        let copy = HostTensor(tensors.host_copy(at).map_err(thrown)?);
         copy.bytes()?;
         Ok(Box::new(copy) as HostCopy)
     })))
+}
+
+/// Where lent tensors are, all of them in row-major order on devices.
+pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<OnDevice>> {
+    let mut devices = Devices::default();
+    (0..tensors.size())
+        .map(|at| match data_of(tensors, at, &tensors.info(at).map_err(thrown)?, &mut devices)? {
+            Data::Device(bytes) => Ok(bytes),
+            _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
+        })
+        .collect()
 }
 
 /// A tensor that was brought into host memory.
@@ -243,7 +258,7 @@ impl HostTensor {
     fn bytes(&self) -> Result<&[u8]> {
         let list =
             self.0.as_ref().ok_or_else(|| Error::Bug("a copy without a tensor".to_owned()))?;
-        Ok(list.bytes(0)?)
+        list.bytes(0).map_err(thrown)
     }
 }
 

@@ -8,25 +8,25 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
+use tensorizer::error::{Error, Result};
+use tensorizer::format::TensorKind;
+use tensorizer::format::header::Hashes;
+use tensorizer::sink::{FileSink, WriteAt};
+use tensorizer::{Pair, SaveOptions};
+use tensorizer_torch::exchange::borrow;
+use tensorizer_torch::tensor::{Devices, one_to_save};
 
-use super::crypt::Encryption;
-use super::file::PyFile;
-use super::reader::name_from_python;
-use super::signals;
-use super::sink::Sink;
-use crate::error::{Error, Result};
-use crate::ffi::exchange::borrow;
-use crate::format::TensorKind;
-use crate::format::header::Hashes;
-use crate::save;
-use crate::save::{Pair, SaveOptions};
-use crate::sink::{FileSink, WriteAt};
-use crate::tensor::{Devices, one_to_save};
+use crate::crypt::Encryption;
+use crate::errors::Answer;
+use crate::file::{PyFile, duplicate};
+use crate::reader::name_from_python;
+use crate::signals;
+use crate::sink::Sink;
 
 /// A file under construction. One call at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
-    inner: Mutex<save::Writer>,
+    inner: Mutex<tensorizer::Writer>,
     progress: Arc<AtomicU64>,
 }
 
@@ -57,17 +57,17 @@ impl Given {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> PyResult<Self> {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> Answer<Self> {
         let options = given.options()?;
-        let inner = save::Writer::new(sink?, base, options)?;
+        let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner) })
     }
 
     fn with<T: Send>(
         &self,
         py: Python<'_>,
-        body: impl FnOnce(&mut save::Writer) -> Result<T> + Send,
-    ) -> PyResult<T> {
+        body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
+    ) -> Answer<T> {
         let mut inner =
             self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
         let inner = &mut *inner;
@@ -78,33 +78,33 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, given: Given) -> PyResult<Self> {
+    fn to_path(path: OsString, given: Given) -> Answer<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, given)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> PyResult<Self> {
-        let file = crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
+    fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> Answer<Self> {
+        let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
         Self::new(sink, base, given)
     }
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, given: Given) -> PyResult<Self> {
+    fn to_sink(sink: &Sink, base: u64, given: Given) -> Answer<Self> {
         Self::new(Ok(Box::new(sink.shared())), base, given)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    fn to_object(object: Py<PyAny>, uri: String, base: u64, given: Given) -> PyResult<Self> {
+    fn to_object(object: Py<PyAny>, uri: String, base: u64, given: Given) -> Answer<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, given)
     }
 
     #[getter]
-    fn total_tensor_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+    fn total_tensor_bytes(&self, py: Python<'_>) -> Answer<u64> {
         self.with(py, |writer| Ok(writer.tensor_bytes()))
     }
 
@@ -116,20 +116,20 @@ impl Writer {
 
     /// Position after the last byte that belongs to the file.
     #[getter]
-    fn end(&self, py: Python<'_>) -> PyResult<u64> {
+    fn end(&self, py: Python<'_>) -> Answer<u64> {
         self.with(py, |writer| Ok(writer.end()))
     }
 
     /// Gives the file an identity: that of the file which it is a copy of, or one of its own.
     #[pyo3(signature = (given))]
-    fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> PyResult<()> {
+    fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
         let pair = given.map_or(Pair::FromContent, Pair::Given);
         self.with(py, |writer| writer.set_pair(pair))
     }
 
     /// The file's identity, of the tensors written so far.
     #[getter]
-    fn pair_id(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
+    fn pair_id(&self, py: Python<'_>) -> Answer<Option<Cow<'static, [u8]>>> {
         self.with(py, |writer| Ok(writer.pair_id().map(|id| id.to_vec().into())))
     }
 
@@ -141,7 +141,7 @@ impl Writer {
         names: Vec<Bound<'_, PyAny>>,
         kinds: Vec<u8>,
         modules: Vec<u16>,
-    ) -> PyResult<()> {
+    ) -> Answer<()> {
         let lent = borrow(ticket)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.with(py, move |writer| {
@@ -159,12 +159,12 @@ impl Writer {
     }
 
     /// Ends the file and makes it visible.
-    fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, save::Writer::finish)
+    fn finish(&self, py: Python<'_>) -> Answer<()> {
+        self.with(py, tensorizer::Writer::finish)
     }
 
     /// Gives the file up.
-    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+    fn abandon(&self, py: Python<'_>) -> Answer<()> {
         self.with(py, |writer| {
             writer.abandon();
             Ok(())

@@ -7,13 +7,14 @@ use std::path::Path;
 
 use cxx::UniquePtr;
 use tch::{Device, Tensor};
+use tensorizer::TensorFile;
+use tensorizer::device::{CPU, Index};
+use tensorizer::error::{Error, Result};
+use tensorizer::{SaveOptions, save as save_tensors};
 
-use super::torch::{bridge, load_all, load_some};
-use crate::device::{CPU, Index};
-use crate::error::{Error, Result};
-use crate::save::{SaveOptions, save as save_tensors};
+use crate::bridge::{self, thrown};
+use crate::operators::{load_all, load_some};
 use crate::tensor::{Loaded, to_save};
-use crate::tensor_file::TensorFile;
 
 /// The address of an `at::Tensor`, which is what a `tch::Tensor` holds.
 fn address(tensor: &Tensor) -> usize {
@@ -24,12 +25,12 @@ fn address(tensor: &Tensor) -> usize {
 fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<bridge::TensorList>> {
     let addresses: Vec<usize> = tensors.map(address).collect();
     // SAFETY: each is the address of an `at::Tensor` that its `tch::Tensor` keeps alive for 't.
-    Ok(unsafe { bridge::list_tensors(&addresses)? })
+    unsafe { bridge::list_tensors(&addresses) }.map_err(thrown)
 }
 
 fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
     let names: Vec<String> = (0..loaded.size()).map(|at| loaded.name(at).to_owned()).collect();
-    let tensors = bridge::new_tensors(&mut loaded)?.into_iter().map(|address| {
+    let tensors = bridge::new_tensors(&mut loaded).map_err(thrown)?.into_iter().map(|address| {
         // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
         let tensor = unsafe { Tensor::from_ptr(std::ptr::with_exposed_provenance_mut(address)) };
         if device == tensor.device() { Ok(tensor) } else { tensor.f_to_device(device) }
@@ -68,7 +69,7 @@ pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Re
     let names: Vec<String> = out.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
     let tensors = list(out.iter().map(|(_, tensor)| &**tensor))?;
     let tensors = tensors.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
-    Ok(bridge::load_into_list(uri, &names, tensors)?)
+    bridge::load_into_list(uri, &names, tensors).map_err(thrown)
 }
 
 /// Writes a file with these tensors: it appears whole, or not at all with the old one left.

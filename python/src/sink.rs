@@ -7,12 +7,13 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorizer::error::{Error, Result};
+use tensorizer::sink::{FileSink, S3Sink, WriteAt, write_all_at};
+use tensorizer::workers;
 
-use super::signals;
-use super::source::{Certificates, S3Given};
-use crate::error::{Error, Result};
-use crate::sink::{FileSink, S3Sink, WriteAt, write_all_at};
-use crate::workers;
+use crate::errors::Answer;
+use crate::signals;
+use crate::source::{Certificates, S3Given};
 
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
@@ -39,7 +40,7 @@ impl Sink {
         uri: String,
         options: S3Given,
         certificates: Certificates,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let options = options.into();
         let sink =
             py.detach(|| -> Result<_> { S3Sink::create(&uri, &options, certificates.options()?) })?;
@@ -47,7 +48,7 @@ impl Sink {
     }
 
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
-    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Answer<()> {
         let data = data.as_bytes();
         Ok(py.detach(|| -> Result<_> {
             let chunks: Vec<(usize, &[u8])> =
@@ -67,7 +68,7 @@ impl Sink {
     }
 
     /// Ends the object at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> PyResult<()> {
+    fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
         Ok(py.detach(|| self.sink.clone().publish(len))?)
     }
 
@@ -92,19 +93,19 @@ pub struct PathSink {
 #[pymethods]
 impl PathSink {
     #[new]
-    fn new(path: OsString) -> PyResult<Self> {
+    fn new(path: OsString) -> Answer<Self> {
         Ok(PathSink { sink: Mutex::new(Some(FileSink::create(Path::new(&path))?)) })
     }
 
     /// A descriptor for reading and writing, which belongs to the caller.
-    fn open(&self) -> PyResult<c_int> {
+    fn open(&self) -> Answer<c_int> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
         let sink = sink.as_ref().ok_or_else(|| Error::Closed("the file is closed".to_owned()))?;
         Ok(sink.handle()?.into_raw_fd())
     }
 
     /// Ends the file at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> PyResult<()> {
+    fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len)))?)
     }

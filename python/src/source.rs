@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorizer::error::{Error, Result};
+use tensorizer::net::s3::S3Options;
+use tensorizer::net::{NetOptions, Trust};
+use tensorizer::source::{ReadAt, http, redis, s3};
 
-use crate::error::{Error, Result};
-use crate::net::s3::S3Options;
-use crate::net::{NetOptions, Trust};
-use crate::source::{ReadAt, http, redis, s3};
+use crate::errors::Answer;
 
 /// Bytes of a server. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -83,7 +84,7 @@ impl Source {
         uri: String,
         headers: Vec<(String, String)>,
         certificates: Certificates,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let source = py.detach(|| -> Result<_> {
             http::open(&uri, NetOptions { headers, ..certificates.options()? })
         })?;
@@ -97,7 +98,7 @@ impl Source {
         uri: String,
         options: S3Given,
         certificates: Certificates,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let options = options.into();
         let source =
             py.detach(|| -> Result<_> { s3::open(&uri, &options, certificates.options()?) })?;
@@ -106,13 +107,13 @@ impl Source {
 
     /// Opens the values of a Redis server.
     #[staticmethod]
-    fn redis(py: Python<'_>, uri: String, certificates: Certificates) -> PyResult<Self> {
+    fn redis(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
         let source = py.detach(|| -> Result<_> { redis::open(&uri, certificates.options()?) })?;
         Ok(Self::new(source))
     }
 
     /// Up to `len` bytes at a position: fewer only at the end.
-    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = py.detach(|| -> Result<_> {
             let known = source.traits().len.unwrap_or(u64::MAX).saturating_sub(offset);
@@ -143,12 +144,12 @@ impl Source {
 
     /// Size in bytes; None for a server that can only be read front to back.
     #[getter]
-    fn size(&self) -> PyResult<Option<u64>> {
+    fn size(&self) -> Answer<Option<u64>> {
         Ok(self.shared()?.traits().len)
     }
 
     /// What the server sent along.
-    fn headers(&self) -> PyResult<Vec<(String, String)>> {
+    fn headers(&self) -> Answer<Vec<(String, String)>> {
         Ok(self.shared()?.headers().to_vec())
     }
 }

@@ -9,22 +9,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+use tensorizer::TensorFile;
+use tensorizer::error::{Error, Result};
+use tensorizer::format::header::Header;
+use tensorizer::format::name::{Component, Name};
+use tensorizer::read_headers;
+use tensorizer::source::PipeSource;
+use tensorizer::transform::hash;
+use tensorizer::{LoadOptions, Mapping, Verify};
+use tensorizer_torch::exchange::{borrow, offer};
+use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
+use tensorizer_torch::tensor::{Devices, one_to_save};
 
-use super::crypt::Decryption;
-use super::file::PyFile;
-use super::signals;
-use super::source::Source;
-use crate::error::{Error, Result};
-use crate::ffi::exchange::{borrow, offer};
-use crate::ffi::load::{Where, load_into_tensors, load_tensors};
-use crate::fill::read_headers;
-use crate::format::header::Header;
-use crate::format::name::{Component, Name};
-use crate::load::{LoadOptions, Mapping, Verify};
-use crate::source::PipeSource;
-use crate::tensor::{Devices, one_to_save};
-use crate::tensor_file::TensorFile;
-use crate::transform::hash;
+use crate::crypt::Decryption;
+use crate::errors::{Answer, Raised};
+use crate::file::{PyFile, duplicate};
+use crate::signals;
+use crate::source::Source;
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -55,16 +56,15 @@ impl Reader {
 #[pymethods]
 impl Reader {
     #[staticmethod]
-    fn from_path(py: Python<'_>, path: OsString) -> PyResult<Self> {
+    fn from_path(py: Python<'_>, path: OsString) -> Answer<Self> {
         Ok(Self::new(py.detach(|| TensorFile::open(Path::new(&path)))?))
     }
 
     /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
     #[staticmethod]
-    fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> PyResult<Self> {
+    fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> Answer<Self> {
         Ok(Self::new(py.detach(|| {
-            let file =
-                crate::sys::duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
+            let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
             TensorFile::from_file_at(file, uri, base)
         })?))
     }
@@ -79,7 +79,7 @@ impl Reader {
         uri: String,
         base: u64,
         len: Option<u64>,
-    ) -> PyResult<Self> {
+    ) -> Answer<Self> {
         let file = PyFile::new(object, uri.clone(), len);
         Ok(Self::new(py.detach(|| match len {
             Some(_) => TensorFile::from_source(Arc::new(file), base),
@@ -92,7 +92,7 @@ impl Reader {
 
     /// Reads a source from `base` on.
     #[staticmethod]
-    fn from_source(py: Python<'_>, source: &Source, base: u64) -> PyResult<Self> {
+    fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
         Ok(Self::new(py.detach(|| TensorFile::from_source(source, base))?))
     }
@@ -103,7 +103,7 @@ impl Reader {
     }
 
     /// Has loads decrypt.
-    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> PyResult<()> {
+    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Answer<()> {
         let options = Arc::clone(&decryption.0);
         Ok(py.detach(|| self.file.unlock(options, &signals))?)
     }
@@ -157,8 +157,8 @@ impl Reader {
     }
 
     /// Every tensor's name: `str` for a path of one string, else a tuple of `str` and `int`.
-    fn names<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        self.file.entries().iter().map(|entry| name_to_python(py, &entry.name)).collect()
+    fn names<'py>(&self, py: Python<'py>) -> Answer<Vec<Bound<'py, PyAny>>> {
+        self.file.entries().iter().map(|entry| Ok(name_to_python(py, &entry.name)?)).collect()
     }
 
     /// Every tensor's name in its stored form.
@@ -182,13 +182,14 @@ impl Reader {
     }
 
     /// Prologue and index of a file with only these tensors, at the same positions.
-    fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> PyResult<Bound<'py, PyBytes>> {
+    fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.file.head_of(&numbers)?))
     }
 
     /// Bytes of the file as they are.
-    fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
-        PyBytes::new_with(py, len, |buffer| Ok(py.detach(|| self.file.raw(offset, buffer))?))
+    fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
+        let read = |buffer: &mut [u8]| py.detach(|| self.file.raw(offset, buffer));
+        Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
     /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
@@ -197,7 +198,7 @@ impl Reader {
     }
 
     /// `(dtype without "torch.", shape, opaque)` of one tensor.
-    fn describe(&self, number: usize) -> PyResult<(&'static str, Vec<u64>, bool)> {
+    fn describe(&self, number: usize) -> Answer<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
         Ok((entry.dtype.name(), entry.shape.clone(), entry.dtype.is_opaque()))
     }
@@ -216,7 +217,7 @@ impl Reader {
         map: Option<bool>,
         device: i16,
         apart: bool,
-    ) -> PyResult<(i64, Vec<u16>)> {
+    ) -> Answer<(i64, Vec<u16>)> {
         let map = match map {
             None => Mapping::Auto,
             Some(true) => Mapping::Always,
@@ -240,7 +241,7 @@ impl Reader {
         numbers: Vec<usize>,
         verify: &str,
         readers: Option<usize>,
-    ) -> PyResult<Vec<u16>> {
+    ) -> Answer<Vec<u16>> {
         Ok(py.detach(|| -> Result<_> {
             let options =
                 LoadOptions { readers, verify: verification(verify), map: Mapping::Never };
@@ -249,13 +250,13 @@ impl Reader {
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)?
             };
-            lent.list()?.changed()?;
+            lent.changed()?;
             Ok(self.keep_all(&numbers, headers))
         })?)
     }
 
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
-    fn matches(&self, py: Python<'_>, ticket: i64, numbers: Vec<usize>) -> PyResult<Vec<bool>> {
+    fn matches(&self, py: Python<'_>, ticket: i64, numbers: Vec<usize>) -> Answer<Vec<bool>> {
         Ok(py.detach(|| -> Result<_> {
             let lent = borrow(ticket)?;
             let tensors = lent.list()?;
@@ -313,7 +314,7 @@ fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAn
 
 /// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
 pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
-    let invalid = |what: String| PyErr::from(Error::InvalidArgument(what));
+    let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
     if let Ok(text) = name.cast::<PyString>() {
         return match text.to_str() {
             Ok(text) => Name::from_key(text).map_err(invalid),

@@ -1,32 +1,21 @@
-//! Copies in host memory of tensors that are on devices.
+//! Copies in host memory of bytes that are on devices.
 
 use std::sync::{Mutex, PoisonError};
 
-use super::torch::bridge::TensorList;
 use crate::buffer::{Arena, HostBuffer};
-use crate::device::StreamsByDevice;
+use crate::device::{OnDevice, StreamsByDevice};
 use crate::drain::staged::each_unit;
 use crate::error::{Error, Result};
 use crate::plan::pack;
-use crate::save::Data;
 use crate::stats::Counters;
-use crate::tensor::{Devices, data_of};
 use crate::workers::{self, Interrupt};
 
 /// Bytes of a job: large, so that each has units on the way, and small beside a model.
 const JOB_LEN: usize = 64 << 20;
 
-/// Copies tensors, which are in row-major order on devices, as what has been begun on the current
-/// streams will leave them. All bytes are here when it returns.
-pub fn snapshot(tensors: &TensorList, interrupt: Interrupt<'_>) -> Result<Vec<HostBuffer>> {
-    let mut devices = Devices::default();
-    let sources = (0..tensors.size()).map(|at| {
-        match data_of(tensors, at, &tensors.info(at)?, &mut devices)? {
-            Data::Device(bytes) => Ok(bytes),
-            _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
-        }
-    });
-    let sources = sources.collect::<Result<Vec<_>>>()?;
+/// Copies bytes as what has been begun on their consumers' streams will leave them. All bytes are
+/// here when it returns.
+pub fn snapshot(sources: &[OnDevice], interrupt: Interrupt<'_>) -> Result<Vec<HostBuffer>> {
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
     let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(len)?;

@@ -1,17 +1,35 @@
 //! Which Python class each error of the core becomes. The classes are in `tensorizer._errors`.
 
+use std::io;
+
 use pyo3::PyErrArguments;
 use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use std::io;
+use tensorizer::error::Error;
 
-use crate::error::Error;
+/// What a method returns: an error of the core becomes its Python class on the way out.
+pub type Answer<T> = std::result::Result<T, Raised>;
 
-impl From<Error> for PyErr {
+/// An exception on its way to Python.
+pub struct Raised(PyErr);
+
+impl From<PyErr> for Raised {
+    fn from(error: PyErr) -> Self {
+        Raised(error)
+    }
+}
+
+impl From<Raised> for PyErr {
+    fn from(raised: Raised) -> Self {
+        raised.0
+    }
+}
+
+impl From<Error> for Raised {
     fn from(error: Error) -> Self {
         let text = error.to_string();
-        match error {
+        Raised(match error {
             Error::Io { uri, error, .. } => os_error(error, &uri, text),
             Error::Truncated { .. } => own("TruncatedError", (text,)),
             Error::Format { .. } => own("FormatError", (text,)),
@@ -31,7 +49,7 @@ impl From<Error> for PyErr {
                 Err(other) => builtin::PyRuntimeError::new_err(other.to_string()),
             },
             Error::Bug(_) => builtin::PyRuntimeError::new_err(text),
-        }
+        })
     }
 }
 

@@ -1,15 +1,19 @@
-//! Python file objects as sources and sinks. Only this code takes the GIL during a transfer.
+//! Python file objects as sources and sinks. Only this code takes the GIL during a transfer. One of
+//! the few doors to `unsafe`.
+#![allow(unsafe_code)]
 
+use std::ffi::c_int;
+use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
-
-use crate::error::{Error, Result};
-use crate::sink::WriteAt;
-use crate::source::{ReadAt, Traits};
+use tensorizer::error::{Error, Result};
+use tensorizer::sink::WriteAt;
+use tensorizer::source::{ReadAt, Traits};
 
 /// Bytes asked of a Python object at a time; each one is copied once.
 const REQUEST_LEN: usize = 1 << 20;
@@ -146,7 +150,7 @@ impl WriteAt for PyFile {
     }
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        crate::source::read_exact_at(self, offset, &mut [IoSliceMut::new(buffer)], &|| {
+        tensorizer::source::read_exact_at(self, offset, &mut [IoSliceMut::new(buffer)], &|| {
             "bytes written before".to_owned()
         })
     }
@@ -161,4 +165,14 @@ impl WriteAt for PyFile {
         })
         .map_err(|e| Error::io("finishing", &self.uri, e))
     }
+}
+
+/// Duplicates a descriptor that somebody else owns.
+pub fn duplicate(descriptor: c_int) -> io::Result<File> {
+    if descriptor < 0 {
+        return Err(io::Error::from_raw_os_error(libc::EBADF));
+    }
+    // SAFETY: not negative, and borrowed only for the duplication, which reports a closed one.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    borrowed.try_clone_to_owned().map(File::from)
 }

@@ -1,0 +1,21 @@
+//! The torch operators over the tensorizer core: `torch.ops.tensorizer.load` and `.save`.
+//!
+//! As a `cdylib`, `libtensorizer_torch.so`, they are for every process that has LibTorch and no
+//! Python; as an `rlib` they are part of the Python module.
+
+mod bridge;
+pub mod exchange;
+pub mod guard;
+pub mod load;
+mod on_load;
+mod operators;
+#[cfg(feature = "tch")]
+pub mod tch;
+pub mod tensor;
+
+pub use bridge::{TensorList, current_stream};
+pub use on_load::registered;
+pub use operators::set_interrupt;
+
+/// The `major.minor` of the torch that this was built against.
+pub const TORCH_VERSION: &str = env!("TENSORIZER_TORCH_VERSION");

@@ -1,0 +1,182 @@
+//! What the operators call: an address and names in, tensors out, errors as text. One of the few
+//! doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use std::collections::HashSet;
+use std::sync::{Arc, OnceLock};
+
+use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
+use tensorizer::device::{self, CPU, Index};
+use tensorizer::error::{Error, Result};
+use tensorizer::format::index::Entry;
+use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
+use zeroize::Zeroizing;
+
+use crate::bridge::{OpOptions, TensorList};
+use crate::guard::guard;
+use crate::load::{Where, load_into_tensors, load_tensors};
+use crate::tensor::{Loaded, to_save};
+
+/// Looked at now and then during every operator; set by the Python module to see Ctrl-C.
+static INTERRUPT: OnceLock<fn() -> Result<()>> = OnceLock::new();
+
+/// Sets what the operators look at to see whether they should stop.
+pub fn set_interrupt(hook: fn() -> Result<()>) {
+    INTERRUPT.get_or_init(|| hook);
+}
+
+fn interrupt() -> Result<()> {
+    INTERRUPT.get().map_or(Ok(()), |hook| hook())
+}
+
+impl From<OpOptions> for LoadOptions {
+    fn from(given: OpOptions) -> Self {
+        LoadOptions {
+            readers: usize::try_from(given.readers).ok().filter(|&readers| readers > 0),
+            verify: Verify::all_if(given.verify),
+            ..LoadOptions::default()
+        }
+    }
+}
+
+/// The key of an operator's call; its bytes are wiped.
+fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
+    let bytes = Zeroizing::new(bytes);
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let wrong = || Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len()));
+    Key::new(&bytes).map(Some).ok_or_else(wrong)
+}
+
+/// Opens what an operator is to load from.
+fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
+    let key = take_key(std::mem::take(&mut options.key))?;
+    let file = TensorFile::open_uri(uri)?;
+    match key {
+        None => Ok(file),
+        Some(key) => file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &interrupt),
+    }
+}
+
+/// All tensors of a file.
+#[cfg(feature = "tch")]
+pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
+    let all: Vec<usize> = (0..file.entries().len()).collect();
+    loaded(file, &all, device, LoadOptions::default())
+}
+
+/// Some tensors of a file.
+#[cfg(feature = "tch")]
+pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
+    loaded(file, &file.select(names)?, device, LoadOptions::default())
+}
+
+pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
+    guard(|| {
+        let file = open(uri, &mut options)?;
+        let all: Vec<usize> = (0..file.entries().len()).collect();
+        loaded(&file, &all, options.device, options.into()).map(Box::new)
+    })
+}
+
+pub fn op_load(uri: &str, names: Vec<String>, mut options: OpOptions) -> Result<Box<Loaded>> {
+    guard(|| {
+        let file = open(uri, &mut options)?;
+        loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
+    })
+}
+
+/// What a tensor is, in the form that graphs carry: `float32[40,30]`.
+fn describe(entry: &Entry) -> String {
+    let shape: Vec<String> = entry.shape.iter().map(u64::to_string).collect();
+    format!("{}[{}]", entry.dtype.name(), shape.join(","))
+}
+
+pub fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>> {
+    guard(|| {
+        let file = TensorFile::open_uri(uri)?;
+        file.select(&names)?.into_iter().map(|number| file.entry(number).map(describe)).collect()
+    })
+}
+
+pub fn op_load_checked(
+    uri: &str,
+    names: Vec<String>,
+    expected: Vec<String>,
+    mut options: OpOptions,
+) -> Result<Box<Loaded>> {
+    guard(|| {
+        if names.len() != expected.len() {
+            let (names, expected) = (names.len(), expected.len());
+            return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
+        }
+        let file = open(uri, &mut options)?;
+        let selection = file.select(&names)?;
+        for ((&number, name), expected) in selection.iter().zip(&names).zip(&expected) {
+            let found = describe(file.entry(number)?);
+            if found != *expected {
+                return Err(Error::InvalidArgument(format!(
+                    "tensor `{name}`: expected {expected}, as when the graph was traced, but \
+                     `{uri}` holds {found} now: trace or compile it again"
+                )));
+            }
+        }
+        // Tensors that a graph gets from an operator may not share memory.
+        let destination = Where { device: options.device, apart: true };
+        let options = options.into();
+        Ok(Box::new(load_tensors(&file, &selection, destination, &options, &interrupt)?.0))
+    })
+}
+
+fn loaded(
+    file: &TensorFile,
+    selection: &[usize],
+    device: Index,
+    options: LoadOptions,
+) -> Result<Loaded> {
+    let destination = Where { device, apart: false };
+    Ok(load_tensors(file, selection, destination, &options, &interrupt)?.0)
+}
+
+pub fn op_load_into(
+    uri: &str,
+    names: Vec<String>,
+    out: &TensorList,
+    mut options: OpOptions,
+) -> Result<()> {
+    guard(|| {
+        let file = open(uri, &mut options)?;
+        let selection = file.select(&names)?;
+        // SAFETY: the operator's caller hands `out` over for the length of the call.
+        unsafe { load_into_tensors(&file, &selection, out, &options.into(), &interrupt) }.map(drop)
+    })
+}
+
+/// Whether memory of a device can be filled and read from here, without a copy by torch.
+pub fn reaches(device: Index) -> bool {
+    device == CPU || device::find(device).is_ok_and(|found| found.is_some())
+}
+
+pub fn op_names(uri: &str) -> Result<Vec<String>> {
+    guard(|| {
+        Ok(TensorFile::open_uri(uri)?
+            .entries()
+            .iter()
+            .map(|entry| entry.name.stored().to_owned())
+            .collect())
+    })
+}
+
+pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>) -> Result<()> {
+    guard(|| {
+        let mut seen = HashSet::new();
+        if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
+            return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));
+        }
+        let encryption = take_key(key)?
+            .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
+        let options = SaveOptions { encryption, ..SaveOptions::default() };
+        save_to(sink::create(uri)?, to_save(&names, tensors)?, options, &interrupt)
+    })
+}

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# What takes too long for every change. Writes the record tests/long.txt, and fails if anything did.
+# Torch minors other than the one developed on and the one that CI tries: LONG_TORCHES="2.10 2.12".
+set -uo pipefail
+cd "$(dirname "$0")/.."
+torches=${LONG_TORCHES-2.10 2.12 2.13 2.14}
+record=tests/long.txt
+failed=0
+{
+  echo "commit $(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes')"
+  echo "date $(date -u +%F)"
+  echo "machine $(nproc) cores, $(uname -m), $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
+  echo
+} >"$record"
+
+# try NAME COMMAND...: runs it, and notes its time and its last line.
+try() {
+  local name=$1 log begun=$SECONDS verdict=passed
+  shift
+  log=$(mktemp)
+  echo "=== $name"
+  "$@" 2>&1 | tee "$log"
+  if [ "${PIPESTATUS[0]}" != 0 ]; then verdict=FAILED failed=1; fi
+  printf '%-50s %s in %d s: %s\n' "$name" "$verdict" $((SECONDS - begun)) \
+    "$(grep -v '^$' "$log" | tail -n 1)" >>"$record"
+  rm -f "$log"
+}
+
+for feature in cuda http redis s3; do
+  try "the core with $feature alone" cargo check --package tensorizer --no-default-features --features $feature
+done
+try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
+for torch in $torches; do
+  try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"
+  rm -rf ".venv-$torch"
+done
+cat "$record"
+exit $failed

@@ -1,0 +1,26 @@
+"""Compares what is in a wheel and in a source archive with the tree: contents.py WHEEL SDIST."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python/tensorizer"
+wheel, sdist = sys.argv[1:]
+
+# Every module of every subpackage, the stubs, the header and the CMake package.
+kinds = ("*.py", "*.pyi", "py.typed", "*.h", "*.cmake")
+wanted = {str(p.relative_to(ROOT / "python")) for kind in kinds for p in PACKAGE.rglob(kind)}
+wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"}
+names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
+found = {name for name in names if name.startswith("tensorizer/")}
+assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
+
+# Every file that Cargo reads. The archive's own folder is taken off.
+with tarfile.open(sdist) as archive:
+    found = {name.split("/", 1)[-1] for name in archive.getnames()}
+wanted = {"Cargo.toml", "Cargo.lock", "csrc/Cargo.toml", "python/Cargo.toml"}
+for folder, kind in (("src", "*.rs"), ("csrc", "*.*"), ("python", "*.rs")):
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(kind)}
+assert wanted <= found, f"the source archive lacks {wanted - found}"
