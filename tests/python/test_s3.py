@@ -1,12 +1,13 @@
 """Objects of an S3 server."""
 
+import json
 import urllib.request
 
 import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import Moto
+from servers import Moto, Relay, Scripted
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CURLStreamFile, open_stream
 
@@ -90,6 +91,37 @@ def test_s3cfg(s3, tmp_path, monkeypatch):
     check(dict(TensorDeserializer(stream, device="cpu").items()))
     with pytest.raises(FileNotFoundError):
         open_stream("s3://bucket/f.tensors", s3_config_path=tmp_path / "nothing")
+
+
+class Metadata(Scripted):
+    """What a container asks for its credentials."""
+
+    def __init__(self):
+        self.asked = []
+        super().__init__()
+
+    def answer(self, handler):
+        self.asked.append(handler.path)
+        names = ("AccessKeyId", "SecretAccessKey", "Token")
+        body = dict.fromkeys(names, "of-the-machine") | {"Expiration": "2100-01-01T00:00:00Z"}
+        data = json.dumps(body).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+def test_credentials_of_a_machine_in_a_cloud(s3, monkeypatch):
+    """The SDK's chain asks for them over our client."""
+    with Metadata() as metadata, Relay(s3) as relay:
+        address = f"http://127.0.0.1:{metadata.port}/credentials"
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", address)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        check(tensorizer.load("s3://bucket/f.tensors", "cpu"))
+        assert metadata.asked == ["/credentials"]
+        paths = [path for _, _, path in relay.requests]
+    assert paths
+    assert all("X-Amz-Credential=of-the-machine%2F" in path for path in paths)
 
 
 def test_anybody(s3):
