@@ -91,7 +91,7 @@ def compare(folder: Path, state: dict[str, torch.Tensor], progress: Progress) ->
         table.add_column(column, justify="left" if column == "engine" else "right")
     engines = [
         "ours",
-        "ours read",
+        "ours mmap",
         "tensorizer 2.12.1",
         "safetensors",
         "torch.load",
@@ -184,7 +184,7 @@ def main() -> None:
         table = compare(folder, state, progress)
     console.print(table)
     console.print(
-        f"Done in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores. Ours, "
+        f"Done in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores. Ours mmap, "
         "safetensors and torch.load mmap use the page cache in place, the others hold a copy."
     )
 

@@ -168,7 +168,7 @@ def load_fastsafetensors(path: Path) -> dict[str, torch.Tensor]:
 
 LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "ours": load_ours,
-    "ours read": lambda path: load_ours(path, mmap=False),
+    "ours mmap": lambda path: load_ours(path, mmap=True),
     "ours http": load_http,
     "2.12.1 http": load_http,
     "ours s3": load_s3,
@@ -193,7 +193,7 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "fastsafetensors": load_fastsafetensors,
 }
 OPENERS = {
-    "ours mmap=True open": lambda path: load_ours(path, mmap=True),
+    "ours mmap open": lambda path: load_ours(path, mmap=True),
     "safetensors open": load_safetensors,
 }
 

@@ -107,7 +107,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
     names = [
         name
-        for name in ("load", "read", "load-3k", "load-20k", "cold", "http")
+        for name in ("read", "mapped", "load-3k", "load-20k", "cold", "http")
         if any(r["case"] == name for r in rows)
     ]
     figure, axes = pyplot.subplots(

@@ -14,7 +14,7 @@ use tensorizer::plan::{Target, blocks};
 use tensorizer::stats::{Counters, PAGEABLE};
 use tensorizer::upload::{Destination, Uploaded, copy, upload};
 use tensorizer::workers::Interrupt;
-use tensorizer::{LoadOptions, Mapping, load, load_into};
+use tensorizer::{LoadOptions, load, load_into};
 
 use crate::bridge::{self, thrown};
 use crate::tensor::{Loaded, Place, expect_like};
@@ -103,7 +103,7 @@ fn run(
         Some(uploaded) => uploaded,
         None => {
             counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
-            let options = LoadOptions { map: Mapping::Never, ..*options };
+            let options = LoadOptions { map: false, ..*options };
             let loaded = load(file, selection, &options, interrupt)?;
             let bytes = loaded.iter().map(|tensor| match file.entry(tensor.number) {
                 Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),

@@ -117,6 +117,14 @@ pub enum Error {
     /// The call's own arguments are wrong.
     #[error("{0}")]
     InvalidArgument(String),
+    /// A complete file has its name, which may not survive a crash of the system.
+    #[error("`{uri}` is complete and has its name, but its folder could not be synced: {error}")]
+    Unsynced {
+        /// The path.
+        uri: String,
+        /// What the disk said.
+        error: io::Error,
+    },
     /// The object was closed before.
     #[error("{0}")]
     Closed(String),

@@ -23,16 +23,15 @@ use crate::workers::{self, Control, Interrupt};
 pub const LONG_REQUEST: u64 = 8 << 20;
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
+
 /// Reads headers and data of tensors into their slots. Headers come back in the same order.
 ///
-/// `source` has the bytes of the file: the file's own source, or a mapping of it. `touched` are
-/// mapped bytes to be brought into memory first, with their positions.
+/// `source` has the bytes of the file: the file's own source, or a mapping of it.
 pub fn fill<'a>(
     file: &TensorFile,
     source: &dyn ReadAt,
     entries: &[&Entry],
     slots: Vec<Slot<'a>>,
-    touched: Vec<(u64, &[u8])>,
     options: &LoadOptions,
     interrupt: Interrupt<'_>,
 ) -> Result<Vec<Header>> {
@@ -54,15 +53,14 @@ pub fn fill<'a>(
     let wanted = options.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
     let part_len = part_len(entries, &slots, wanted, traits.request_len);
     let cut = Cut {
-        uri: file.uri(),
         traits,
         part_len,
         unit: if pass.opener.is_some() { PIECE_LEN } else { 1 },
         large_first: options.verify == Verify::All && traits.max_readers > 1,
     };
     let jobs = cut.jobs(entries, slots)?;
-    let total = jobs.iter().map(|job| job.len).sum::<u64>() + touched.len() as u64 * INLINE_LEN;
-    let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len() + touched.len()) };
+    let total = jobs.iter().map(|job| job.len).sum::<u64>();
+    let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
 
     check_key(file, source, entries)?;
     // Long requests are not cut: each one waits for its answer.
@@ -76,16 +74,12 @@ pub fn fill<'a>(
     let of_file = file.source();
     let own = of_file.file().is_some() && !cut.large_first && threads > 1;
     let shares = if own { threads } else { 1 };
-    let (touched, jobs) = (Shares::new(touched, shares), Shares::new(jobs, shares));
+    let jobs = Shares::new(jobs, shares);
     let readers = AtomicUsize::new(0);
     workers::run(threads, interrupt, |control| {
         let reader = readers.fetch_add(1, Ordering::Relaxed);
         let handle = if own { of_file.for_one_reader() } else { None };
         let mut unwanted = Vec::new();
-        while !control.stopped() {
-            let Some((offset, chunk)) = touched.next(reader) else { break };
-            touch(offset, chunk, handle.as_deref().unwrap_or(&*of_file), &mut unwanted)?;
-        }
         let source = handle.as_deref().filter(|_| source.file().is_some()).unwrap_or(source);
         while !control.stopped() {
             if pass.hash(true, control)? {
@@ -116,20 +110,6 @@ pub fn fill<'a>(
         .collect()
 }
 
-/// Brings mapped bytes of a file into memory. Bytes that are not in the page cache are read first:
-/// the kernel reads ahead for a reader, and hardly for faults.
-fn touch(offset: u64, chunk: &[u8], file: &dyn ReadAt, scratch: &mut Vec<u8>) -> Result<()> {
-    const STEP: usize = 256 << 10;
-    if file.file().is_some_and(|file| !crate::sys::is_cached(file, offset)) {
-        scratch.resize(STEP, 0);
-        for (start, bytes) in (offset..).step_by(STEP).zip(chunk.chunks(STEP)) {
-            let now = scratch.get_mut(..bytes.len()).unwrap_or_default();
-            read_exact_at(file, start, &mut [IoSliceMut::new(now)], &|| "mapping".to_owned())?;
-        }
-    }
-    crate::sys::populate(chunk).map_err(|e| Error::io("mapping", file.uri(), e))
-}
-
 /// Bytes a part: as many as suit the source, in rounds in which every reader has the same to do.
 fn part_len(entries: &[&Entry], slots: &[Slot<'_>], readers: usize, request_len: u64) -> u64 {
     let lens = entries.iter().zip(slots).map(|(entry, slot)| {
@@ -153,7 +133,7 @@ pub fn read_headers(
     let entries = numbers.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let slots = entries.iter().map(|_| Slot::InPlace(&[])).collect();
     let options = LoadOptions::default();
-    fill(file, &*file.source(), &entries, slots, Vec::new(), &options, interrupt)
+    fill(file, &*file.source(), &entries, slots, &options, interrupt)
 }
 
 /// What the threads of one pass share.

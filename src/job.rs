@@ -12,11 +12,6 @@ pub const BITE: u64 = 512 << 10;
 /// When hashes are verified, a tensor of this size is begun before smaller ones, because its
 /// SHA-256 cannot be shared out and would otherwise be waited for at the end.
 const LARGE_LEN: u64 = 64 << 20;
-/// Longest header that is believed of a source whose size is unknown: names, shape, hashes and
-/// padding, and one authentication tag of 16 bytes for each piece of at least 1 KiB of data.
-pub const fn longest_header(data_len: u64) -> u64 {
-    (4 << 20) + data_len / 64
-}
 
 /// Where the bytes of a tensor go.
 pub enum Slot<'a> {
@@ -27,9 +22,7 @@ pub enum Slot<'a> {
 }
 
 /// How the reads of a load are cut.
-pub struct Cut<'f> {
-    /// The file, for messages.
-    pub uri: &'f str,
+pub struct Cut {
     /// Of what is read.
     pub traits: Traits,
     /// Bytes of a job.
@@ -40,7 +33,7 @@ pub struct Cut<'f> {
     pub large_first: bool,
 }
 
-impl Cut<'_> {
+impl Cut {
     /// Plans the reads: in file order, but large tensors first where their hashes are wanted.
     pub fn jobs<'a>(&self, entries: &[&Entry], slots: Vec<Slot<'a>>) -> Result<Vec<Job<'a>>> {
         let mut order: Vec<usize> = (0..entries.len()).collect();
@@ -90,18 +83,6 @@ impl Cut<'_> {
                 PieceKind::Gap => Destination::Gap(len),
                 PieceKind::Header { tensor } => {
                     let wanted = wanted.get(tensor).ok_or_else(bug)?;
-                    if piece.len > longest_header(wanted.entry.data_len)
-                        && self.traits.len.is_none()
-                    {
-                        return Err(Error::Format {
-                            uri: self.uri.to_owned(),
-                            offset: part.offset,
-                            what: format!(
-                                "tensor `{}`: a header of {len} bytes",
-                                wanted.entry.name
-                            ),
-                        });
-                    }
                     let raw = vec![0; len].into_boxed_slice();
                     Destination::Header { tensor: wanted.tensor, raw, in_place: wanted.in_place }
                 }

@@ -69,7 +69,7 @@ pub use half;
 pub use error::{Error, Result};
 pub use fill::read_headers;
 pub use format::header::Hashes;
-pub use load::{LoadOptions, LoadedTensor, Mapping, Verify, load, load_into};
+pub use load::{LoadOptions, LoadedTensor, Verify, load, load_into};
 pub use save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
 pub use snapshot::snapshot;
 pub use tensor_file::TensorFile;

@@ -19,8 +19,13 @@ pub struct LoadOptions {
     pub readers: Option<usize>,
     /// Which stored hashes every tensor is compared with.
     pub verify: Verify,
-    /// Whether to map a file instead of reading it.
-    pub map: Mapping,
+    /// Whether tensors are used in place in a private, copy-on-write mapping of their file, whose
+    /// bytes come into memory when they are first touched. Other sources than files, and tensors
+    /// whose data are not aligned, are read in any case.
+    ///
+    /// Such a file must not be written to or cut short while such tensors live: they would show
+    /// other bytes, or touching them would end the process (SIGBUS).
+    pub map: bool,
 }
 
 /// Which of the hashes in a file are compared. A tensor without one is an error.
@@ -40,22 +45,6 @@ impl Verify {
     pub fn all_if(wanted: bool) -> Self {
         if wanted { Verify::All } else { Verify::Nothing }
     }
-}
-
-/// Whether tensors are used in place in a private, copy-on-write mapping of their file. That
-/// needs a file whose data are aligned; other tensors and other sources are read in any case. The
-/// file must not be truncated or overwritten while such tensors live.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Mapping {
-    /// Map files of local file systems and bring their bytes into memory at once; read where a
-    /// network is behind the file, and where hashes are verified, because what was verified must
-    /// not change afterwards.
-    #[default]
-    Auto,
-    /// Map every file, and leave it to the first touch to bring bytes into memory.
-    Always,
-    /// Read into memory of our own.
-    Never,
 }
 
 /// A tensor whose bytes have arrived.
@@ -100,13 +89,9 @@ pub fn load(
 
     let mapped: &[u8] = mapping.as_mut().map(|m| &*m.bytes_mut()).unwrap_or_default();
     let slots = slots(arena.bytes_mut(), &packed, mapped, &entries, &in_place)?;
-    let touched = match options.map {
-        Mapping::Auto => mapped_chunks(mapped, mapped_ranges(&entries, &in_place)?),
-        Mapping::Always | Mapping::Never => Vec::new(),
-    };
     let (of_file, of_mapping) = (file.source(), MemorySource::new(mapped, file.uri()));
     let source: &dyn ReadAt = if mapped.is_empty() { &*of_file } else { &of_mapping };
-    let headers = fill(file, source, &entries, slots, touched, options, interrupt)?;
+    let headers = fill(file, source, &entries, slots, options, interrupt)?;
 
     let mapped = match mapping {
         Some(mapping) => mapping.freeze(&mapped_ranges(&entries, &in_place)?)?,
@@ -162,7 +147,7 @@ pub fn load_into(
         Slot::Read(destination)
     });
     let slots = slots.collect();
-    let filled = fill(file, &*file.source(), &entries, slots, Vec::new(), options, interrupt);
+    let filled = fill(file, &*file.source(), &entries, slots, options, interrupt);
     if filled.is_err() && file.decryption().is_some() {
         // Nothing is left of what could not be authenticated.
         for destination in destinations {
@@ -192,14 +177,7 @@ pub fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
 }
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
-    let source = file.source();
-    let encrypted = file.prologue().encrypted;
-    let map = source.file().is_some_and(|file| match options.map {
-        _ if encrypted => false,
-        Mapping::Never => false,
-        Mapping::Always => true,
-        Mapping::Auto => options.verify == Verify::Nothing && crate::sys::is_local(file),
-    });
+    let map = options.map && !file.prologue().encrypted && file.source().file().is_some();
     let could: Vec<bool> = entries.iter().map(|entry| map && can_be_mapped(entry)).collect();
     let total: u64 =
         entries.iter().zip(&could).filter(|(_, could)| **could).map(|(e, _)| e.data_len).sum();
@@ -237,26 +215,6 @@ fn mapped_ranges(entries: &[&Entry], in_place: &[bool]) -> Result<Vec<(usize, us
         .filter(|(_, in_place)| **in_place)
         .map(|(entry, _)| Ok((size(entry.data_offset)?, size(entry.data_len)?)))
         .collect()
-}
-
-/// The bytes of ranges in chunks that threads bring into memory. Headers and paddings between
-/// tensors go along, so that small tensors do not cost a call each.
-fn mapped_chunks(mapped: &[u8], mut ranges: Vec<(usize, usize)>) -> Vec<(u64, &[u8])> {
-    const CHUNK: usize = 8 << 20;
-    const MERGE_GAP: usize = 64 << 10;
-    ranges.sort_unstable();
-    let mut merged: Vec<(usize, usize)> = Vec::new();
-    for (start, len) in ranges {
-        match merged.last_mut().filter(|(_, end)| start.saturating_sub(*end) <= MERGE_GAP) {
-            Some((_, end)) => *end = start + len,
-            None => merged.push((start, start + len)),
-        }
-    }
-    let chunks = merged.iter().filter_map(|&(start, end)| {
-        let bytes = mapped.get(start..end)?;
-        Some((start as u64..).step_by(CHUNK).zip(bytes.chunks(CHUNK)))
-    });
-    chunks.flatten().collect()
 }
 
 /// Hands each tensor its part of the block or of the mapping.

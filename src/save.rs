@@ -16,7 +16,8 @@ use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PAIR_LEN, PairId};
 use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
 use crate::plan::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
-use crate::sink::{WriteAt, write_all_at};
+use crate::sink::{Unclosed, WriteAt, write_all_at};
+use crate::sys::process::Maker;
 use crate::transform::hash::sha256;
 use crate::workers::Interrupt;
 
@@ -98,6 +99,7 @@ const END_MARK: [u8; 8] = [0; 8];
 ///
 /// After each [`Writer::write`] the sink holds a complete file of all tensors written so far.
 pub struct Writer {
+    maker: Maker,
     sink: Option<Box<dyn WriteAt>>,
     uri: String,
     base: u64,
@@ -125,6 +127,7 @@ impl Writer {
         }
         let encrypted = options.encryption.is_some();
         Ok(Writer {
+            maker: Maker::this(),
             uri: sink.uri().to_owned(),
             sink: Some(sink),
             base,
@@ -219,6 +222,24 @@ impl Writer {
 
     /// Ends the file and makes it visible. A second call does nothing.
     pub fn finish(&mut self) -> Result<()> {
+        self.end_with(|sink, len| sink.publish(len))
+    }
+
+    /// Ends a file that nobody has finished, without harm to one of its name: see
+    /// [`WriteAt::publish_unclosed`]. Says where it is.
+    pub fn finish_unclosed(&mut self) -> Result<Unclosed> {
+        let mut place = Unclosed::GivenUp;
+        self.end_with(|sink, len| {
+            place = sink.publish_unclosed(len)?;
+            Ok(())
+        })?;
+        Ok(place)
+    }
+
+    fn end_with(
+        &mut self,
+        publish: impl FnOnce(&mut dyn WriteAt, u64) -> Result<()>,
+    ) -> Result<()> {
         if self.sink.is_none() {
             return Ok(());
         }
@@ -230,7 +251,7 @@ impl Writer {
         self.write_index()?;
         let end = self.end();
         if let Some(mut sink) = self.sink.take() {
-            sink.publish(end)?;
+            publish(&mut *sink, end)?;
         }
         self.failed = false;
         Ok(())
@@ -242,6 +263,7 @@ impl Writer {
     }
 
     fn usable(&self) -> Result<()> {
+        self.maker.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
         }

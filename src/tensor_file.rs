@@ -1,5 +1,6 @@
 //! An open `.tensors` file: its source, its prologue and its index.
 
+use std::ffi::OsStr;
 use std::io::IoSliceMut;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +12,8 @@ use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PairId};
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
-use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, address, read_exact_at};
+use crate::source::address::{self, Address};
+use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, read_exact_at};
 use crate::workers::Interrupt;
 
 /// A file's index, and where its bytes come from.
@@ -41,9 +43,9 @@ impl TensorFile {
 
     /// Opens an address, such as `https://host/model.tensors`, or a local path.
     pub fn open_uri(uri: &str) -> Result<Self> {
-        match address::scheme(uri) {
-            None => Self::open(Path::new(uri)),
-            Some(_) => Self::from_source(address::open(uri)?, 0),
+        match address::parse(OsStr::new(uri))? {
+            Address::Path(path) => Self::open(&path),
+            Address::Scheme(_) => Self::from_source(address::open(uri)?, 0),
         }
     }
 
@@ -82,6 +84,14 @@ impl TensorFile {
                 end: index_at.saturating_add(prologue.index_len),
                 size,
             });
+        }
+        if prologue.index_len > index::MAX_LEN {
+            let what = format!(
+                "expected an index of at most {} bytes, found one of {}",
+                index::MAX_LEN,
+                prologue.index_len
+            );
+            return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
         }
         let block = read_growing(&*source, index_at, prologue.index_len)?;
         let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
@@ -307,7 +317,13 @@ fn read_growing(source: &dyn ReadAt, offset: u64, len: u64) -> Result<Vec<u8>> {
     let len = usize::try_from(len).unwrap_or(usize::MAX);
     while out.len() < len {
         let done = out.len();
-        out.resize(done + STEP.max(done).min(len - done), 0);
+        let more = STEP.max(done).min(len - done);
+        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
+            bytes: (done + more) as u64,
+            what: format!("the index of `{}`", source.uri()),
+            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+        })?;
+        out.resize(done + more, 0);
         let fresh = out.get_mut(done..).unwrap_or_default();
         read_exact_at(
             source,

@@ -31,6 +31,9 @@ impl From<Error> for Raised {
         let text = error.to_string();
         Raised(match error {
             Error::Io { uri, error, .. } => os_error(error, &uri, text),
+            Error::Unsynced { uri, error } => {
+                builtin::PyOSError::new_err((error.raw_os_error(), text, uri))
+            }
             Error::Truncated { .. } => own("TruncatedError", (text,)),
             Error::Format { .. } => own("FormatError", (text,)),
             Error::Version { found, .. } => own("InvalidVersionError", (text, found)),

@@ -32,6 +32,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEFAULT_S3_WRITE_ENDPOINT", tensorizer::net::s3::DEFAULT_WRITE_ENDPOINT)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
+    module.add_function(wrap_pyfunction!(source::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats, module)?)?;

@@ -16,7 +16,7 @@ use tensorizer::format::name::{Component, Name};
 use tensorizer::read_headers;
 use tensorizer::source::PipeSource;
 use tensorizer::transform::hash;
-use tensorizer::{LoadOptions, Mapping, Verify};
+use tensorizer::{LoadOptions, Verify};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -214,15 +214,10 @@ impl Reader {
         numbers: Vec<usize>,
         verify: &str,
         readers: Option<usize>,
-        map: Option<bool>,
+        map: bool,
         device: i16,
         apart: bool,
     ) -> Answer<(i64, Vec<u16>)> {
-        let map = match map {
-            None => Mapping::Auto,
-            Some(true) => Mapping::Always,
-            Some(false) => Mapping::Never,
-        };
         Ok(py.detach(|| -> Result<_> {
             let options = LoadOptions { readers, verify: verification(verify), map };
             let destination = Where { device, apart };
@@ -243,8 +238,7 @@ impl Reader {
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
         Ok(py.detach(|| -> Result<_> {
-            let options =
-                LoadOptions { readers, verify: verification(verify), map: Mapping::Never };
+            let options = LoadOptions { readers, verify: verification(verify), map: false };
             let lent = borrow(ticket)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {

@@ -14,6 +14,7 @@ use tensorizer::workers;
 use crate::errors::Answer;
 use crate::signals;
 use crate::source::{Certificates, S3Given};
+use crate::writer::place;
 
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
@@ -108,6 +109,14 @@ impl PathSink {
     fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len)))?)
+    }
+
+    /// The same for a file that was forgotten, without harm to one of its name. Returns whether it
+    /// is anywhere, and its path if that is not the one it was to have.
+    fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
+        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(mut sink) = sink else { return Ok((false, None)) };
+        Ok(place(py.detach(|| sink.publish_unclosed(len))?))
     }
 
     /// Gives the file up.

@@ -1,5 +1,6 @@
 //! `tensorizer._C.Source`: an open address for `stream_io`.
 
+use std::ffi::OsString;
 use std::io::IoSliceMut;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,9 +10,22 @@ use pyo3::types::PyBytes;
 use tensorizer::error::{Error, Result};
 use tensorizer::net::s3::S3Options;
 use tensorizer::net::{NetOptions, Trust};
+use tensorizer::source::address::{self, Address};
 use tensorizer::source::{ReadAt, http, redis, s3};
 
 use crate::errors::Answer;
+
+/// The path that a string names, or None for the address of a server.
+#[pyfunction]
+pub fn local_path(uri: OsString) -> Answer<Option<OsString>> {
+    Ok(match address::parse(&uri)? {
+        Address::Path(path) => Some(path.into_os_string()),
+        Address::Scheme(_) => None,
+    })
+}
+
+/// Bytes that a read takes memory for at first; then it doubles.
+const STEP: usize = 8 << 20;
 
 /// Bytes of a server. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -117,9 +131,21 @@ impl Source {
         let source = self.shared()?;
         let bytes = py.detach(|| -> Result<_> {
             let known = source.traits().len.unwrap_or(u64::MAX).saturating_sub(offset);
-            let mut bytes = vec![0; len.min(usize::try_from(known).unwrap_or(len))];
+            let len = len.min(usize::try_from(known).unwrap_or(len));
+            let mut bytes = Vec::new();
             let mut done = 0;
-            while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            while done < len {
+                if done == bytes.len() {
+                    // What was asked for, and what a server promises, is not believed.
+                    let more = STEP.max(done).min(len - done);
+                    bytes.try_reserve(more).map_err(|_| Error::OutOfMemory {
+                        bytes: (done + more) as u64,
+                        what: format!("bytes of `{}`", source.uri()),
+                        error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+                    })?;
+                    bytes.resize(done + more, 0);
+                }
+                let rest = bytes.get_mut(done..).unwrap_or_default();
                 let at = offset.saturating_add(done as u64);
                 match source.read_at(at, &mut [IoSliceMut::new(rest)])? {
                     0 => break,

@@ -11,7 +11,7 @@ use pyo3::sync::MutexExt as _;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::header::Hashes;
-use tensorizer::sink::{FileSink, WriteAt};
+use tensorizer::sink::{FileSink, Unclosed, WriteAt};
 use tensorizer::{Pair, SaveOptions};
 use tensorizer_torch::exchange::borrow;
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -75,6 +75,16 @@ impl Writer {
     }
 }
 
+/// Whether a forgotten file is anywhere, and its path if that is not the one it was to have.
+pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
+    match of {
+        Unclosed::InPlace => (true, None),
+        // Not as a Path, for which the interpreter may be too near its end.
+        Unclosed::Beside(path) => (true, Some(path.into_os_string())),
+        Unclosed::GivenUp => (false, None),
+    }
+}
+
 #[pymethods]
 impl Writer {
     #[staticmethod]
@@ -87,7 +97,7 @@ impl Writer {
     #[staticmethod]
     fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> Answer<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
-        let sink = file.map(|file| Box::new(FileSink::from_file(file, uri)) as _);
+        let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
         Self::new(sink, base, given)
     }
 
@@ -161,6 +171,18 @@ impl Writer {
     /// Ends the file and makes it visible.
     fn finish(&self, py: Python<'_>) -> Answer<()> {
         self.with(py, tensorizer::Writer::finish)
+    }
+
+    /// Ends a file that was forgotten, without harm to one of its name. Returns whether it is
+    /// anywhere, and its path if that is not the one it was to have.
+    fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
+        Ok(place(self.with(py, tensorizer::Writer::finish_unclosed)?))
+    }
+
+    /// The path or address.
+    #[getter]
+    fn uri(&self, py: Python<'_>) -> Answer<String> {
+        self.with(py, |writer| Ok(writer.uri().to_owned()))
     }
 
     /// Gives the file up.

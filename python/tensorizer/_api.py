@@ -19,20 +19,21 @@ def load(
     uri: str | os.PathLike[Any] | Any,
     device: torch.device | str | None = None,
     *,
-    names: Iterable[str] | None = None,
+    names: Iterable[Name] | None = None,
     dtype: torch.dtype | None = None,
     verify_hash: bool | str = False,
     num_readers: int | None = None,
-    mmap: bool | None = None,
+    mmap: bool = False,
     encryption: DecryptionParams | None = None,
     clone: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
     Args:
         uri: What :class:`TensorDeserializer` opens.
         device: Where the tensors go; None for torch's default device.
-        names: Load only these, and return them in this order.
+        names: Load only these, and return them in this order. Those of nested structures are
+            tuples of keys and indices, or in their stored form: U+001E and a JSON array.
         dtype: Cast floating-point tensors.
         verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
             one only.
@@ -43,7 +44,7 @@ def load(
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
-        structures are in their stored form: U+001E and a JSON array of the path.
+        structures are tuples of keys and indices. :func:`save` takes what this returns.
 
     Raises:
         KeyError: The file has no tensor of one of the names.
@@ -52,7 +53,7 @@ def load(
 
     """
     wanted = None if names is None else list(names)
-    chosen = None if wanted is None else set(wanted)
+    chosen = None if wanted is None else set(map(_stored, wanted))
     with TensorDeserializer(
         uri,
         torch.get_default_device() if device is None else device,
@@ -65,17 +66,18 @@ def load(
         encryption=encryption,
         clone=clone,
     ) as file:
-        loaded = {_stored(name): tensor for name, tensor in file._plain_tensors()}
+        loaded = dict(file._plain_tensors())
     if wanted is None:
         return loaded
-    missing = [name for name in wanted if name not in loaded]
+    stored = {_stored(name): tensor for name, tensor in loaded.items()}
+    missing = [name for name in wanted if _stored(name) not in stored]
     if missing:
         raise KeyError(f"Tensor {missing[0]!r} not found in {file._reader.uri}")
-    return {name: loaded[name] for name in wanted}
+    return {name: stored[_stored(name)] for name in wanted}
 
 
 def save(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
     *,
     alignment: int = 64,
@@ -84,7 +86,8 @@ def save(
     """Save tensors to a file, atomically if it is a path.
 
     Args:
-        tensors: Tensors by name. A nested structure of dicts and lists is saved as such.
+        tensors: Tensors by name. A nested structure of dicts and lists is saved as such; what
+            :func:`load` returns is, too.
         uri: What :class:`TensorSerializer` opens.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         encryption: A key to encrypt the tensors' data with.

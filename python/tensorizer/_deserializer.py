@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -14,7 +15,7 @@ import torch
 from . import _device, _modules
 from ._encryption import DecryptionParams, native_decryption
 from ._errors import CryptographyError
-from ._exchange import cast_dtype, lend, without_collections
+from ._exchange import cast_dtype, lend
 from ._files import open_address
 from ._loading import Loader
 from ._reading import (
@@ -61,16 +62,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             little.
         encryption: What an encrypted file is decrypted with.
         mmap: Whether to use tensors in place in a private mapping of their file instead of
-            reading them into memory of their own. Changes to such a tensor are seen by nobody
-            else. None maps where the file system is local and no hashes are verified, and brings
-            all bytes into memory at once: from a warm page cache that was 2.8 times as fast as
-            reading, from a cold one about as fast (``benchmarks/records``). True maps always and
-            leaves it to the first touch to bring bytes into memory, so that opening costs
-            nothing. False reads: choose it where others may truncate or overwrite the file in
-            place (touching a mapped tensor would then end the process with SIGBUS, or show other
-            bytes), where weights will be changed as a whole, or to take load off a slow disk.
-            Network file systems are only mapped by True. Tensors whose data are not aligned
-            (files of older writers) are always read.
+            reading them into memory of their own. Opening then costs nothing, and bytes come
+            into memory when they are first touched; changes to such a tensor are seen by nobody
+            else. For files that are only read while the tensors live: who opens one for writing
+            (``open(path, "wb+")`` to save over it), copies over it or truncates it destroys the
+            tensors, and touching them may end the process (SIGBUS). A serializer that is given
+            such a file of this process, opened without truncating it, refuses. Files that are
+            replaced by a rename, as serializers do with paths, are safe. Tensors whose data are
+            not aligned (files of older writers) are always read.
         clone: On CUDA, give each tensor memory of its own. Otherwise tensors share blocks of up to
             256 MiB, which is faster; a block is freed with the last tensor in it.
 
@@ -104,7 +103,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         num_readers: int | None = None,
         verify_hash: bool | str | None = False,
         encryption: DecryptionParams | None = None,
-        mmap: bool | None = None,
+        mmap: bool = False,
         clone: bool = False,
     ) -> None:
         file_obj = open_address(file_obj)
@@ -112,6 +111,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
         )
         self._cache: dict[int, torch.nn.Parameter] = {}
+        # One load at a time, so that all threads get the same objects.
+        self._loading = threading.Lock()
         self._module_indices: dict[int, int] = {}
         self._cursor = 0
         self._verify_hash = checked_verification(verify_hash)
@@ -196,17 +197,20 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     def _load(self, numbers: Sequence[int], verify: str) -> None:
         """Load those of the tensors that are not here yet."""
+        with self._loading:
+            self._load_missing(numbers, verify)
+
+    def _load_missing(self, numbers: Sequence[int], verify: str) -> None:
         missing = [number for number in numbers if number not in self._cache]
         if missing and not self._reader.seekable:
             # One pass is all there is: take everything that may be asked for later.
             missing = [number for number in self._selection if number not in self._cache]
         for batch in self._loader.batches(missing, self._device):
-            with without_collections():
-                tensors, modules = self._loader.read(batch, verify, self._device)
-                placed = self._loader.placed(tensors, self._device)
-                for number, tensor in zip(batch, placed, strict=True):
-                    self._cache[number] = parameter(tensor)
-                self._module_indices.update(zip(batch, modules, strict=True))
+            tensors, modules = self._loader.read(batch, verify, self._device)
+            placed = self._loader.placed(tensors, self._device)
+            for number, tensor in zip(batch, placed, strict=True):
+                self._cache[number] = parameter(tensor)
+            self._module_indices.update(zip(batch, modules, strict=True))
 
     def _plain_tensors(
         self, numbers: list[int] | None = None, device: torch.device | None = None
@@ -381,39 +385,53 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         m: torch.nn.Module,
         filter_func: FilterFuncType | None = None,
         verify_hash: bool | str | None = None,
+        *,
+        strict: bool = False,
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
-        Parameters and buffers of the module are replaced; those that are tied stay tied where
-        the file holds equal bytes, and buffers stay what they were (persistent or not). With
-        ``lazy_load=True``, those that are on the CUDA device already, with the shape and dtype of
-        the file, are filled in place instead, so that no memory is needed twice; if that fails
-        half-way, they hold some of the new bytes. Tensors of the module that the file lacks are
-        left alone. The file is closed.
+        The module's parameters and buffers stay the objects that they are, with their class,
+        their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
+        ``meta`` device are replaced by objects of the same class with the same attributes. Where a
+        tensor has the deserializer's device and the dtype of the file (or ``dtype=``), its memory
+        is filled, with ``lazy_load=True`` directly: if that fails half-way, it holds some of the
+        new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Those
+        that are tied stay tied where the file holds equal bytes. Tensors of the module that the
+        file lacks are left alone, and those that only the file has are registered under the
+        submodules that they name, with a warning. The file is closed.
 
         Args:
             m: A module of the structure that was saved, possibly without data
                 (:func:`tensorizer.utils.no_init_or_tensor`).
             filter_func: Leaves out tensors by name.
             verify_hash: Overrides the constructor's.
+            strict: Raise where file and module do not have the same tensors, apart from buffers
+                that are not persistent.
 
         Returns:
             The number of tensors loaded.
 
         Raises:
             KeyError: The module lacks a submodule of the file.
+            RuntimeError: The shape of a tensor of the module is another than in the file; with
+                ``strict``, also where one has a tensor that the other has not. Nothing has been
+                changed.
             ValueError: A name has no dot, so that no module owns it.
-            NotImplementedError: The file holds a state dict.
+            NotImplementedError: The file holds a state dict, or the module sharded tensors
+                (``DTensor``) or tensors that are made of others.
 
         """
         verify = self._verification(verify_hash)
         chosen = [n for n in self._selection if filter_func is None or filter_func(self._names[n])]
         kinds = self._reader.kinds()
         places = [_modules.Place.find(m, self._names[n], TensorType(kinds[n])) for n in chosen]
+        shapes = [self._reader.describe(n)[1] for n in chosen]
+        _modules.check(m, places, [str(self._names[n]) for n in chosen], shapes, strict)
         here = self._fill(places, chosen, verify)
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
         self._load([number for _, number in rest], verify)
-        _modules.assign([place for place, _ in rest], [self._cache[number] for _, number in rest])
+        loaded = [self._cache[number] for _, number in rest]
+        _modules.assign([place for place, _ in rest], loaded, fill=not self._loader.maps)
         self.close()
         return len(chosen)
 
@@ -421,7 +439,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self, places: Sequence[_modules.Place], numbers: Sequence[int], verify: str
     ) -> set[int]:
         """Fill those tensors of a module in place that can be; return their numbers."""
-        if not self._reader.seekable or not _device.is_native(self._device):
+        direct = self._device.type == "cpu" or _device.is_native(self._device)
+        if not self._reader.seekable or not direct or self._loader.maps:
             return set()
         fits: list[tuple[int, torch.Tensor]] = []
         for place, number in zip(places, numbers, strict=True):

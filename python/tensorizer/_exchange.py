@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,22 +16,9 @@ def lend(tensors: Sequence[torch.Tensor]) -> int:
         return int(_lend(tensors))
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Keep the cyclic garbage collector from walking over a growing crowd of new tensors."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def take(ticket: int) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
-    with without_collections():
-        tensors: list[torch.Tensor] = _take(ticket)
+    tensors: list[torch.Tensor] = _take(ticket)
     return tensors
 
 

@@ -8,13 +8,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ._native import local_path
 from ._streams import AtomicRandom
 
 if TYPE_CHECKING:
     from ._native import Source
-
-#: Addresses of servers; every other string is a local path.
-NETWORK_SCHEMES = ("http://", "https://", "s3://", "redis://", "rediss://")
 
 
 @dataclass
@@ -53,8 +51,13 @@ class Remote:
 
 
 def is_address(file_obj: Any) -> bool:
-    """Tell whether something is the address of a server."""
-    return isinstance(file_obj, str) and file_obj.lower().startswith(NETWORK_SCHEMES)
+    """Tell whether something is the address of a server.
+
+    Raises:
+        ValueError: It is an address of a kind that is not known.
+
+    """
+    return isinstance(file_obj, str) and local_path(file_obj) is None
 
 
 def open_address(file_obj: Any, mode: str = "rb") -> Any:
@@ -78,7 +81,10 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     source = native() if native is not None else None
     if source is not None and (source.size is not None or file_obj.tell() == 0):
         return Remote(source, file_obj.name, file_obj.tell())
-    if isinstance(file_obj, (str, bytes, os.PathLike)):
+    if isinstance(file_obj, str):
+        # Addresses of servers were opened before.
+        return LocalPath(local_path(file_obj) or file_obj)
+    if isinstance(file_obj, (bytes, os.PathLike)):
         return LocalPath(os.fsdecode(file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
         return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)

@@ -19,6 +19,7 @@ class Loader:
 
     Attributes:
         bytes_read: Bytes of tensor data read so far.
+        maps: Whether tensors are used in place of their file.
 
     """
 
@@ -27,13 +28,13 @@ class Loader:
         reader: Reader,
         dtype: torch.dtype | None,
         num_readers: int | None,
-        mmap: bool | None,
+        mmap: bool,
         clone: bool,
     ) -> None:
         self._reader = reader
         self._dtype = dtype
         self._num_readers = num_readers
-        self._mmap = mmap
+        self.maps = mmap
         self._clone = clone
         self.bytes_read = 0
 
@@ -55,7 +56,7 @@ class Loader:
             numbers,
             verify=verify,
             readers=self._num_readers,
-            map=self._mmap,
+            map=self.maps,
             device=_device.number(device),
             apart=self._clone,
         )

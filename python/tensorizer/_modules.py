@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._types import Name, TensorType
 
@@ -46,14 +51,25 @@ class Place:
         module = self.module
         return module._parameters.get(self.attribute, module._buffers.get(self.attribute))
 
+    def _group(self) -> dict[str, torch.Tensor | None]:
+        group: Any = self.module._parameters
+        return group if self.kind is TensorType.PARAM else self.module._buffers
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is here as what the file says: parameter or buffer."""
+        return self._group().get(self.attribute) is tensor
+
+    def set(self, tensor: torch.Tensor) -> None:
+        """Put a tensor in the place of one of the same kind."""
+        self._group()[self.attribute] = tensor
+
     def can_fill(
         self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
     ) -> bool:
         """Tell whether a tensor can take bytes of this form where it is."""
-        group = self.module._parameters if self.kind is TensorType.PARAM else self.module._buffers
         return (
-            group.get(self.attribute) is tensor
-            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            self.is_of(tensor)
+            and tensor.device.type != "meta"
             and tensor.layout == torch.strided
             and tensor.device == device
             and tensor.dtype == dtype
@@ -71,7 +87,7 @@ def without_overlaps(
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
         for at, (_, tensor) in enumerate(found)
-        if tensor.nbytes
+        if not is_lazy(tensor) and tensor.nbytes
     )
     shared: set[int] = set()
     end, last = 0, -1
@@ -83,16 +99,127 @@ def without_overlaps(
     return [item for at, item in enumerate(found) if at not in shared]
 
 
-def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter]) -> None:
-    """Replace parameters and buffers; those that were one object become one object again."""
-    before = [place.current() for place in places]
-    first: dict[int, torch.nn.Parameter] = {}
-    for place, old, tensor in zip(places, before, tensors, strict=True):
-        if old is not None:
-            twin = first.setdefault(id(old), tensor)
-            if twin is not tensor and _same(twin, tensor):
-                tensor = twin  # noqa: PLW2901
-        _register(place, tensor)
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a process has only a part of a tensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def check(
+    root: torch.nn.Module,
+    places: Sequence[Place],
+    names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    strict: bool,
+) -> None:
+    """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
+
+    Raises:
+        RuntimeError, NotImplementedError: See ``load_into_module``.
+
+    """
+    wrong: list[str] = []
+    unknown: list[str] = []
+    for place, name, shape in zip(places, names, shapes, strict=True):
+        tensor = place.current()
+        if tensor is None:
+            unknown.append(name)
+            continue
+        if is_sharded(tensor):
+            raise NotImplementedError(
+                f"{name!r} is a DTensor, of which this process has a part: loading into sharded "
+                "modules is not supported; load before the module is sharded"
+            )
+        if is_traceable_wrapper_subclass(tensor):
+            raise NotImplementedError(
+                f"{name!r} is a {type(tensor).__name__}, which is made of other tensors: its "
+                "bytes cannot be those of one tensor of a file"
+            )
+        if not is_lazy(tensor) and list(tensor.shape) != list(shape):
+            wrong.append(
+                f"size mismatch for {name}: the file holds {list(shape)}, "
+                f"the module has {list(tensor.shape)}"
+            )
+    if strict:
+        missing = sorted(_persistent(root) - set(names))
+        wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
+        wrong += [f"unknown to the module: {', '.join(unknown)}"] if unknown else []
+    if wrong:
+        raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
+    unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
+    if unexpected:
+        warnings.warn(
+            f"{type(root).__name__} has got tensors that only the file had: "
+            + ", ".join(unexpected),
+            stacklevel=3,
+        )
+
+
+#: Tensors by which a program knows files of its own, and which it registers in this way (vLLM).
+MARKERS = ("vllm_tensorized_marker",)
+
+
+def _persistent(root: torch.nn.Module) -> set[str]:
+    return {
+        name
+        for _, name, _, place, _ in walk(root)
+        if place.attribute not in place.module._non_persistent_buffers_set
+    }
+
+
+def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter], fill: bool) -> None:
+    """Give parameters and buffers what was loaded.
+
+    Args:
+        places: Where.
+        tensors: What, for each of them.
+        fill: Whether memory that fits is filled, instead of being replaced.
+
+    """
+    first: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+    there = [old for old in (place.current() for place in places) if old is not None]
+    alone = without_overlaps([(id(old), old) for old in {id(t): t for t in there}.values()])
+    own = {number for number, _ in alone} if fill else set()
+    for place, tensor in zip(places, tensors, strict=True):
+        old = place.current()
+        known = None if old is None else first.get(id(old))
+        if old is None or is_lazy(old) or not place.is_of(old):
+            _register(place, tensor)
+        elif known is None:
+            first[id(old)] = tensor, _put(place, old, tensor, id(old) in own)
+        elif _same(known[0], tensor):
+            place.set(known[1])
+        else:
+            # Tied until now, and different in the file.
+            place.set(_like(old, tensor))
+
+
+def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool) -> torch.Tensor:
+    """Have a tensor of a module hold what was loaded; return it, or what takes its place."""
+    new = tensor.detach()
+    if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
+        with torch.no_grad():
+            old.copy_(new)
+        return old
+    if not torch._has_compatible_shallow_copy_type(old, new):
+        replacement = _like(old, tensor)
+        place.set(replacement)
+        return replacement
+    if old.is_leaf and not (new.is_floating_point() or new.is_complex()):
+        old.requires_grad_(False)
+    old.data = new
+    return old
+
+
+def _like(old: torch.Tensor, tensor: torch.nn.Parameter) -> torch.Tensor:
+    """Return what was loaded as an object of the class, and with the attributes, of another."""
+    new = tensor.detach()
+    differentiable = new.is_floating_point() or new.is_complex()
+    if type(old) is torch.Tensor:
+        return new
+    like = torch.Tensor._make_subclass(type(old), new, old.requires_grad and differentiable)
+    like.__dict__.update(old.__dict__)
+    return like
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -101,6 +228,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _register(place: Place, tensor: torch.nn.Parameter) -> None:
+    """Put a tensor where none of its kind is."""
     module, name = place.module, place.attribute
     if place.kind is TensorType.PARAM:
         module._buffers.pop(name, None)

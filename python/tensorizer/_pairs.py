@@ -18,8 +18,8 @@ from torch.serialization import default_restore_location
 
 from ._deserializer import TensorDeserializer
 from ._errors import FormatError, PairMismatchError
-from ._exchange import without_collections
 from ._files import is_address
+from ._native import local_path
 from ._pickling import Collector, Record, Storages, saving_module
 from ._reading import resolve_device
 from ._serializer import TensorSerializer
@@ -68,6 +68,30 @@ def side_of(file_obj: Any, target: Any) -> Any:
     return os.fsdecode(file_obj) if isinstance(file_obj, (bytes, os.PathLike)) else file_obj
 
 
+class _Named:
+    """Which file a path names; None names nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._before = self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = None if self._path is None else self._path.stat()
+        except OSError:
+            return None
+        return None if found is None else (found.st_dev, found.st_ino)
+
+    def was_there(self) -> bool:
+        """Tell whether there was one."""
+        return self._before is not None
+
+    def is_another(self) -> bool:
+        """Tell whether it names another file by now."""
+        now = self._identity()
+        return now is not None and now != self._before
+
+
 class _Side:
     """The file of storages, being written."""
 
@@ -75,9 +99,10 @@ class _Side:
         # torch's own files have a CRC-32, too.
         self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
         local = isinstance(file, str) and not is_address(file)
-        self._path = Path(os.path.realpath(file)) if local else None
+        self._path = Path(os.path.realpath(local_path(file) or file)) if local else None
         self._before: Path | None = None
         self._published = False
+        self._replaced = False
 
     def write(self, tensors: list[torch.Tensor]) -> str:
         """Write everything, and return the file's identity. It cannot be seen yet."""
@@ -97,7 +122,14 @@ class _Side:
             with contextlib.suppress(OSError):
                 before.hardlink_to(self._path)
                 self._before = before
-        self._serializer.close()
+        named = _Named(self._path)
+        self._replaced = named.was_there()
+        try:
+            self._serializer.close()
+        except BaseException:
+            # What has the name is published, whatever failed afterwards.
+            self._published = named.is_another()
+            raise
         self._published = True
 
     def withdraw(self) -> None:
@@ -108,7 +140,8 @@ class _Side:
         elif self._before is not None and self._path is not None:
             self._before.replace(self._path)
             self._before = None
-        elif self._path is not None and self._path.is_file():
+        elif self._path is not None and self._path.is_file() and not self._replaced:
+            # What was there is gone where there are no links: then the new storages stay.
             self._path.unlink()
 
     def forget(self) -> None:
@@ -144,15 +177,30 @@ def save_pair(
         return Record.of(side.write(collector.tensors()), collector.locations())
 
     pickled = io.BytesIO()
+    named = _Named(Path(os.fsdecode(target)) if is_path(target) else None)
     try:
         torch_save(pickled, saving_module(collector, finish))
         _publish(target, pickled.getbuffer(), sides)
     except BaseException:
         for side in sides:
-            side.withdraw()
+            # A pickle that has its name keeps the storages that belong to it.
+            if named.is_another():
+                side.forget()
+            else:
+                side.withdraw()
         raise
     for side in sides:
         side.forget()
+
+
+def _sync(descriptor: int) -> None:
+    """Have the bytes on the disk. The system tells of a failure once, so it is not passed over."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Pipes and devices cannot be synced.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
 
 
 def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
@@ -160,8 +208,7 @@ def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
         with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
             out.flush()
-            with contextlib.suppress(OSError):  # Of devices; of files the stream does it again.
-                os.fsync(out.fileno())
+            _sync(out.fileno())
             for side in sides:
                 side.publish()
         return
@@ -217,8 +264,7 @@ class Loading(Storages):
     def get(self, index: int) -> torch.UntypedStorage:
         """Return a storage."""
         if self._loaded is None:
-            with without_collections():
-                self._loaded = self._load()
+            self._loaded = self._load()
         if not 0 <= index < len(self._loaded):
             raise FormatError(
                 f"{self._name()} asks for storage {index}, found {len(self._loaded)} storages"

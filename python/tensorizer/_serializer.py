@@ -14,7 +14,7 @@ from . import _files, _modules
 from ._encryption import EncryptionParams, native_encryption
 from ._exchange import lend
 from ._native import Writer, cpu_count
-from ._streams import UploadFile
+from ._streams import AtomicRandom, UploadFile
 from ._types import Name, TensorType
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ class TensorSerializer:
     A path is written atomically: until :meth:`close` the old file stays, and a temporary file
     beside it takes the bytes; an object of S3 appears as a whole too. As a context manager it
     closes at the end of the block; if the block raises, nothing appears.
+
+    A serializer that is forgotten without :meth:`close` finishes its file, with a
+    ``RuntimeWarning``, where no other has its name; where one has, that stays as it is, and what
+    was written is called ``<name>.unclosed``. An object of S3 is given up. Only the process that
+    made a serializer finishes or removes anything; in one that was forked off, methods raise
+    ``ClosedError``.
 
     Args:
         file_obj: A path, ``os.PathLike``, ``s3://`` address, file descriptor (which stays the
@@ -66,6 +72,7 @@ class TensorSerializer:
     ) -> None:
         self._file_obj: Any = None
         self._writer: Writer | None = None
+        self._process = os.getpid()
         # Whether there is something to keep if this object is forgotten.
         self._complete = False
         self._total_tensor_bytes = 0
@@ -118,6 +125,12 @@ class TensorSerializer:
     ) -> None:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
+        for name, tensor in zip(names, tensors, strict=True):
+            if _modules.is_sharded(tensor):
+                raise NotImplementedError(
+                    f"{name!r} is a DTensor, of which this process has a part: save what its "
+                    "full_tensor() returns, on one rank"
+                )
         self._complete = False
         self._writer.write(lend(tensors), names, [int(kind) for kind in kinds], modules)
         self._complete = True
@@ -196,10 +209,12 @@ class TensorSerializer:
     def write_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Any]) -> None:
         """Write nested mappings and sequences of tensors.
 
-        Tuples come back as lists, and empty containers not at all.
+        Tuples come back as lists, and empty containers not at all. A tensor's key at the top may
+        also be the tuple of its whole path, as :func:`tensorizer.load` returns it.
 
         Raises:
-            TypeError: A key is not a string, or a leaf not a tensor.
+            TypeError: A key is neither, or a leaf not a tensor.
+            NotImplementedError: See :meth:`write_tensor`.
             ValueError: A container contains itself.
 
         """
@@ -219,6 +234,8 @@ class TensorSerializer:
 
     def close(self) -> None:
         """Finish the file and close it. Closing again does nothing."""
+        if self._process != os.getpid() and self._writer is not None:
+            self._writer.finish()  # raises, and what is the parent's stays as it is
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -231,8 +248,40 @@ class TensorSerializer:
             raise
         self._close_file_obj()
 
+    def _close_forgotten(self) -> None:
+        """Keep what was written, and what has its name."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        uri = writer.uri
+        if isinstance(self._file_obj, UploadFile):
+            kept, beside = False, None
+            writer.abandon()
+            self._close_file_obj(keep=False)
+        else:
+            kept, beside = writer.finish_unclosed()
+            file_obj, self._file_obj = self._file_obj, None
+            if isinstance(file_obj, AtomicRandom):
+                kept, beside = file_obj.close_forgotten()
+            elif file_obj is not None:
+                file_obj.seek(writer.end)
+                file_obj.close()
+        if beside is not None:
+            what = f"the file of that name stays as it was, and what was written is {beside}"
+        elif kept:
+            what = "what was written has been finished"
+        else:
+            what = "it was given up, and nothing was uploaded"
+        warnings.warn(
+            f"{uri} was not closed: {what}; call close(), or use a with block",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None
+        if self._process != os.getpid():
+            return
         if writer is not None:
             writer.abandon()
         self._close_file_obj(keep=False)
@@ -256,11 +305,11 @@ class TensorSerializer:
 
     def __del__(self) -> None:
         # Callers of the old package may forget to close: what was written in full is kept.
-        if getattr(self, "_writer", None) is None:
+        if getattr(self, "_writer", None) is None or self._process != os.getpid():
             return
         try:
             if self._complete:
-                self.close()
+                self._close_forgotten()
             else:
                 self._abandon()
         except Exception:
@@ -302,7 +351,22 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
     """
     if not _is_container(state_dict):
         raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
+    if isinstance(state_dict, Mapping):
+        rest = {}
+        for key, value in state_dict.items():
+            if isinstance(key, tuple) and isinstance(value, torch.Tensor):
+                yield _checked_path(key), value
+            else:
+                rest[key] = value
+        state_dict = rest
     yield from _flatten(state_dict, (), set())
+
+
+def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
+    for step in path:
+        if not isinstance(step, (str, int)) or isinstance(step, bool):
+            raise TypeError(f"a path has strings and integers, found {step!r} in {path!r}")
+    return path
 
 
 def _flatten(

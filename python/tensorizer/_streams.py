@@ -169,6 +169,7 @@ class UploadFile(io.BufferedIOBase):
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
+        self._process = os.getpid()
         self._held = bytearray()
         self._sent = 0
         self._serializer: weakref.ref[TensorSerializer] | None = None
@@ -254,7 +255,7 @@ class UploadFile(io.BufferedIOBase):
     def __del__(self) -> None:
         # That of the base class would publish what may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:
-            if self._serializer is None:
+            if self._serializer is None and self._process == os.getpid():
                 logger.error("%s was not closed, and so was not uploaded", self.name)
             self.abandon()
 
@@ -272,6 +273,7 @@ class _Atomic:
 
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
+        self._process = os.getpid()
         self._sink = PathSink(path)
         raw = io.FileIO(self._sink.open(), "r+")
         super().__init__(raw, buffer_size)  # type: ignore[call-arg]
@@ -285,17 +287,34 @@ class _Atomic:
         """Make the file visible. Closing again does nothing."""
         if self.closed:  # type: ignore[attr-defined]
             return
+        self._leave_to_the_maker()
         try:
-            self.flush()  # type: ignore[attr-defined]
-            size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
-            super().close()  # type: ignore[misc]
-            self._sink.publish(size)
+            self._sink.publish(self._end())
         except BaseException:
             self.abandon()
             raise
 
+    def close_forgotten(self) -> tuple[bool, str | None]:
+        """Make the file visible without harm to one of its name; say where, see ``PathSink``."""
+        return self._sink.publish_unclosed(self._end())
+
+    def _end(self) -> int:
+        self.flush()  # type: ignore[attr-defined]
+        size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
+        super().close()  # type: ignore[misc]
+        return size
+
+    def _leave_to_the_maker(self) -> None:
+        """In a process that was forked off: what is in its buffer is the parent's to write."""
+        if self._process != os.getpid():
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self.fileno())  # type: ignore[attr-defined]
+            os.close(nothing)
+
     def abandon(self) -> None:
         """Give the file up: what was there before stays."""
+        if not self.closed:  # type: ignore[attr-defined]
+            self._leave_to_the_maker()
         self._sink.abandon()
         super().close()  # type: ignore[misc]
 
@@ -309,7 +328,8 @@ class _Atomic:
     def __del__(self) -> None:
         # That of the base class would publish what may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
-            logger.error("%s was not closed, and so was not written", self._final)
+            if self._process == os.getpid():
+                logger.error("%s was not closed, and so was not written", self._final)
             self.abandon()
 
 

@@ -12,12 +12,17 @@ import http.client
 import io
 import os
 import shutil
-import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
-from ._native import DEFAULT_S3_READ_ENDPOINT, DEFAULT_S3_WRITE_ENDPOINT, Sink, Source
+from ._native import (
+    DEFAULT_S3_READ_ENDPOINT,
+    DEFAULT_S3_WRITE_ENDPOINT,
+    Sink,
+    Source,
+    local_path,
+)
 from ._streams import AtomicRandom, AtomicWriter, RemoteFile, UploadFile, check_range
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
@@ -273,7 +278,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     if normal not in _MODES:
         raise ValueError(f"expected a binary mode such as 'rb', found {mode!r}")
     if isinstance(path_uri, str):
-        scheme = urllib.parse.urlsplit(path_uri).scheme.lower() if "://" in path_uri else ""
+        local = local_path(path_uri)
+        scheme = path_uri.split(":", 1)[0].lower() if local is None else ""
         if scheme in ("http", "https"):
             if normal != "rb":
                 raise ValueError(f"{scheme}:// addresses can only be opened for reading: {mode!r}")
@@ -314,6 +320,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 buffer_size=buffer_size,
                 certificate_handling=certificate_handling,
             )
+        path_uri = local or path_uri
     path = Path(os.fsdecode(path_uri))
     if normal[0] in "wax":
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from torch import _weights_only_unpickler as restricted
 
 from ._errors import PairMismatchError
 from ._files import is_address
+from ._native import local_path
 from ._pairs import LoadFunc, Loading, SaveFunc, is_path, save_pair, side_of
 from ._pickling import loading_module, restricted_unpickler
 
@@ -87,7 +88,10 @@ class _Saving:
 
     def _identity(self, file: Any) -> object:
         if is_path(file):
-            return file if is_address(file) else os.path.realpath(os.fsdecode(file))
+            if is_address(file):
+                return file
+            path = local_path(file) if isinstance(file, str) else None
+            return os.path.realpath(path or os.fsdecode(file))
         self._kept.append(file)
         return id(file), file.tell() if hasattr(file, "tell") else None
 

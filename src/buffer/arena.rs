@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use memmap2::{Advice, MmapMut, MmapOptions};
 
+use super::mapped::InUse;
 use crate::error::{Error, Result};
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
@@ -33,7 +34,7 @@ enum Memory {
     /// Small blocks: a mapping each would soon be more than a process may have.
     Heap(Vec<Block>),
     /// Anonymous, or a private mapping of a file: writes to it are seen by nobody else.
-    Mapped(MmapMut),
+    Mapped(MmapMut, #[allow(dead_code)] Option<InUse>),
 }
 
 /// Aligned as tensors are.
@@ -50,7 +51,7 @@ impl Memory {
                 // alignment), all initialised, and borrowed exclusively through `self`.
                 unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast::<u8>(), len) }
             }
-            Memory::Mapped(map) => map,
+            Memory::Mapped(map, _) => map,
         }
     }
 }
@@ -74,7 +75,7 @@ impl Arena {
         if huge {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
-        Ok(Arena { memory: Memory::Mapped(map), start, len })
+        Ok(Arena { memory: Memory::Mapped(map, None), start, len })
     }
 
     /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
@@ -90,7 +91,8 @@ impl Arena {
         // the bytes are only ever treated as plain numbers.
         let map = unsafe { MmapOptions::new().len(len).map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
-        Ok(Arena { memory: Memory::Mapped(map), start: 0, len })
+        let in_use = InUse::note(file).map_err(|e| Error::io("examining", uri, e))?;
+        Ok(Arena { memory: Memory::Mapped(map, Some(in_use)), start: 0, len })
     }
 
     /// All of the bytes.

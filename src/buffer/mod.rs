@@ -1,6 +1,7 @@
 //! Host memory that bytes are read into and that tensors then own.
 
 mod arena;
+pub mod mapped;
 pub mod pinned;
 
 pub use arena::{ALIGNMENT, Arena, HostBuffer};

@@ -193,6 +193,10 @@ pub fn parse(
     Ok((entries, names))
 }
 
+/// Bytes of the longest index that is read: room for 60,000 names of full length, or for tens of
+/// millions of usual ones.
+pub const MAX_LEN: u64 = 4 << 30;
+
 fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Malformed> {
     let long = if prologue.versioned_entries {
         match cursor.u32("entry version")? {
@@ -254,6 +258,12 @@ impl Entry {
     }
 }
 
+/// Bytes of the longest header that the format can need: name, type, shape, hashes and padding of up
+/// to 2 MiB, and one authentication tag of 16 bytes for each piece of at least 1 KiB of data.
+const fn longest_header(data_len: u64) -> u64 {
+    (4 << 20) + data_len / 64
+}
+
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
     let mut order: Vec<&Entry> = entries.iter().collect();
     order.sort_by_key(|entry| entry.header_offset);
@@ -272,6 +282,12 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
             return Err(malformed(format!(
                 "expected its data after its header at byte {}, found {}",
                 entry.header_offset, entry.data_offset
+            )));
+        }
+        let (len, most) = (entry.data_offset - entry.header_offset, longest_header(entry.data_len));
+        if len > most {
+            return Err(malformed(format!(
+                "expected a header of at most {most} bytes, found one of {len}"
             )));
         }
         end = entry

@@ -52,6 +52,14 @@ impl Name {
         {
             return Self::checked(text.into(), None);
         }
+        let split = |step: &Component| matches!(step, Component::Key(key) if has_split_pair(key));
+        if path.iter().any(split) {
+            return Err(format!(
+                "a name with the two halves of a character beside each other, as surrogates, would \
+                 come back as that character: {}",
+                preview(encode(&path).as_bytes())
+            ));
+        }
         Self::checked(encode(&path).into(), Some(path.into()))
     }
 
@@ -171,27 +179,30 @@ fn encode_key(key: &[u8], out: &mut String) {
 /// The UTF-16 code units of UTF-8 that may hold surrogates.
 fn utf16_units(bytes: &[u8]) -> Vec<u16> {
     let mut units = Vec::with_capacity(bytes.len());
-    for chunk in bytes.utf8_chunks() {
-        units.extend(chunk.valid().encode_utf16());
-        // A surrogate is three bytes ED A0..BF xx, each invalid by itself: gather them.
-        units.extend(chunk.invalid().iter().map(|&b| u16::from(b) | 0xff00));
-    }
-    // Re-join the marked bytes of each surrogate.
-    let mut out = Vec::with_capacity(units.len());
-    let mut rest = units.as_slice();
-    while let Some((&unit, tail)) = rest.split_first() {
-        if let [0xffed, second, third, tail @ ..] = rest
-            && second & 0xffe0 == 0xffa0
-            && third & 0xffc0 == 0xff80
-        {
-            out.push(0xd000 | ((second & 0x3f) << 6) | (third & 0x3f));
+    let mut rest = bytes;
+    while let Some((_, after)) = rest.split_first() {
+        // UTF-8 proper has no such three bytes.
+        if let [0xed, second @ 0xa0..=0xbf, third @ 0x80..=0xbf, tail @ ..] = rest {
+            units.push(0xd000 | (u16::from(second & 0x3f) << 6) | u16::from(third & 0x3f));
             rest = tail;
             continue;
         }
-        out.push(unit);
-        rest = tail;
+        let valid = rest.utf8_chunks().next().map_or("", |chunk| chunk.valid());
+        units.extend(valid.encode_utf16());
+        rest = if valid.is_empty() {
+            units.push(0xfffd);
+            after
+        } else {
+            rest.get(valid.len()..).unwrap_or(&[])
+        };
     }
-    out
+    units
+}
+
+/// Whether a key has two surrogates that would be read back as one character.
+fn has_split_pair(key: &[u8]) -> bool {
+    key.windows(6)
+        .any(|six| matches!(six, [0xed, 0xa0..=0xaf, 0x80..=0xbf, 0xed, 0xb0..=0xbf, 0x80..=0xbf]))
 }
 
 /// Reads a JSON array of strings and non-negative integers.

@@ -12,26 +12,28 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
 use super::Failure;
+use crate::sys::process::Inherited;
 
 /// How often a wait looks whether the call was given up.
 const POLL: Duration = Duration::from_millis(100);
 
-/// An event loop, and the client whose connections live on it.
-pub struct Lane<C> {
-    runtime: Runtime,
-    process: u32,
-    /// What talks to the server.
-    pub client: C,
-}
+/// An event loop, and the client whose connections live on it. A child that was forked off leaves
+/// it alone: its sockets are registered with a poller that is the parent's too.
+pub struct Lane<C>(Inherited<(Runtime, C)>);
 
 impl<C> Lane<C> {
+    /// What talks to the server.
+    pub fn client(&self) -> &C {
+        &self.0.1
+    }
+
     /// Runs a request on this thread, until it ends or `go_on` says no.
     pub fn run<T>(
         &self,
         go_on: &dyn Fn() -> bool,
         request: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        run_on(&self.runtime, go_on, request)
+        run_on(&self.0.0, go_on, request)
     }
 }
 
@@ -72,14 +74,13 @@ impl<C> Lanes<C> {
         loop {
             let idle = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
             match idle {
-                Some(lane) if lane.process == std::process::id() => return Ok(lane),
-                // Its event loop is the parent's too, which must not notice.
-                Some(inherited) => std::mem::forget(inherited),
+                Some(lane) if lane.0.maker().is_here() => return Ok(lane),
+                Some(_) => {}
                 None => {
                     let runtime = new_runtime()
                         .map_err(|e| Failure::lasting(e.kind(), format!("an event loop: {e}")))?;
                     let client = run_on(&runtime, go_on, make())?;
-                    return Ok(Lane { runtime, process: std::process::id(), client });
+                    return Ok(Lane(Inherited::new((runtime, client))));
                 }
             }
         }

@@ -5,15 +5,25 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::WriteAt;
+use super::{Unclosed, WriteAt};
+use crate::buffer::mapped;
 use crate::error::{Error, Result};
+use crate::sys::process::Maker;
 
 /// A local file.
 pub struct FileSink {
     file: File,
     uri: String,
-    /// The temporary name and the final one, until the file is published.
-    pending: Option<(PathBuf, PathBuf)>,
+    /// Until the file is published.
+    pending: Option<Pending>,
+}
+
+/// A file that has not got its name yet.
+struct Pending {
+    /// Who alone may publish it, or remove it.
+    maker: Maker,
+    temporary: PathBuf,
+    target: PathBuf,
 }
 
 impl FileSink {
@@ -53,7 +63,11 @@ impl FileSink {
             let mode = metadata.permissions().mode() & 0o7777;
             file.set_permissions(fs::Permissions::from_mode(mode)).map_err(fail)?;
         }
-        Ok(FileSink { file, uri, pending: Some((temporary, target)) })
+        Ok(FileSink {
+            file,
+            uri,
+            pending: Some(Pending { maker: Maker::this(), temporary, target }),
+        })
     }
 
     /// Another handle of the file.
@@ -61,9 +75,22 @@ impl FileSink {
         self.file.try_clone().map_err(|e| Error::io("opening", &self.uri, e))
     }
 
-    /// Writes into a file that the caller has open for reading and writing.
-    pub fn from_file(file: File, uri: String) -> Self {
-        FileSink { file, uri, pending: None }
+    /// Writes into a file that the caller has open for reading and writing. One that tensors of
+    /// this process are mapped from is refused.
+    pub fn from_file(file: File, uri: String) -> Result<Self> {
+        if mapped::is_mapped(&file).map_err(|e| Error::io("examining", &uri, e))? {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}` must not be written: tensors of this process, loaded with mmap=True, are \
+                 used in place of it and would change; write another file and rename it"
+            )));
+        }
+        Ok(FileSink { file, uri, pending: None })
+    }
+
+    /// Ends the file at `len` bytes, and has it on the disk before it gets its name.
+    fn settle(&self, len: u64) -> Result<()> {
+        let settled = self.file.set_len(len).and_then(|()| self.file.sync_all());
+        settled.map_err(|e| Error::io("finishing", &self.uri, e))
     }
 }
 
@@ -129,26 +156,77 @@ impl WriteAt for FileSink {
     }
 
     fn publish(&mut self, len: u64) -> Result<()> {
-        let Some((temporary, target)) = &self.pending else {
+        let Some(Pending { maker, temporary, target }) = &self.pending else {
             return Ok(());
         };
-        let finish = || -> io::Result<()> {
-            self.file.set_len(len)?;
-            self.file.sync_all()?;
-            fs::rename(temporary, target)?;
-            // The rename itself is durable once the directory is.
-            let parent = target.parent().filter(|p| !p.as_os_str().is_empty());
-            File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
-        };
-        finish().map_err(|e| Error::io("finishing", &self.uri, e))?;
+        maker.check(&self.uri)?;
+        self.settle(len)?;
+        fs::rename(temporary, target).map_err(|e| Error::io("finishing", &self.uri, e))?;
+        let target = target.clone();
         self.pending = None;
-        Ok(())
+        sync_name(&target, &self.uri)
+    }
+
+    fn publish_unclosed(&mut self, len: u64) -> Result<Unclosed> {
+        let Some(Pending { maker, temporary, target }) = &self.pending else {
+            return Ok(Unclosed::InPlace);
+        };
+        maker.check(&self.uri)?;
+        self.settle(len)?;
+        for number in 0..MOST_UNCLOSED {
+            let name = unclosed_name(target, number);
+            match crate::sys::rename_to_free_name(temporary, &name) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(Error::io("finishing", &self.uri, e)),
+                Ok(()) => {
+                    self.pending = None;
+                    sync_name(&name, &self.uri)?;
+                    return Ok(if number == 0 {
+                        Unclosed::InPlace
+                    } else {
+                        Unclosed::Beside(name)
+                    });
+                }
+            }
+        }
+        Err(Error::io("finishing", &self.uri, io::Error::from(io::ErrorKind::AlreadyExists)))
     }
 }
 
+/// So many names are tried for a file that was forgotten.
+const MOST_UNCLOSED: u32 = 1000;
+
+/// The name itself, then `name.unclosed`, `name.unclosed.2` and so on.
+fn unclosed_name(target: &Path, number: u32) -> PathBuf {
+    let mut name = target.as_os_str().to_owned();
+    match number {
+        0 => {}
+        1 => name.push(".unclosed"),
+        _ => name.push(format!(".unclosed.{number}")),
+    }
+    name.into()
+}
+
+/// Has the name of a file on the disk too. The file is there in any case: where a folder cannot be
+/// synced that is no failure, and where the disk fails the error says that it is there.
+fn sync_name(path: &Path, uri: &str) -> Result<()> {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match File::open(parent).and_then(|folder| folder.sync_all()) {
+        Ok(()) => Ok(()),
+        Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
+        Err(error) => Err(Error::Unsynced { uri: uri.to_owned(), error }),
+    }
+}
+
+/// Of folders that may not be read, and of file systems that do not sync folders.
+const CANNOT_SYNC: [i32; 5] =
+    [libc::EACCES, libc::EPERM, libc::EINVAL, libc::ENOTSUP, libc::ENOSYS];
+
 impl Drop for FileSink {
     fn drop(&mut self) {
-        if let Some((temporary, _)) = &self.pending {
+        if let Some(Pending { maker, temporary, .. }) = &self.pending
+            && maker.is_here()
+        {
             // Nothing more can be done about a file that cannot be removed.
             let _ = fs::remove_file(temporary);
         }

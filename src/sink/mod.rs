@@ -4,7 +4,9 @@ mod file;
 #[cfg(feature = "s3")]
 mod s3;
 
+use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::path::PathBuf;
 
 pub use file::FileSink;
 #[cfg(feature = "s3")]
@@ -13,7 +15,7 @@ pub use s3::S3Sink;
 use crate::error::{Error, Result};
 #[cfg(feature = "s3")]
 use crate::net::{NetOptions, s3::S3Options};
-use crate::source::address;
+use crate::source::address::{self, Address};
 
 /// Bytes moved at a time to make room.
 const MOVE_STEP: u64 = 8 << 20;
@@ -74,18 +76,38 @@ pub trait WriteAt: Send + Sync {
 
     /// Ends the file at `len` bytes and makes it visible under its name.
     fn publish(&mut self, len: u64) -> Result<()>;
+
+    /// The same for a file that its writer has forgotten, so that it may not be all that was to be
+    /// written: what has the name already stays.
+    fn publish_unclosed(&mut self, len: u64) -> Result<Unclosed> {
+        self.publish(len).map(|()| Unclosed::InPlace)
+    }
+}
+
+/// What became of a file that its writer has forgotten.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unclosed {
+    /// It was finished where it was being written, as its name or in the caller's file.
+    InPlace,
+    /// Its name is that of another file, which stays: it was finished under this one.
+    Beside(PathBuf),
+    /// It is not to be had: nobody can read an object before it is complete.
+    GivenUp,
 }
 
 /// Begins a file at an address or a local path, with the options of the environment.
 pub fn create(uri: &str) -> Result<Box<dyn WriteAt>> {
-    match address::scheme(uri).as_deref() {
-        None => Ok(Box::new(FileSink::create(std::path::Path::new(uri))?)),
+    let scheme = match address::parse(OsStr::new(uri))? {
+        Address::Path(path) => return Ok(Box::new(FileSink::create(&path)?)),
+        Address::Scheme(scheme) => scheme,
+    };
+    match scheme.as_str() {
         #[cfg(feature = "s3")]
-        Some("s3") => {
+        "s3" => {
             let options = NetOptions::from_environment()?;
             Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options)?))
         }
-        Some(scheme) => Err(unwritable(scheme)),
+        scheme => Err(unwritable(scheme)),
     }
 }
 

@@ -1,10 +1,13 @@
 //! The system calls that the standard library does not offer. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
+pub mod process;
+
+use std::ffi::{CString, c_int};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
@@ -143,6 +146,31 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Renames a file, unless something has the new name: that is `AlreadyExists`, and stays.
+pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::unix::ffi::OsStrExt as _;
+        let here = libc::AT_FDCWD;
+        let old = CString::new(from.as_os_str().as_bytes())?;
+        let new = CString::new(to.as_os_str().as_bytes())?;
+        // SAFETY: two strings that end in a zero and live until the call returns.
+        let result = unsafe {
+            libc::renameat2(here, old.as_ptr(), here, new.as_ptr(), libc::RENAME_NOREPLACE)
+        };
+        if result == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) {
+            return Err(error);
+        }
+    }
+    // File systems without that call: a second name is not made where there is one already.
+    std::fs::hard_link(from, to)?;
+    std::fs::remove_file(from)
+}
+
 /// Gives the memory of whole pages back to the system.
 ///
 /// # Safety
@@ -151,66 +179,6 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
 pub unsafe fn release_pages(start: *mut u8, len: usize) {
     // SAFETY: the caller's promise. Failure leaves the pages where they are until the unmapping.
     let _ = unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) };
-}
-
-/// Brings the pages of mapped bytes into memory, so that touching them does not wait, and so that
-/// bytes that cannot be read are an error here. Kernels before 5.14 cannot, and do nothing.
-pub fn populate(bytes: &[u8]) -> io::Result<()> {
-    #[cfg(target_os = "linux")]
-    {
-        let start = bytes.as_ptr().addr() / page_size() * page_size();
-        let len = bytes.as_ptr().addr() + bytes.len() - start;
-        let pages = bytes.as_ptr().with_addr(start).cast_mut().cast();
-        // SAFETY: reads pages that the borrow of `bytes` keeps mapped, and changes none of them.
-        if unsafe { libc::madvise(pages, len, libc::MADV_POPULATE_READ) } != 0 {
-            let error = io::Error::last_os_error();
-            return if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) };
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = bytes;
-    Ok(())
-}
-
-/// File systems on which every first touch of a mapped page is a request over a network, by the
-/// magic numbers of `statfs(2)`: NFS, SMB (three), FUSE, Ceph, Lustre, 9P, AFS, GPFS, BeeGFS.
-#[cfg(target_os = "linux")]
-const NETWORK_FILE_SYSTEMS: [u64; 11] = [
-    0x6969,
-    0x517b,
-    0xff53_4d42,
-    0xfe53_4d42,
-    0x6573_5546,
-    0x00c3_6400,
-    0x0bd0_0bd0,
-    0x0102_1997,
-    0x5346_414f,
-    0x4750_4653,
-    0x1983_0326,
-];
-
-/// Whether a file is on a disk of this machine, or in its memory.
-pub fn is_local(file: &File) -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        let mut info = std::mem::MaybeUninit::<libc::statfs>::uninit();
-        // SAFETY: the call fills the structure when it returns 0, and only then is it read.
-        let kind = unsafe {
-            if libc::fstatfs(file.as_raw_fd(), info.as_mut_ptr()) != 0 {
-                return false;
-            }
-            info.assume_init().f_type
-        };
-        // The width and sign of the field differ between platforms; the low 32 bits do not.
-        #[allow(clippy::useless_conversion)]
-        let kind = u64::from_ne_bytes(i64::from(kind).to_ne_bytes()) & 0xffff_ffff;
-        !NETWORK_FILE_SYSTEMS.contains(&kind)
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = file;
-        false
-    }
 }
 
 /// Size of a page in bytes.

@@ -10,7 +10,6 @@ use crate::buffer::pinned::{Lease, Ticket};
 use crate::device::{DeviceFile, Stream};
 use crate::error::{Error, Result};
 use crate::fill::{Stoppable, parse_header};
-use crate::job::longest_header;
 use crate::load::Verify;
 use crate::plan::{Grain, Part, PieceKind, Staging, stage};
 use crate::source::{ReadAt, read_exact_at};
@@ -131,23 +130,12 @@ impl<'r, 'p> Reader<'r, 'p> {
         let bug = |what: &str| Error::Bug(format!("{what} of a part"));
         let mut headers = Vec::new();
         let mut gaps = 0;
-        let sized = self.source.traits().len.is_some();
         for piece in &part.pieces {
             let len = usize::try_from(piece.len).map_err(|_| bug("the length"))?;
             match piece.kind {
                 PieceKind::Gap => gaps += len,
                 PieceKind::Data { .. } => {}
-                PieceKind::Header { tensor } => {
-                    let entry = pass.entry(pass.tensor(tensor)?)?;
-                    if piece.len > longest_header(entry.data_len) && !sized {
-                        return Err(Error::Format {
-                            uri: pass.file.uri().to_owned(),
-                            offset: entry.header_offset,
-                            what: format!("tensor `{}`: a header of {len} bytes", entry.name),
-                        });
-                    }
-                    headers.push(vec![0; len].into_boxed_slice());
-                }
+                PieceKind::Header { .. } => headers.push(vec![0; len].into_boxed_slice()),
             }
         }
         if self.gap.len() < gaps {

@@ -29,7 +29,7 @@ def test_later_changes_are_not_saved(tmp_path):
     loaded = tensorizer.load(path, "cpu", verify_hash=True)
     for name, tensor in expected.items():
         assert_same(loaded[name], tensor)
-    assert loaded['\x1e["nested",0]'].tolist() == [1, 1, 1]
+    assert loaded[("nested", 0)].tolist() == [1, 1, 1]
 
 
 class Gate:

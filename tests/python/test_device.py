@@ -308,7 +308,7 @@ def test_modules_are_filled_in_place(module_path):
 def test_what_does_not_fit_is_replaced(module_path):
     filled = blank()
     filled[0].weight = torch.nn.Parameter(filled[0].weight.half())
-    filled[2].bias = torch.nn.Parameter(torch.zeros(3))
+    filled[2].bias = torch.nn.Parameter(torch.zeros(10).double())
     filled[1].weight = torch.nn.Parameter(torch.zeros(400)[::2])
     tied = filled[0].bias
     filled[1].bias = tied

@@ -478,9 +478,18 @@ def test_load(path, tmp_path):
     with torch.device("meta"):
         assert tensorizer.load(path, names=["a"])["a"].is_meta
     nested = tmp_path / "nested"
-    tensorizer.save({"x": [torch.ones(1)]}, nested)
-    assert list(tensorizer.load(nested)) == ['\x1e["x",0]']
-    assert list(tensorizer.load(nested, names=['\x1e["x",0]'], mmap=True)) == ['\x1e["x",0]']
+    tensorizer.save({"x": [torch.ones(1)], "flat": torch.zeros(2)}, nested)
+    assert list(tensorizer.load(nested)) == [("x", 0), "flat"]
+    for name in (("x", 0), '\x1e["x",0]'):
+        assert list(tensorizer.load(nested, names=[name], mmap=True)) == [name]
+    # What it returns can be saved, and is the same file again.
+    again = tmp_path / "again"
+    tensorizer.save(tensorizer.load(nested), again)
+    assert again.read_bytes() == nested.read_bytes()
+    assert TensorDeserializer(again, "cpu").tree().keys() == {"x", "flat"}
+    for path_of in ((), ("x", None), ("x", True)):
+        with pytest.raises((TypeError, ValueError)):
+            tensorizer.save({path_of: torch.ones(1)}, again)
 
 
 def test_an_open_file_of_a_python_object_from_two_threads(path):

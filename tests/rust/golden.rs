@@ -15,7 +15,7 @@ use tensorizer::format::header::Header;
 use tensorizer::format::index::Entry;
 use tensorizer::format::name::Component;
 use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
-use tensorizer::{Error, LoadOptions, Mapping, TensorFile, Verify, load};
+use tensorizer::{Error, LoadOptions, TensorFile, Verify, load};
 
 fn manifest() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json");
@@ -140,7 +140,7 @@ fn check_data(opened: &TensorFile, file: &Value, name: &str, verify: bool) {
     let all: Vec<usize> = numbers.filter(|&number| !huge(&opened.entries()[number])).collect();
     for readers in [1, 3] {
         for verify in [Verify::all_if(verify), Verify::Nothing] {
-            let options = LoadOptions { verify, readers: Some(readers), map: Mapping::Never };
+            let options = LoadOptions { verify, readers: Some(readers), map: false };
             for tensor in load(opened, &all, &options, &|| Ok(())).unwrap() {
                 let expected = &file["tensors"][tensor.number];
                 let entry = opened.entry(tensor.number).unwrap();
@@ -268,11 +268,8 @@ fn damaged_files_give_an_error_or_the_right_data() {
                     None => opened,
                 };
                 let all: Vec<usize> = (0..opened.entries().len()).collect();
-                let options = LoadOptions {
-                    verify: Verify::all_if(verify),
-                    readers: None,
-                    map: Mapping::Never,
-                };
+                let options =
+                    LoadOptions { verify: Verify::all_if(verify), readers: None, map: false };
                 let loaded = load(&opened, &all, &options, &|| Ok(()))?;
                 Ok((opened, loaded))
             });

@@ -16,8 +16,7 @@ use tensorizer::format::name::Name;
 use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::source::{FileSource, MemorySource, PipeSource, ReadAt};
 use tensorizer::{
-    Data, Error, LoadOptions, Mapping, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load,
-    load_into,
+    Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load, load_into,
 };
 
 const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
@@ -101,13 +100,9 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 /// Loads a file in every way that there is and compares the bytes.
 fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
     for verify in [false, true] {
-        for (readers, map) in [
-            (None, Mapping::Never),
-            (Some(1), Mapping::Never),
-            (Some(5), Mapping::Never),
-            (None, Mapping::Always),
-            (Some(2), Mapping::Auto),
-        ] {
+        for (readers, map) in
+            [(None, false), (Some(1), false), (Some(5), false), (None, true), (Some(2), true)]
+        {
             let file = TensorFile::open(path).unwrap();
             let options = LoadOptions { readers, verify: Verify::all_if(verify), map };
             // In reverse, to show that the order of the selection does not matter.
@@ -320,7 +315,7 @@ fn an_interrupt_ends_a_load_and_a_save() {
     assert!(!path.exists());
     tensorizer::save(&path, one(), SaveOptions::default(), NEVER).unwrap();
     let file = TensorFile::open(&path).unwrap();
-    let options = LoadOptions { verify: Verify::All, readers: Some(1), map: Mapping::Never };
+    let options = LoadOptions { verify: Verify::All, readers: Some(1), map: false };
     assert!(matches!(load(&file, &[0], &options, &interrupt), Err(Error::Cancelled)));
 }
 

@@ -22,6 +22,9 @@ use crate::source::http::reply::refusal;
 /// The slowest upload, in bytes a second, that is not given up and tried again.
 const SLOWEST: u64 = 64 << 10;
 
+/// Bytes of the longest answer that is read.
+const LONGEST_ANSWER: usize = 4 << 20;
+
 /// A client, and how long a server may say nothing.
 #[derive(Debug, Clone)]
 pub struct Connector {
@@ -106,10 +109,18 @@ async fn send(client: &Client, request: HttpRequest) -> Result<HttpResponse, Con
         |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
     let request = request.try_into_http1x().map_err(|e| odd(&e))?;
     let request = Request::try_from(request.map(Body::wrap)).map_err(of_reqwest)?;
-    let response = client.execute(request).await.map_err(of_reqwest)?;
+    let mut response = client.execute(request).await.map_err(of_reqwest)?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let headers = response.headers().clone();
-    let body = response.bytes().await.map_err(of_reqwest)?;
+    // Objects are not read in this way: what is answered here are short documents.
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(of_reqwest)? {
+        if body.len() + chunk.len() > LONGEST_ANSWER {
+            let what = format!("an answer of more than {LONGEST_ANSWER} bytes");
+            return Err(failed(io::Error::new(ErrorKind::InvalidData, what)));
+        }
+        body.extend_from_slice(&chunk);
+    }
     let mut answer = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in &headers {
         if let Ok(value) = value.to_str() {

@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 
-use super::WriteAt;
+use super::{Unclosed, WriteAt};
 use crate::error::{Error, Result};
 use crate::net::NetOptions;
 use crate::net::s3::S3Options;
+use crate::sys::process::Maker;
 use object::{Object, Sent};
 
 /// Bytes a part, unless the object would then have more than [`USUAL_PARTS`]. The protocol demands
@@ -36,6 +37,8 @@ const IN_FLIGHT: u64 = 64 << 20;
 pub struct S3Sink(Arc<Upload>);
 
 struct Upload {
+    /// Who alone may send parts of it, end it, or give it up.
+    maker: Maker,
     object: Object,
     state: Mutex<State>,
     /// The upload's number at the server, once it has begun.
@@ -84,7 +87,12 @@ impl S3Sink {
     /// Finds the endpoint and the credentials. Nothing is sent before a part is complete.
     pub fn create(uri: &str, s3: &S3Options, options: NetOptions) -> Result<Self> {
         let object = Object::new(uri, s3, options)?;
-        Ok(S3Sink(Arc::new(Upload { object, state: Mutex::default(), begun: Mutex::new(None) })))
+        Ok(S3Sink(Arc::new(Upload {
+            maker: Maker::this(),
+            object,
+            state: Mutex::default(),
+            begun: Mutex::new(None),
+        })))
     }
 
     /// Gives the object up: what was there before stays.
@@ -100,6 +108,7 @@ impl Upload {
 
     /// The state of an object that can still be written.
     fn usable(&self) -> Result<MutexGuard<'_, State>> {
+        self.maker.check(&self.object.shown)?;
         let state = self.state();
         match state.over {
             Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown))),
@@ -108,6 +117,9 @@ impl Upload {
     }
 
     fn give_up(&self, why: &'static str) {
+        if !self.maker.is_here() {
+            return;
+        }
         let mut state = self.state();
         if state.over.is_some() {
             return;
@@ -339,6 +351,11 @@ impl WriteAt for S3Sink {
         self.0.publish(len)?;
         self.0.state().over = Some("it is complete");
         Ok(())
+    }
+
+    fn publish_unclosed(&mut self, _len: u64) -> Result<Unclosed> {
+        self.abandon();
+        Ok(Unclosed::GivenUp)
     }
 }
 

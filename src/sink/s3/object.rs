@@ -68,7 +68,7 @@ impl Object {
         let mut retry = Retry::new("writing", &self.options, false);
         loop {
             let outcome = self.lanes.take(go_on, || async { self.connect() }).and_then(|lane| {
-                let outcome = lane.run(go_on, make(lane.client.clone()));
+                let outcome = lane.run(go_on, make(lane.client().clone()));
                 self.lanes.put(lane);
                 outcome
             });

@@ -145,7 +145,7 @@ impl OneClient {
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
-            let mut request = self.lane.client.get(target.url.clone()).headers(target.fields()?);
+            let mut request = self.lane.client().get(target.url.clone()).headers(target.fields()?);
             request = request.header(ACCEPT_ENCODING, "identity");
             if let Some(range) = range {
                 request = request.header(RANGE, range.field());

@@ -110,7 +110,7 @@ impl Connections {
             let made = self.client.get_multiplexed_async_connection_with_config(&self.config);
             made.await.map_err(failure)
         })?;
-        let mut connection = lane.client.clone();
+        let mut connection = lane.client().clone();
         let answers = lane.run(go_on, async {
             commands.query_async::<Vec<Value>>(&mut connection).await.map_err(failure)
         })?;

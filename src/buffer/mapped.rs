@@ -1,0 +1,71 @@
+//! Which files tensors of this process are used in place of. What writes into a file that is open
+//! looks here first: the tensors would change, or end the process when they are touched.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::{Mutex, PoisonError};
+
+/// Device and inode.
+type Identity = (u64, u64);
+
+/// How many mappings each file has.
+static MAPPED: Mutex<Option<HashMap<Identity, usize>>> = Mutex::new(None);
+
+fn identity(file: &File) -> io::Result<Identity> {
+    let metadata = file.metadata()?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// A file is mapped as long as this lives.
+pub struct InUse(Identity);
+
+impl InUse {
+    /// Notes that a file is mapped.
+    pub fn note(file: &File) -> io::Result<Self> {
+        let identity = identity(file)?;
+        let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+        *mapped.get_or_insert_default().entry(identity).or_default() += 1;
+        Ok(InUse(identity))
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(mapped) = mapped.as_mut()
+            && let Some(count) = mapped.get_mut(&self.0)
+        {
+            *count -= 1;
+            if *count == 0 {
+                mapped.remove(&self.0);
+            }
+        }
+    }
+}
+
+/// Whether tensors of this process are used in place of a file.
+pub fn is_mapped(file: &File) -> io::Result<bool> {
+    let identity = identity(file)?;
+    let mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(mapped.as_ref().is_some_and(|mapped| mapped.contains_key(&identity)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_in_use_until_its_last_mapping_goes() {
+        let file = tempfile::tempfile().unwrap();
+        let other = tempfile::tempfile().unwrap();
+        let (one, two) = (InUse::note(&file).unwrap(), InUse::note(&file).unwrap());
+        drop(one);
+        assert!(is_mapped(&file).unwrap());
+        assert!(!is_mapped(&other).unwrap());
+        drop(two);
+        assert!(!is_mapped(&file).unwrap());
+    }
+}

@@ -1,0 +1,169 @@
+"""What the parent has begun belongs to the parent: a child neither finishes nor destroys it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same, run_python
+
+#: Runs ``child`` in a forked process, and fails with its traceback.
+FORKED = """
+import gc, os, sys, traceback
+import tensorizer, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.stream_io import open_stream
+
+def forked(child):
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            child()
+            gc.collect()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0, "the child failed"
+
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        assert "was begun by process" in str(error), error
+    else:
+        raise AssertionError("no error")
+"""
+
+SAVES = """
+target = sys.argv[1]
+serializer = TensorSerializer(TARGET)
+serializer.write_state_dict({"a": torch.arange(2_000_000)})
+
+def forget():
+    global serializer
+    del serializer
+def close():
+    refused(serializer.close)
+    refused(lambda: serializer.write_state_dict({"b": torch.ones(1)}))
+def leave_block():
+    with serializer:
+        pass
+for child in (forget, close, lambda: refused(leave_block)):
+    forked(child)
+serializer.write_state_dict({"c": torch.arange(5)})
+serializer.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["target", "open_stream(target, 'wb+')", "open(target, 'wb+')", "'s3://bucket/forked'"],
+    ids=["path", "stream", "file", "s3"],
+)
+def test_saves_are_the_parents(target, tmp_path, request):
+    path = tmp_path / "f"
+    if "s3" in target:
+        request.getfixturevalue("s3")
+        path = "s3://bucket/forked"
+    done = run_python(FORKED + SAVES.replace("TARGET", target), path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    loaded = tensorizer.load(path, verify_hash=True)
+    assert_same(loaded["a"], torch.arange(2_000_000))
+    assert_same(loaded["c"], torch.arange(5))
+    assert os.listdir(tmp_path) in (["f"], [])
+
+
+STREAMS = """
+target = sys.argv[1]
+stream = open_stream(target, "wb")
+stream.write(b"from the parent, ")
+def forget():
+    global stream
+    del stream
+forked(forget)
+forked(lambda: refused(stream.close))
+stream.write(b"all of it")
+stream.close()
+"""
+
+
+@pytest.mark.parametrize("address", ["f", "s3://bucket/stream"])
+def test_streams_are_the_parents(address, tmp_path, s3):
+    target = tmp_path / address if address == "f" else address
+    done = run_python(FORKED + STREAMS, target)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    with tensorizer.stream_io.open_stream(target) as stream:
+        assert stream.read() == b"from the parent, all of it"
+
+
+CONNECTIONS = """
+lazy = TensorDeserializer(sys.argv[1], "cpu", lazy_load=True)
+expected = torch.arange(2_000_000)
+assert torch.equal(lazy["a"], expected)
+def forget():
+    global lazy
+    del lazy
+def read():
+    assert torch.equal(lazy["b"], torch.ones(3))
+for child in (forget, read, lambda: lazy.close()):
+    forked(child)
+    assert torch.equal(TensorDeserializer(sys.argv[1], "cpu")["b"], torch.ones(3))
+assert torch.equal(lazy["b"], torch.ones(3))
+"""
+
+
+def test_connections_are_the_parents(s3):
+    tensorizer.save({"a": torch.arange(2_000_000), "b": torch.ones(3)}, "s3://bucket/lazy")
+    done = run_python(FORKED + CONNECTIONS, "s3://bucket/lazy")
+    assert done.returncode == 0, done.stderr
+
+
+WORKERS = """
+import multiprocessing, sys
+import tensorizer, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+
+class Weights(torch.utils.data.Dataset):
+    def __init__(self, path):
+        self.path = path
+    def __len__(self):
+        return 6
+    def __getitem__(self, at):
+        return TensorDeserializer(self.path, "cpu", lazy_load=True)[f"w{at}"].detach()
+
+def total(path):
+    return sum(tensor.sum().item() for tensor in tensorizer.load(path).values())
+
+if __name__ == "__main__":
+    path, method = sys.argv[1:]
+    tensorizer.save({f"w{i}": torch.full((1000,), float(i)) for i in range(6)}, path)
+    serializer = TensorSerializer(path + ".parent")
+    serializer.write_state_dict(tensorizer.load(path))
+    context = multiprocessing.get_context(method)
+    with context.Pool(2) as pool:
+        assert pool.map(total, [path] * 4) == [15_000.0] * 4
+    loader = torch.utils.data.DataLoader(
+        Weights(path), batch_size=2, num_workers=2, multiprocessing_context=context
+    )
+    assert [batch.sum().item() for batch in loader] == [1000.0, 5000.0, 9000.0]
+    serializer.close()
+    assert total(path + ".parent") == 15_000.0
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers(method, tmp_path):
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    command = [sys.executable, script, tmp_path / "f", method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f", "f.parent", "workers.py"]

@@ -1,0 +1,81 @@
+"""A folder that cannot be synced destroys nothing."""
+
+import errno
+import os
+import shutil
+import subprocess
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, run_python
+from tensorizer.torch_compat import tensorizer_loading
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """Return an environment in which the n-th sync of a folder fails."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("sync") / "failing_sync.so"
+    source = ROOT / "tests/python/failing_sync.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return lambda code, after=0: (
+        os.environ
+        | {
+            "LD_PRELOAD": str(library),
+            "FAIL_SYNC": str(code),
+            "FAIL_SYNC_AFTER": str(after),
+        }
+    )
+
+
+SAVE = """
+import sys, tensorizer, torch
+try:
+    tensorizer.save({"new": torch.arange(5)}, sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
+def test_folders_that_are_not_synced_are_no_failure(failing, code, tmp_path):
+    done = run_python(SAVE, tmp_path / "f", env=failing(code))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert tensorizer.load(tmp_path / "f", verify_hash=True)["new"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_failing_disk_is_told_and_the_file_is_there(failing, tmp_path):
+    tensorizer.save({"old": torch.ones(1)}, tmp_path / "f")
+    done = run_python(SAVE, tmp_path / "f", env=failing(errno.EIO))
+    assert done.returncode == 0, done.stderr
+    assert f"`{tmp_path}/f` is complete and has its name, but its folder" in done.stdout
+    assert "Input/output error" in done.stdout
+    assert tensorizer.load(tmp_path / "f", verify_hash=True)["new"].tolist() == [0, 1, 2, 3, 4]
+    assert os.listdir(tmp_path) == ["f"]
+
+
+PAIR = """
+import sys, torch
+from tensorizer.torch_compat import tensorizer_saving
+with tensorizer_saving():
+    try:
+        torch.save({"weight": torch.full((1000,), float(sys.argv[2]))}, sys.argv[1])
+    except OSError as error:
+        print("failed:", error)
+"""
+
+
+@pytest.mark.parametrize(("after", "holds"), [(0, 1.0), (1, 2.0)], ids=["storages", "pickle"])
+def test_one_version_of_a_pair_is_whole(failing, after, holds, tmp_path):
+    """The sync behind the storages' rename fails, or the one behind the pickle's."""
+    path = tmp_path / "state.pt"
+    done = run_python(PAIR, path, 1)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    done = run_python(PAIR, path, 2, env=failing(errno.EIO, after))
+    assert done.stdout.startswith("failed:"), done.stderr
+    with tensorizer_loading():
+        assert torch.load(path)["weight"].tolist() == [holds] * 1000
+    assert sorted(os.listdir(tmp_path)) == ["state.pt", "state.pt.tensors"]
