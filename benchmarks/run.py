@@ -173,7 +173,9 @@ def main() -> None:
         name = f"{os.cpu_count()}-core-{platform.machine()}"
         target = HERE / "records" / name
         target.mkdir(parents=True, exist_ok=True)
-        path = target / f"{machine['date'][:10]}-{machine['commit']}.jsonl"
+        stem = f"{machine['date'][:10]}-{machine['commit']}"
+        names = (f"{stem}.jsonl", *(f"{stem}-{number}.jsonl" for number in range(2, 100)))
+        path = next(target / name for name in names if not (target / name).exists())
         lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
         path.write_text("\n".join(lines) + "\n")
         render(target)

@@ -363,6 +363,8 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
 
 
 def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
+    if not path:
+        raise ValueError("a path is empty")
     for step in path:
         if not isinstance(step, (str, int)) or isinstance(step, bool):
             raise TypeError(f"a path has strings and integers, found {step!r} in {path!r}")
