@@ -257,6 +257,11 @@ impl Writer {
         Ok(())
     }
 
+    /// Whether a write has failed half-way, so that the file can only be given up.
+    pub fn failed(&self) -> bool {
+        self.failed
+    }
+
     /// Gives the file up: nothing becomes visible.
     pub fn abandon(&mut self) {
         self.sink = None;

@@ -8,16 +8,25 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::error::{Error, Result};
-use tensorizer::sink::{FileSink, S3Sink, WriteAt, write_all_at};
+use tensorizer::sink::{FileSink, S3Sink, Unclosed, WriteAt, write_all_at};
 use tensorizer::workers;
 
 use crate::errors::Answer;
 use crate::signals;
 use crate::source::{Certificates, S3Given};
-use crate::writer::place;
 
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
+
+/// Whether a forgotten file is anywhere, and its path if that is not the one it was to have.
+pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
+    match of {
+        Unclosed::InPlace => (true, None),
+        // Not as a Path, for which the interpreter may be too near its end.
+        Unclosed::Beside(path) => (true, Some(path.into_os_string())),
+        Unclosed::GivenUp => (false, None),
+    }
+}
 
 /// An object that appears whole, when it is published, or not at all.
 #[pyclass(frozen, module = "tensorizer._C")]

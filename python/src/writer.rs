@@ -11,7 +11,7 @@ use pyo3::sync::MutexExt as _;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::header::Hashes;
-use tensorizer::sink::{FileSink, Unclosed, WriteAt};
+use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::{Pair, SaveOptions};
 use tensorizer_torch::exchange::borrow;
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -21,7 +21,7 @@ use crate::errors::Answer;
 use crate::file::{PyFile, duplicate};
 use crate::reader::name_from_python;
 use crate::signals;
-use crate::sink::Sink;
+use crate::sink::{Sink, place};
 
 /// A file under construction. One call at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -72,16 +72,6 @@ impl Writer {
             self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
         let inner = &mut *inner;
         Ok(py.detach(|| body(inner))?)
-    }
-}
-
-/// Whether a forgotten file is anywhere, and its path if that is not the one it was to have.
-pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
-    match of {
-        Unclosed::InPlace => (true, None),
-        // Not as a Path, for which the interpreter may be too near its end.
-        Unclosed::Beside(path) => (true, Some(path.into_os_string())),
-        Unclosed::GivenUp => (false, None),
     }
 }
 
@@ -177,6 +167,12 @@ impl Writer {
     /// anywhere, and its path if that is not the one it was to have.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
         Ok(place(self.with(py, tensorizer::Writer::finish_unclosed)?))
+    }
+
+    /// Whether a write has failed half-way, so that the file can only be given up.
+    #[getter]
+    fn failed(&self, py: Python<'_>) -> Answer<bool> {
+        self.with(py, |writer| Ok(writer.failed()))
     }
 
     /// The path or address.

@@ -111,8 +111,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
         )
         self._cache: dict[int, torch.nn.Parameter] = {}
-        # One load at a time, so that all threads get the same objects.
-        self._loading = threading.Lock()
+        self._process, self._loading = os.getpid(), threading.RLock()
         self._module_indices: dict[int, int] = {}
         self._cursor = 0
         self._verify_hash = checked_verification(verify_hash)
@@ -197,8 +196,15 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     def _load(self, numbers: Sequence[int], verify: str) -> None:
         """Load those of the tensors that are not here yet."""
-        with self._loading:
+        with self._one_load():
             self._load_missing(numbers, verify)
+
+    def _one_load(self) -> threading.RLock:
+        """Return a lock: with one load at a time all threads get the same objects."""
+        if self._process != os.getpid():
+            # That of the parent may be held by a thread which is not here.
+            self._process, self._loading = os.getpid(), threading.RLock()
+        return self._loading
 
     def _load_missing(self, numbers: Sequence[int], verify: str) -> None:
         missing = [number for number in numbers if number not in self._cache]
@@ -412,7 +418,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             The number of tensors loaded.
 
         Raises:
-            KeyError: The module lacks a submodule of the file.
+            KeyError: The module lacks a submodule of the file, or has another attribute where the
+                file has a tensor.
             RuntimeError: The shape of a tensor of the module is another than in the file; with
                 ``strict``, also where one has a tensor that the other has not. Nothing has been
                 changed.
@@ -426,8 +433,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         kinds = self._reader.kinds()
         places = [_modules.Place.find(m, self._names[n], TensorType(kinds[n])) for n in chosen]
         shapes = [self._reader.describe(n)[1] for n in chosen]
-        _modules.check(m, places, [str(self._names[n]) for n in chosen], shapes, strict)
-        here = self._fill(places, chosen, verify)
+        everything = [str(name) for name in self._names] if strict else None
+        _modules.check(m, places, [str(self._names[n]) for n in chosen], shapes, everything)
+        with self._one_load():
+            here = self._fill(places, chosen, verify)
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
         self._load([number for _, number in rest], verify)
         loaded = [self._cache[number] for _, number in rest]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,12 @@ class Place:
         """Tell whether a tensor is here as what the file says: parameter or buffer."""
         return self._group().get(self.attribute) is tensor
 
+    def is_free(self) -> bool:
+        """Tell whether a tensor can be registered here."""
+        module, name = self.module, self.attribute
+        known = name in module._parameters or name in module._buffers
+        return known or not hasattr(module, name)
+
     def set(self, tensor: torch.Tensor) -> None:
         """Put a tensor in the place of one of the same kind."""
         self._group()[self.attribute] = tensor
@@ -68,7 +74,8 @@ class Place:
     ) -> bool:
         """Tell whether a tensor can take bytes of this form where it is."""
         return (
-            self.is_of(tensor)
+            not is_lazy(tensor)
+            and self.is_of(tensor)
             and tensor.device.type != "meta"
             and tensor.layout == torch.strided
             and tensor.device == device
@@ -110,12 +117,15 @@ def check(
     places: Sequence[Place],
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
-    strict: bool,
+    all_names: Collection[str] | None,
 ) -> None:
     """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
 
+    ``all_names`` are those of the whole file, if it must have all tensors of the module and no
+    others.
+
     Raises:
-        RuntimeError, NotImplementedError: See ``load_into_module``.
+        KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
 
     """
     wrong: list[str] = []
@@ -123,6 +133,10 @@ def check(
     for place, name, shape in zip(places, names, shapes, strict=True):
         tensor = place.current()
         if tensor is None:
+            if not place.is_free():
+                raise KeyError(
+                    f"{name!r} of the file is no tensor of the module, but another attribute of it"
+                )
             unknown.append(name)
             continue
         if is_sharded(tensor):
@@ -140,13 +154,13 @@ def check(
                 f"size mismatch for {name}: the file holds {list(shape)}, "
                 f"the module has {list(tensor.shape)}"
             )
-    if strict:
-        missing = sorted(_persistent(root) - set(names))
+    unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
+    if all_names is not None:
+        missing = sorted(_persistent(root).difference(all_names))
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
-        wrong += [f"unknown to the module: {', '.join(unknown)}"] if unknown else []
+        wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
         raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
-    unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
     if unexpected:
         warnings.warn(
             f"{type(root).__name__} has got tensors that only the file had: "
@@ -197,6 +211,11 @@ def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter], fill:
 def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool) -> torch.Tensor:
     """Have a tensor of a module hold what was loaded; return it, or what takes its place."""
     new = tensor.detach()
+    frozen = old.is_inference() and not torch.is_inference_mode_enabled()
+    if frozen:
+        replacement = _like(old, tensor)
+        place.set(replacement)
+        return replacement
     if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
         with torch.no_grad():
             old.copy_(new)
@@ -215,16 +234,22 @@ def _like(old: torch.Tensor, tensor: torch.nn.Parameter) -> torch.Tensor:
     """Return what was loaded as an object of the class, and with the attributes, of another."""
     new = tensor.detach()
     differentiable = new.is_floating_point() or new.is_complex()
+    gradient = old.requires_grad and differentiable
     if type(old) is torch.Tensor:
-        return new
-    like = torch.Tensor._make_subclass(type(old), new, old.requires_grad and differentiable)
+        like = new.requires_grad_(gradient)
+    else:
+        like = torch.Tensor._make_subclass(type(old), new, gradient)
     like.__dict__.update(old.__dict__)
     return like
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     same_form = left.shape == right.shape and left.dtype == right.dtype
-    return same_form and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return same_form and torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _register(place: Place, tensor: torch.nn.Parameter) -> None:

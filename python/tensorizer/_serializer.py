@@ -35,7 +35,8 @@ class TensorSerializer:
 
     A serializer that is forgotten without :meth:`close` finishes its file, with a
     ``RuntimeWarning``, where no other has its name; where one has, that stays as it is, and what
-    was written is called ``<name>.unclosed``. An object of S3 is given up. Only the process that
+    was written is called ``<name>.unclosed``. An object of S3 is given up, and so is a file of
+    which a write has failed half-way. Only the process that
     made a serializer finishes or removes anything; in one that was forked off, methods raise
     ``ClosedError``.
 
@@ -102,6 +103,8 @@ class TensorSerializer:
         self._writer = self._open(file_obj, options)
         if not isinstance(file_obj, (str, bytes, os.PathLike, int)):
             self._file_obj = file_obj
+        if isinstance(file_obj, AtomicRandom):
+            file_obj.belongs_to_serializer = True
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -131,9 +134,13 @@ class TensorSerializer:
                     f"{name!r} is a DTensor, of which this process has a part: save what its "
                     "full_tensor() returns, on one rank"
                 )
-        self._complete = False
-        self._writer.write(lend(tensors), names, [int(kind) for kind in kinds], modules)
-        self._complete = True
+        ticket = lend(tensors)
+        try:
+            self._writer.write(ticket, names, [int(kind) for kind in kinds], modules)
+            self._complete = True
+        finally:
+            # What was refused before anything was written leaves what is there.
+            self._complete = self._complete and not self._writer.failed
         self._total_tensor_bytes = self._writer.total_tensor_bytes
 
     def write_tensor(
@@ -262,8 +269,8 @@ class TensorSerializer:
             kept, beside = writer.finish_unclosed()
             file_obj, self._file_obj = self._file_obj, None
             if isinstance(file_obj, AtomicRandom):
-                kept, beside = file_obj.close_forgotten()
-            elif file_obj is not None:
+                kept, beside = file_obj.close_forgotten(writer.end)
+            elif file_obj is not None and not getattr(file_obj, "closed", False):
                 file_obj.seek(writer.end)
                 file_obj.close()
         if beside is not None:

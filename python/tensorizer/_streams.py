@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -271,6 +272,9 @@ class _Atomic:
     what was there before stays.
     """
 
+    #: Whether a serializer writes it, and closes it or gives it up.
+    belongs_to_serializer = False
+
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
         self._process = os.getpid()
@@ -294,9 +298,15 @@ class _Atomic:
             self.abandon()
             raise
 
-    def close_forgotten(self) -> tuple[bool, str | None]:
-        """Make the file visible without harm to one of its name; say where, see ``PathSink``."""
-        return self._sink.publish_unclosed(self._end())
+    def close_forgotten(self, size: int) -> tuple[bool, str | None]:
+        """Make a file of so many bytes visible without harm to one of its name; say where.
+
+        A serializer has written them past this object, of which the garbage collector may have
+        closed a part already.
+        """
+        with contextlib.suppress(ValueError):
+            super().close()  # type: ignore[misc]
+        return self._sink.publish_unclosed(size)
 
     def _end(self) -> int:
         self.flush()  # type: ignore[attr-defined]
@@ -328,6 +338,9 @@ class _Atomic:
     def __del__(self) -> None:
         # That of the base class would publish what may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
+            if self.belongs_to_serializer:
+                # Which is forgotten too, and knows what to keep.
+                return
             if self._process == os.getpid():
                 logger.error("%s was not closed, and so was not written", self._final)
             self.abandon()

@@ -37,7 +37,7 @@ impl FileSink {
         let fail = |e| Error::io("creating", &uri, e);
         let target = match fs::canonicalize(path) {
             Ok(target) => target,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => path.to_owned(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => end_of_links(path).map_err(fail)?,
             Err(e) => return Err(fail(e)),
         };
         let existing = fs::metadata(&target).ok();
@@ -59,15 +59,14 @@ impl FileSink {
             target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         fs::create_dir_all(parent).map_err(fail)?;
         let (file, temporary) = create_beside(parent, name).map_err(fail)?;
+        let pending = Some(Pending { maker: Maker::this(), temporary, target });
+        // From here on the temporary file is removed whatever happens.
+        let sink = FileSink { file, uri: uri.clone(), pending };
         if let Some(metadata) = existing {
             let mode = metadata.permissions().mode() & 0o7777;
-            file.set_permissions(fs::Permissions::from_mode(mode)).map_err(fail)?;
+            sink.file.set_permissions(fs::Permissions::from_mode(mode)).map_err(fail)?;
         }
-        Ok(FileSink {
-            file,
-            uri,
-            pending: Some(Pending { maker: Maker::this(), temporary, target }),
-        })
+        Ok(sink)
     }
 
     /// Another handle of the file.
@@ -92,6 +91,21 @@ impl FileSink {
         let settled = self.file.set_len(len).and_then(|()| self.file.sync_all());
         settled.map_err(|e| Error::io("finishing", &self.uri, e))
     }
+}
+
+/// Where a path leads that names nothing yet: absolute, because the process may change its folder,
+/// and through symbolic links, as `open` would create what they point to.
+fn end_of_links(path: &Path) -> io::Result<PathBuf> {
+    // As many as Linux follows.
+    const MOST: u32 = 40;
+    let mut target = std::path::absolute(path)?;
+    for _ in 0..MOST {
+        match fs::read_link(&target) {
+            Ok(link) => target = target.parent().unwrap_or(Path::new("/")).join(link),
+            Err(_) => return Ok(target),
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
 /// A new file with a name that nobody else uses, hidden and close to the final one.

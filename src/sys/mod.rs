@@ -167,8 +167,16 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
         }
     }
     // File systems without that call: a second name is not made where there is one already.
-    std::fs::hard_link(from, to)?;
-    std::fs::remove_file(from)
+    match std::fs::hard_link(from, to) {
+        Ok(()) => std::fs::remove_file(from),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
+        // And without links: a look and a rename, with a moment between them.
+        Err(_) => match std::fs::symlink_metadata(to) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => std::fs::rename(from, to),
+            Err(e) => Err(e),
+            Ok(_) => Err(io::Error::from(io::ErrorKind::AlreadyExists)),
+        },
+    }
 }
 
 /// Gives the memory of whole pages back to the system.

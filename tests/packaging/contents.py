@@ -12,7 +12,7 @@ wheel, sdist = sys.argv[1:]
 # Every module of every subpackage, the stubs, the header and the CMake package.
 kinds = ("*.py", "*.pyi", "py.typed", "*.h", "*.cmake")
 wanted = {str(p.relative_to(ROOT / "python")) for kind in kinds for p in PACKAGE.rglob(kind)}
-wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"}
+wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so", "tensorizer/_build.py"}
 names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
 found = {name for name in names if name.startswith("tensorizer/")}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"

