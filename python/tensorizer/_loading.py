@@ -34,7 +34,7 @@ class Loader:
         self._reader = reader
         self._dtype = dtype
         self._num_readers = num_readers
-        self.maps = mmap
+        self.maps = bool(mmap)
         self._clone = clone
         self.bytes_read = 0
 

@@ -212,15 +212,12 @@ def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool
     """Have a tensor of a module hold what was loaded; return it, or what takes its place."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
-    if frozen:
-        replacement = _like(old, tensor)
-        place.set(replacement)
-        return replacement
+    fill = fill and not frozen
     if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
         with torch.no_grad():
             old.copy_(new)
         return old
-    if not torch._has_compatible_shallow_copy_type(old, new):
+    if frozen or not torch._has_compatible_shallow_copy_type(old, new):
         replacement = _like(old, tensor)
         place.set(replacement)
         return replacement

@@ -61,6 +61,7 @@ def test_when_a_file_is_mapped(path):
     assert mapped(mmap=True, verify_hash=True)
     assert mapped(mmap=True, lazy_load=True)
     assert not mapped(mmap=False)
+    assert not mapped(mmap=None)
     # Small loads are not worth a mapping each.
     small = TensorDeserializer(path, "cpu", lambda name: name != "b.weight", mmap=True)
     assert small["a"].sum() == TENSORS["a"].sum()
