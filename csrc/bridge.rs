@@ -109,8 +109,8 @@ mod ffi {
     }
 
     extern "Rust" {
-        fn exchange_lend(tensors: UniquePtr<TensorList>) -> Result<i64>;
-        fn exchange_take(ticket: i64) -> Result<Box<Loaded>>;
+        fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()>;
+        fn exchange_take(handle: i64) -> Result<Box<Loaded>>;
     }
 }
 

@@ -31,37 +31,66 @@ static NEXT: AtomicI64 = AtomicI64::new(1);
 static LENT: Mutex<Option<HashMap<i64, Lent>>> = Mutex::new(None);
 static LOADED: Mutex<Option<HashMap<i64, Loaded>>> = Mutex::new(None);
 
-fn put<T>(table: &Mutex<Option<HashMap<i64, T>>>, value: T) -> i64 {
-    let ticket = NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
-    table.get_or_insert_default().insert(ticket, value);
-    ticket
+/// A number under which tensors pass. What nobody has fetched goes with it, so that a call which
+/// ends half-way leaves nothing behind.
+pub struct Handle(i64);
+
+impl Handle {
+    /// One that was never used.
+    pub fn reserve() -> Self {
+        Handle(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The number.
+    pub fn number(&self) -> i64 {
+        self.0
+    }
 }
 
-fn remove<T>(table: &Mutex<Option<HashMap<i64, T>>>, ticket: i64) -> Result<T> {
+impl Drop for Handle {
+    fn drop(&mut self) {
+        drop(remove(&LENT, self.0));
+        drop(remove(&LOADED, self.0));
+    }
+}
+
+fn put<T>(table: &Mutex<Option<HashMap<i64, T>>>, number: i64, value: T) {
+    let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+    let earlier = table.get_or_insert_default().insert(number, value);
+    // Dropped without the lock: that may run other code.
+    drop(table);
+    drop(earlier);
+}
+
+fn remove<T>(table: &Mutex<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
     let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
     table
         .as_mut()
-        .and_then(|table| table.remove(&ticket))
-        .ok_or_else(|| Error::InvalidArgument(format!("no tensors under the number {ticket}")))
+        .and_then(|table| table.remove(&number))
+        .ok_or_else(|| Error::InvalidArgument(format!("no tensors under the number {number}")))
 }
 
-/// From torch: keeps tensors until [`borrow`] fetches them.
-pub fn exchange_lend(tensors: UniquePtr<TensorList>) -> Result<i64> {
-    guard(|| Ok(put(&LENT, Lent(tensors))))
+/// From torch: keeps tensors under a handle's number until [`borrow`] fetches them.
+pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
+    guard(|| {
+        put(&LENT, handle, Lent(tensors));
+        Ok(())
+    })
 }
 
 /// To the Python classes: the tensors that were lent.
-pub fn borrow(ticket: i64) -> Result<Arc<Lent>> {
-    remove(&LENT, ticket).map(Arc::new)
+pub fn borrow(handle: &Handle) -> Result<Arc<Lent>> {
+    remove(&LENT, handle.0).map(Arc::new)
 }
 
 /// From the Python classes: keeps loaded tensors until torch takes them.
-pub fn offer(loaded: Loaded) -> i64 {
-    put(&LOADED, loaded)
+pub fn offer(loaded: Loaded) -> Handle {
+    let handle = Handle::reserve();
+    put(&LOADED, handle.0, loaded);
+    handle
 }
 
 /// To torch: the tensors that were loaded.
-pub fn exchange_take(ticket: i64) -> Result<Box<Loaded>> {
-    guard(|| remove(&LOADED, ticket).map(Box::new))
+pub fn exchange_take(handle: i64) -> Result<Box<Loaded>> {
+    guard(|| remove(&LOADED, handle).map(Box::new))
 }

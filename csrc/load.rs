@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tensorizer::TensorFile;
 use tensorizer::buffer::pinned::Pool;
+use tensorizer::cancel::Cancel;
 use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
@@ -13,7 +14,6 @@ use tensorizer::format::index::Entry;
 use tensorizer::plan::{Target, blocks};
 use tensorizer::stats::{Counters, PAGEABLE};
 use tensorizer::upload::{Destination, Uploaded, copy, upload};
-use tensorizer::workers::Interrupt;
 use tensorizer::{LoadOptions, load, load_into};
 
 use crate::bridge::{self, thrown};
@@ -35,7 +35,7 @@ pub fn load_tensors(
     selection: &[usize],
     to: Where,
     options: &LoadOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<(Loaded, Vec<Header>)> {
     let counters = Counters::default();
     let found = device::find(to.device).unwrap_or_else(|error| {
@@ -43,7 +43,7 @@ pub fn load_tensors(
         None
     });
     let Some(device) = found else {
-        let loaded = load(file, selection, options, interrupt)?;
+        let loaded = load(file, selection, options, cancel)?;
         counters.bytes(loaded.iter().map(|tensor| tensor.memory.bytes().len() as u64).sum());
         counters.publish("load", file.uri(), "cpu", selection.len());
         let (places, headers): (Vec<_>, Vec<_>) = loaded
@@ -69,7 +69,7 @@ pub fn load_tensors(
     });
     let blocks = memory.collect::<Result<Vec<_>>>()?;
     let at = (&device, consumer, blocks.as_slice(), targets.as_slice());
-    let uploaded = run(file, selection, at, options, &counters, interrupt)?;
+    let uploaded = run(file, selection, at, options, &counters, cancel)?;
     for &stream in &uploaded.streams {
         tensors.used_by_stream(stream).map_err(thrown)?;
     }
@@ -91,25 +91,25 @@ fn run(
     (device, consumer, blocks, targets): Places<'_>,
     options: &LoadOptions,
     counters: &Counters,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Uploaded> {
     let direct_storage = GDS.value()? != 0;
     let to = &Destination { device, consumer, blocks, targets, direct_storage };
     let pool = Pool::global()?;
     let named = |error: Error| error.with_file("loading", file.uri());
-    let uploaded = match upload(file, selection, to, pool, options, counters, interrupt)
+    let uploaded = match upload(file, selection, to, pool, options, counters, cancel)
         .map_err(named)?
     {
         Some(uploaded) => uploaded,
         None => {
             counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
             let options = LoadOptions { map: false, ..*options };
-            let loaded = load(file, selection, &options, interrupt)?;
+            let loaded = load(file, selection, &options, cancel)?;
             let bytes = loaded.iter().map(|tensor| match file.entry(tensor.number) {
                 Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
                 _ => &[],
             });
-            let streams = copy(bytes, to, pool, counters, interrupt).map_err(named)?;
+            let streams = copy(bytes, to, pool, counters, cancel).map_err(named)?;
             let headers = loaded.into_iter().map(|tensor| tensor.header).collect();
             Uploaded { headers, streams }
         }
@@ -167,7 +167,7 @@ pub unsafe fn load_into_tensors(
     selection: &[usize],
     out: &bridge::TensorList,
     options: &LoadOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<Header>> {
     let found = Found::check(file, selection, out)?;
     let mut headers: Vec<Option<Header>> = selection.iter().map(|_| None).collect();
@@ -201,7 +201,7 @@ pub unsafe fn load_into_tensors(
             });
             let memory = memory.collect();
             let counters = Counters::default();
-            keep(&at, load_into(file, &numbers, memory, options, interrupt)?);
+            keep(&at, load_into(file, &numbers, memory, options, cancel)?);
             let of_these = found.iter().filter(of_device);
             counters.bytes(of_these.map(|tensor| tensor.len as u64).sum());
             counters.publish("load", file.uri(), "cpu", numbers.len());
@@ -219,7 +219,7 @@ pub unsafe fn load_into_tensors(
         let consumer = Consumer(bridge::current_stream(index).map_err(thrown)?);
         let places = (&device, consumer, blocks.as_slice(), targets.as_slice());
         let counters = Counters::default();
-        keep(&at, run(file, &numbers, places, options, &counters, interrupt)?.headers);
+        keep(&at, run(file, &numbers, places, options, &counters, cancel)?.headers);
         for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {
             out.fill_zero(tensor.at).map_err(thrown)?;
         }

@@ -52,7 +52,7 @@ fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
 /// Opens what an operator is to load from.
 fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
     let key = take_key(std::mem::take(&mut options.key))?;
-    let file = TensorFile::open_uri(uri)?;
+    let file = TensorFile::open_uri(uri, &interrupt)?;
     match key {
         None => Ok(file),
         Some(key) => file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &interrupt),
@@ -95,7 +95,7 @@ fn describe(entry: &Entry) -> String {
 
 pub fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>> {
     guard(|| {
-        let file = TensorFile::open_uri(uri)?;
+        let file = TensorFile::open_uri(uri, &interrupt)?;
         file.select(&names)?.into_iter().map(|number| file.entry(number).map(describe)).collect()
     })
 }
@@ -160,7 +160,7 @@ pub fn reaches(device: Index) -> bool {
 
 pub fn op_names(uri: &str) -> Result<Vec<String>> {
     guard(|| {
-        Ok(TensorFile::open_uri(uri)?
+        Ok(TensorFile::open_uri(uri, &interrupt)?
             .entries()
             .iter()
             .map(|entry| entry.name.stored().to_owned())
@@ -177,6 +177,6 @@ pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>
         let encryption = take_key(key)?
             .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
         let options = SaveOptions { encryption, ..SaveOptions::default() };
-        save_to(sink::create(uri)?, to_save(&names, tensors)?, options, &interrupt)
+        save_to(sink::create(uri, &interrupt)?, to_save(&names, tensors)?, options, &interrupt)
     })
 }

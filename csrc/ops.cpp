@@ -287,14 +287,14 @@ void save(std::string uri, Dict tensors, Key key) {
 void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key) {}
 void no_effect_save(std::string, Names, std::vector<at::Tensor>, Key) {}
 
-// How the Python classes hand tensors over: the core keeps them under a number that is good for
-// one use, so that neither side ever holds the other's addresses.
-std::int64_t lend(std::vector<at::Tensor> tensors) {
-  return checked([&] { return exchange_lend(std::make_unique<TensorList>(std::move(tensors))); });
+// How the Python classes hand tensors over: the core keeps them under a handle's number, so that
+// neither side ever holds the other's addresses.
+void lend(std::int64_t handle, std::vector<at::Tensor> tensors) {
+  checked([&] { exchange_lend(handle, std::make_unique<TensorList>(std::move(tensors))); });
 }
 
-std::vector<at::Tensor> take(std::int64_t ticket) {
-  auto loaded = checked([&] { return exchange_take(ticket); });
+std::vector<at::Tensor> take(std::int64_t handle) {
+  auto loaded = checked([&] { return exchange_take(handle); });
   return take_tensors(*loaded);
 }
 
@@ -345,9 +345,10 @@ void define(torch::Library& library) {
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));
   library.impl("save.list", torch::dispatch(meta, TORCH_FN(no_effect_save)));
   accept_every_tensor(library, "save.list", TORCH_FN(save_list));
-  library.def("_lend(Tensor[] tensors) -> int", torch::dispatch(explicit_, TORCH_FN(lend)));
+  library.def("_lend(int handle, Tensor[] tensors) -> ()",
+              torch::dispatch(explicit_, TORCH_FN(lend)));
   accept_every_tensor(library, "_lend", TORCH_FN(lend));
-  library.def("_take(int ticket) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
+  library.def("_take(int handle) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 pub mod staged;
 
+use crate::cancel::Cancel;
 use crate::crypt::{Manifest, PIECE_LEN};
 use crate::device::StreamsByDevice;
 use crate::error::{Error, Result};
@@ -19,8 +20,8 @@ use crate::sink::{WriteAt, write_all_at};
 use crate::stats::Counters;
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
-use crate::transform::hash::{Digests, SMALL, digest, digest_all, sha256};
-use crate::workers::{self, Control, Interrupt};
+use crate::transform::hash::{Digests, SMALL, digest_all, digest_large, sha256};
+use crate::workers::{self, Control};
 
 /// A tensor with its place in the file.
 pub struct Item<'a> {
@@ -65,7 +66,7 @@ pub fn drain(
     items: Vec<Item<'_>>,
     options: &SaveOptions,
     progress: &AtomicU64,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<[u8; 32]>> {
     let encryption = options.encryption.as_deref();
     for item in &items {
@@ -119,7 +120,7 @@ pub fn drain(
         counters: Counters::default(),
     };
     let queue = Mutex::new(jobs.into_iter());
-    workers::run(threads, interrupt, |control| {
+    workers::run(threads, cancel, |control| {
         while !control.stopped() {
             if pass.hash(true, control)? {
                 continue;
@@ -224,7 +225,7 @@ impl<'p> Pass<'p> {
 
     /// Writes one part. Small tensors are hashed first, and their headers go with them; the
     /// header of a large one is written when its hash is complete.
-    fn write(&self, part: &Part, control: &Control) -> Result<()> {
+    fn write(&self, part: &Part, control: &Control<'_>) -> Result<()> {
         let mut headers = self.small(part)?.into_iter();
         let mut sealed: Option<Vec<u8>> = None;
         let mut runs: Vec<Run<'p>> = Vec::new();
@@ -277,7 +278,7 @@ impl<'p> Pass<'p> {
         for run in &runs {
             let mut buffers: Vec<IoSlice<'_>> =
                 run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
-            write_all_at(self.sink, run.offset, &mut buffers, &|| !control.stopped())?;
+            write_all_at(self.sink, run.offset, &mut buffers, control)?;
         }
         self.progress.fetch_add(data_len, Ordering::Relaxed);
         for (tensor, covered) in begun {
@@ -351,7 +352,7 @@ impl<'p> Pass<'p> {
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be
     /// written. Writes the headers of tensors whose hashes have become complete.
-    fn hash(&self, more_to_write: bool, control: &Control) -> Result<bool> {
+    fn hash(&self, more_to_write: bool, control: &Control<'_>) -> Result<bool> {
         let mut outcome = Ok(());
         let busy = self.hashes.step(
             more_to_write,
@@ -365,15 +366,14 @@ impl<'p> Pass<'p> {
         outcome.map(|()| busy)
     }
 
-    fn write_header(&self, tensor: usize, digests: &Digests, control: &Control) -> Result<()> {
+    fn write_header(&self, tensor: usize, digests: &Digests, control: &Control<'_>) -> Result<()> {
         let item = self.item(tensor)?;
         let header = self.finish(tensor, self.draft(tensor)?, digests)?;
         let mut buffers = [IoSlice::new(&header)];
-        let go_on = || !control.stopped();
-        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on)
+        write_all_at(self.sink, item.entry.header_offset, &mut buffers, control)
     }
 
-    fn write_deferred(&self, tensor: usize, control: &Control) -> Result<()> {
+    fn write_deferred(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
         let item = self.item(tensor)?;
         let Data::Deferred(bring) = &item.data else {
             return Err(Error::Bug(format!("tensor `{}` is not deferred", item.entry.name)));
@@ -384,22 +384,21 @@ impl<'p> Pass<'p> {
             return Err(Error::Bug(format!("tensor `{}` changed its size", item.entry.name)));
         }
         let draft = self.draft(tensor)?;
-        let digests = digest(&draft.bytes, data, self.sha);
-        let go_on = || !control.stopped();
+        let digests = digest_large(&draft.bytes, data, self.sha, control)?;
         let Some(seal) = self.seal(tensor)? else {
             let header = self.finish(tensor, draft, &digests)?;
             let mut buffers = [IoSlice::new(&header), IoSlice::new(data)];
-            return write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on);
+            return write_all_at(self.sink, item.entry.header_offset, &mut buffers, control);
         };
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
         for (start, piece) in (0..).step_by(step).zip(data.chunks(step)) {
             let sealed = seal.seal(start, piece)?;
             let offset = item.entry.data_offset + start;
-            write_all_at(self.sink, offset, &mut [IoSlice::new(&sealed)], &go_on)?;
+            write_all_at(self.sink, offset, &mut [IoSlice::new(&sealed)], control)?;
         }
         let header = self.finish(tensor, draft, &digests)?;
         let mut buffers = [IoSlice::new(&header)];
-        write_all_at(self.sink, item.entry.header_offset, &mut buffers, &go_on)
+        write_all_at(self.sink, item.entry.header_offset, &mut buffers, control)
     }
 }
 

@@ -1,9 +1,32 @@
-//! The one table of the environment variables that set options.
+//! The one table of the environment variables that set options, and how the environment is read.
+
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::error::{Error, Result};
 
-/// An environment variable that holds a whole number.
+/// Calls a function while nobody changes the environment.
+pub type Guard = fn(&mut dyn FnMut());
+
+static GUARD: OnceLock<Guard> = OnceLock::new();
+
+/// Sets what keeps a program that changes its environment from doing so while it is read: that is
+/// a data race in C. Only the first call counts.
+pub fn set_guard(guard: Guard) {
+    GUARD.get_or_init(|| guard);
+}
+
+/// Runs what reads the environment.
+pub fn reading<T>(mut body: impl FnMut() -> T) -> T {
+    let mut result = None;
+    if let Some(guard) = GUARD.get() {
+        guard(&mut || result = Some(body()));
+    }
+    result.unwrap_or_else(body)
+}
+
+/// An environment variable that holds a whole number. It is read once, at its first use.
 pub struct Variable {
+    known: Mutex<Option<Option<u64>>>,
     /// Its name.
     pub name: &'static str,
     /// What holds without it.
@@ -15,24 +38,49 @@ pub struct Variable {
 impl Variable {
     /// What it is set to, or its default; an error if that is no number.
     pub fn value(&self) -> Result<u64> {
-        match std::env::var(self.name) {
-            Err(std::env::VarError::NotPresent) => Ok(self.default),
-            found => found.ok().and_then(|text| text.trim().parse().ok()).ok_or_else(|| {
-                Error::InvalidArgument(format!(
-                    "the environment variable {} must be a whole number: {}",
-                    self.name, self.meaning
-                ))
-            }),
-        }
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *known();
+        // Read without the lock, which whoever holds the guard may wait for.
+        let read = || match reading(|| std::env::var_os(self.name)) {
+            None => Some(self.default),
+            Some(text) => text.to_str().and_then(|text| text.trim().parse().ok()),
+        };
+        let value = before.unwrap_or_else(read);
+        known().get_or_insert(value).ok_or_else(|| {
+            Error::InvalidArgument(format!(
+                "the environment variable {} must be a whole number: {}",
+                self.name, self.meaning
+            ))
+        })
     }
 }
+
+/// Has all variables read again at their next use, for tests.
+pub fn forget() {
+    #[cfg(any(test, feature = "stand-in"))]
+    {
+        *FAKE_DEVICE.known.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+    for variable in VARIABLES {
+        *variable.known.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// A seed other than 0 sends loads to the CPU through the stand-in for CUDA.
+#[cfg(any(test, feature = "stand-in"))]
+pub static FAKE_DEVICE: Variable = Variable {
+    known: Mutex::new(None),
+    name: "TENSORIZER_FAKE_DEVICE",
+    default: 0,
+    meaning: "the seed of the stand-in for CUDA",
+};
 
 macro_rules! variables {
     ($($constant:ident = $name:literal, $default:expr, $meaning:literal;)+) => {
         $(
             #[doc = $meaning]
             pub static $constant: Variable =
-                Variable { name: $name, default: $default, meaning: $meaning };
+                Variable { known: Mutex::new(None), name: $name, default: $default, meaning: $meaning };
         )+
 
         /// All of them. The README has the same table.
@@ -47,15 +95,13 @@ variables! {
     CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, "how long a connection may take to be made";
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "how long a server may send nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
-        "how long the tries of one request may take together";
+        "how long the tries of one request may take together, and a second more for each 64 KiB of it";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
         "pinned host memory that all loads to and saves from CUDA share, in MiB";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
         "whether loads to CUDA read files around the page cache that are not in it: 1 or 0";
     GDS = "TENSORIZER_GDS", 0,
         "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
-    FAKE_DEVICE = "TENSORIZER_FAKE_DEVICE", 0,
-        "for tests: a seed other than 0 sends loads to the CPU through a stand-in for CUDA";
 }
 
 #[cfg(test)]
@@ -67,7 +113,7 @@ mod tests {
     fn the_readme_has_the_table() {
         let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"));
         let readme = readme.unwrap();
-        for Variable { name, default, meaning } in VARIABLES {
+        for Variable { name, default, meaning, .. } in VARIABLES {
             let line = format!("| `{name}` | {default} | {meaning} |");
             assert!(readme.contains(&line), "{line}");
         }

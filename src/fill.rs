@@ -4,6 +4,7 @@ use std::io::IoSliceMut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::cancel::Cancel;
 use crate::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
 use crate::format::header::Header;
@@ -12,12 +13,12 @@ pub use crate::job::Slot;
 use crate::job::{BITE, Cut, Destination, Job};
 use crate::load::{LoadOptions, Verify};
 use crate::plan::Shares;
-use crate::source::{ReadAt, Traits, read_exact_at};
+use crate::source::{ReadAt, read_exact_at};
 use crate::tensor_file::TensorFile;
 use crate::transform::HashPool;
 use crate::transform::decrypt::{Opener, Plain, how, refused};
 use crate::transform::hash::{Digests, SMALL, digest_all, verify};
-use crate::workers::{self, Control, Interrupt};
+use crate::workers::{self, Control};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
 pub const LONG_REQUEST: u64 = 8 << 20;
@@ -33,7 +34,7 @@ pub fn fill<'a>(
     entries: &[&Entry],
     slots: Vec<Slot<'a>>,
     options: &LoadOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<Header>> {
     let traits = source.traits();
     let pass = Pass {
@@ -62,7 +63,7 @@ pub fn fill<'a>(
     let total = jobs.iter().map(|job| job.len).sum::<u64>();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
 
-    check_key(file, source, entries)?;
+    check_key(file, source, entries, cancel)?;
     // Long requests are not cut: each one waits for its answer.
     let step = match (&pass.opener, options.verify) {
         _ if traits.request_len > LONG_REQUEST => 0,
@@ -76,7 +77,7 @@ pub fn fill<'a>(
     let shares = if own { threads } else { 1 };
     let jobs = Shares::new(jobs, shares);
     let readers = AtomicUsize::new(0);
-    workers::run(threads, interrupt, |control| {
+    workers::run(threads, cancel, |control| {
         let reader = readers.fetch_add(1, Ordering::Relaxed);
         let handle = if own { of_file.for_one_reader() } else { None };
         let mut unwanted = Vec::new();
@@ -128,12 +129,12 @@ fn part_len(entries: &[&Entry], slots: &[Slot<'_>], readers: usize, request_len:
 pub fn read_headers(
     file: &TensorFile,
     numbers: &[usize],
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<Header>> {
     let entries = numbers.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let slots = entries.iter().map(|_| Slot::InPlace(&[])).collect();
     let options = LoadOptions::default();
-    fill(file, &*file.source(), &entries, slots, &options, interrupt)
+    fill(file, &*file.source(), &entries, slots, &options, cancel)
 }
 
 /// What the threads of one pass share.
@@ -153,7 +154,7 @@ impl<'a> Pass<'_, 'a> {
         source: &dyn ReadAt,
         mut job: Job<'a>,
         gap: &mut Vec<u8>,
-        control: &Control,
+        control: &Control<'_>,
     ) -> Result<()> {
         let mut gaps: usize = 0;
         for piece in &job.pieces {
@@ -177,9 +178,8 @@ impl<'a> Pass<'_, 'a> {
                 }
             }));
         }
-        read_exact_at(&Stoppable { source, control }, job.offset, &mut buffers, &|| {
-            "tensors".to_owned()
-        })?;
+        let what = || "tensors".to_owned();
+        read_exact_at(source, job.offset, &mut buffers, &what, control)?;
         drop(buffers);
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
@@ -189,7 +189,7 @@ impl<'a> Pass<'_, 'a> {
                 Destination::Header { tensor, raw, in_place } => {
                     let header = self.header(tensor, raw)?;
                     if let Some(opener) = &self.opener {
-                        let plain = opener.header(tensor, header)?;
+                        let plain = opener.header(tensor, header, control)?;
                         self.plain(tensor, plain);
                     }
                     if self.verify == Verify::Nothing {
@@ -247,7 +247,7 @@ impl<'a> Pass<'_, 'a> {
     }
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
-    fn hash(&self, more_to_read: bool, control: &Control) -> Result<bool> {
+    fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
         let mut outcome = Ok(());
         let busy = self.hashes.step(
             more_to_read,
@@ -287,7 +287,12 @@ pub fn parse_header(file: &TensorFile, entry: &Entry, raw: Box<[u8]>) -> Result<
 
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
 /// has been read. A key that has fitted once is not tried again.
-pub fn check_key(file: &TensorFile, source: &dyn ReadAt, entries: &[&Entry]) -> Result<()> {
+pub fn check_key(
+    file: &TensorFile,
+    source: &dyn ReadAt,
+    entries: &[&Entry],
+    cancel: &dyn Cancel,
+) -> Result<()> {
     let any_order = source.traits().len.is_some();
     let Some(options) = file.decryption() else { return Ok(()) };
     let sealed = entries.iter().filter(|entry| entry.data_len > 0);
@@ -297,42 +302,19 @@ pub fn check_key(file: &TensorFile, source: &dyn ReadAt, entries: &[&Entry]) -> 
     let len = usize::try_from(entry.data_offset - entry.header_offset).unwrap_or(usize::MAX);
     let mut raw = vec![0; len].into_boxed_slice();
     let what = || "tensors".to_owned();
-    read_exact_at(source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what)?;
+    read_exact_at(source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what, cancel)?;
     let header = Header::parse(raw, entry, true).map_err(|e| e.of(uri))?;
-    let Some((pieces, key)) = how(&header, entry, options, uri)? else { return Ok(()) };
+    let Some((pieces, key)) = how(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {
         // Longer than what is worth reading twice.
         return Ok(());
     }
     let mut bytes = vec![0; usize::try_from(end).unwrap_or(usize::MAX)];
-    read_exact_at(source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what)?;
+    read_exact_at(source, entry.data_offset, &mut [IoSliceMut::new(&mut bytes)], &what, cancel)?;
     if !pieces.open(0, &mut bytes, &key) {
         return Err(refused(entry, uri));
     }
     file.set_key_fits();
     Ok(())
-}
-
-/// Ends a long series of short reads when the call is given up.
-pub struct Stoppable<'s> {
-    pub source: &'s dyn ReadAt,
-    pub control: &'s Control,
-}
-
-impl ReadAt for Stoppable<'_> {
-    fn uri(&self) -> &str {
-        self.source.uri()
-    }
-
-    fn traits(&self) -> Traits {
-        self.source.traits()
-    }
-
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        if self.control.stopped() {
-            return Err(Error::Cancelled);
-        }
-        self.source.read_at_while(offset, buffers, &|| !self.control.stopped())
-    }
 }

@@ -37,9 +37,10 @@
 //! ```
 //!
 //! [`load`], [`load_into`], [`save`] and [`Writer`] do the same with options, by number, and with
-//! an interrupt.
+//! a [`Cancel`].
 
 pub mod buffer;
+pub mod cancel;
 pub mod crypt;
 pub mod device;
 mod drain;
@@ -66,6 +67,7 @@ pub mod workers;
 
 pub use half;
 
+pub use cancel::{Cancel, Never};
 pub use error::{Error, Result};
 pub use fill::read_headers;
 pub use format::header::Hashes;
@@ -74,7 +76,6 @@ pub use save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save
 pub use snapshot::snapshot;
 pub use tensor_file::TensorFile;
 pub use typed::{Element, Tensor, write};
-pub use workers::Interrupt;
 
 /// Cores that this process may use; the quota of its control group is respected.
 pub fn cpu_count() -> usize {

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use crate::buffer::{Arena, HostBuffer};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::fill::{Slot, fill};
 use crate::format::header::Header;
@@ -10,7 +11,6 @@ use crate::format::index::Entry;
 use crate::plan::pack;
 use crate::source::{MemorySource, ReadAt};
 use crate::tensor_file::TensorFile;
-use crate::workers::Interrupt;
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -68,7 +68,7 @@ pub fn load(
     file: &TensorFile,
     selection: &[usize],
     options: &LoadOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<LoadedTensor>> {
     check_selection(file, selection)?;
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
@@ -91,7 +91,7 @@ pub fn load(
     let slots = slots(arena.bytes_mut(), &packed, mapped, &entries, &in_place)?;
     let (of_file, of_mapping) = (file.source(), MemorySource::new(mapped, file.uri()));
     let source: &dyn ReadAt = if mapped.is_empty() { &*of_file } else { &of_mapping };
-    let headers = fill(file, source, &entries, slots, options, interrupt)?;
+    let headers = fill(file, source, &entries, slots, options, cancel)?;
 
     let mapped = match mapping {
         Some(mapping) => mapping.freeze(&mapped_ranges(&entries, &in_place)?)?,
@@ -117,7 +117,7 @@ pub fn load_into(
     selection: &[usize],
     mut destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<Header>> {
     check_selection(file, selection)?;
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
@@ -147,7 +147,7 @@ pub fn load_into(
         Slot::Read(destination)
     });
     let slots = slots.collect();
-    let filled = fill(file, &*file.source(), &entries, slots, options, interrupt);
+    let filled = fill(file, &*file.source(), &entries, slots, options, cancel);
     if filled.is_err() && file.decryption().is_some() {
         // Nothing is left of what could not be authenticated.
         for destination in destinations {

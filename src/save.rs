@@ -4,6 +4,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use crate::cancel::Cancel;
 use crate::crypt::{EncryptionOptions, MANIFEST_LEN, Manifest};
 use crate::drain::{Item, drain};
 use crate::error::{Error, Result};
@@ -19,7 +20,6 @@ use crate::plan::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
 use crate::sink::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
 use crate::transform::hash::sha256;
-use crate::workers::Interrupt;
 
 /// Bytes of a tensor that had to be brought into one piece of host memory first.
 pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
@@ -185,7 +185,7 @@ impl Writer {
     ///
     /// Names are checked before anything is written. If writing fails half-way, the writer can
     /// only be dropped.
-    pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, interrupt: Interrupt<'_>) -> Result<()> {
+    pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
         self.usable()?;
         self.check_names(&tensors)?;
         self.failed = true;
@@ -197,7 +197,7 @@ impl Writer {
                 (Placed { name, kind, dtype, shape, meta }, (module_index, data))
             })
             .unzip();
-        let layout = self.lay_out(placed)?;
+        let layout = self.lay_out(placed, cancel)?;
         let sink = self.sink()?;
         let head = end_of_index(self.base, self.index_len);
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
@@ -207,30 +207,30 @@ impl Writer {
             .zip(sources)
             .map(|(entry, (module_index, data))| Item { entry, module_index, data })
             .collect();
-        let digests = drain(sink, items, &self.options, &self.progress, interrupt)?;
+        let digests = drain(sink, items, &self.options, &self.progress, cancel)?;
         self.digests.extend(digests);
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);
         self.end = layout.end;
         self.entries.extend(layout.entries);
         if self.sink()?.shows_early() {
-            self.write_index()?;
+            self.write_index(cancel)?;
         }
         self.failed = false;
         Ok(())
     }
 
     /// Ends the file and makes it visible. A second call does nothing.
-    pub fn finish(&mut self) -> Result<()> {
-        self.end_with(|sink, len| sink.publish(len))
+    pub fn finish(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        self.end_with(cancel, |sink, len| sink.publish(len, cancel))
     }
 
     /// Ends a file that nobody has finished, without harm to one of its name: see
     /// [`WriteAt::publish_unclosed`]. Says where it is.
-    pub fn finish_unclosed(&mut self) -> Result<Unclosed> {
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
         let mut place = Unclosed::GivenUp;
-        self.end_with(|sink, len| {
-            place = sink.publish_unclosed(len)?;
+        self.end_with(cancel, |sink, len| {
+            place = sink.publish_unclosed(len, cancel)?;
             Ok(())
         })?;
         Ok(place)
@@ -238,6 +238,7 @@ impl Writer {
 
     fn end_with(
         &mut self,
+        cancel: &dyn Cancel,
         publish: impl FnOnce(&mut dyn WriteAt, u64) -> Result<()>,
     ) -> Result<()> {
         if self.sink.is_none() {
@@ -248,7 +249,7 @@ impl Writer {
         if self.index_len == 0 {
             self.reserve_index(MIN_INDEX_LEN)?;
         }
-        self.write_index()?;
+        self.write_index(cancel)?;
         let end = self.end();
         if let Some(mut sink) = self.sink.take() {
             publish(&mut *sink, end)?;
@@ -298,7 +299,7 @@ impl Writer {
     }
 
     /// Places tensors behind the earlier ones, making room in the index first.
-    fn lay_out(&mut self, placed: Vec<Placed>) -> Result<Layout> {
+    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<Layout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());
@@ -319,7 +320,7 @@ impl Writer {
             self.reserve_index(index_len_for(used))?;
         } else if used > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
-            self.move_data(index_len_for(used.saturating_mul(2)))?;
+            self.move_data(index_len_for(used.saturating_mul(2)), cancel)?;
         }
         place(placed, self.end, alignment, hashes, encrypted)
     }
@@ -332,10 +333,10 @@ impl Writer {
 
     /// Moves all data towards the end of the file, to make room for a longer index. The distance
     /// is a multiple of every alignment up to the largest, so that all paddings stay right.
-    fn move_data(&mut self, index_len: u64) -> Result<()> {
+    fn move_data(&mut self, index_len: u64, cancel: &dyn Cancel) -> Result<()> {
         let distance = (index_len - self.index_len).next_multiple_of(MAX_ALIGNMENT);
         let start = end_of_index(self.base, self.index_len);
-        let distance = self.sink()?.insert(start, self.end, distance)?;
+        let distance = self.sink()?.insert(start, self.end, distance, cancel)?;
         for entry in &mut self.entries {
             entry.header_offset += distance;
             entry.data_offset += distance;
@@ -352,7 +353,7 @@ impl Writer {
     }
 
     /// Writes end mark, index and prologue, in this order: the prologue makes the rest count.
-    fn write_index(&self) -> Result<()> {
+    fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
         let sink = self.sink()?;
         let tagged = self.version >= VERSION_LONG;
         let encryption = self.options.encryption.as_deref();
@@ -375,9 +376,8 @@ impl Writer {
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }
-        let go_on = || true;
-        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], &go_on)?;
-        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], &go_on)
+        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], cancel)?;
+        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], cancel)
     }
 }
 
@@ -386,9 +386,9 @@ pub fn save(
     path: &std::path::Path,
     tensors: Vec<SaveTensor<'_>>,
     options: SaveOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<()> {
-    save_to(Box::new(crate::sink::FileSink::create(path)?), tensors, options, interrupt)
+    save_to(Box::new(crate::sink::FileSink::create(path)?), tensors, options, cancel)
 }
 
 /// The same for any sink.
@@ -396,9 +396,9 @@ pub fn save_to(
     sink: Box<dyn WriteAt>,
     tensors: Vec<SaveTensor<'_>>,
     options: SaveOptions,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<()> {
     let mut writer = Writer::new(sink, 0, options)?;
-    writer.write(tensors, interrupt)?;
-    writer.finish()
+    writer.write(tensors, cancel)?;
+    writer.finish(cancel)
 }

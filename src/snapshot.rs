@@ -3,19 +3,20 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::buffer::{Arena, HostBuffer};
+use crate::cancel::Cancel;
 use crate::device::{OnDevice, StreamsByDevice};
 use crate::drain::staged::each_unit;
 use crate::error::{Error, Result};
 use crate::plan::pack;
 use crate::stats::Counters;
-use crate::workers::{self, Interrupt};
+use crate::workers;
 
 /// Bytes of a job: large, so that each has units on the way, and small beside a model.
 const JOB_LEN: usize = 64 << 20;
 
 /// Copies bytes as what has been begun on their consumers' streams will leave them. All bytes are
 /// here when it returns.
-pub fn snapshot(sources: &[OnDevice], interrupt: Interrupt<'_>) -> Result<Vec<HostBuffer>> {
+pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
     let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(len)?;
@@ -32,14 +33,13 @@ pub fn snapshot(sources: &[OnDevice], interrupt: Interrupt<'_>) -> Result<Vec<Ho
     let threads = crate::cpu_count().min(jobs.len());
     let jobs = Mutex::new(jobs.into_iter());
     let counters = Counters::default();
-    workers::run(threads, interrupt, |control| {
+    workers::run(threads, cancel, |control| {
         while !control.stopped() {
             let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((source, (from, mut to))) = job else { break };
             let range = from..from + to.len();
-            let go_on = || !control.stopped();
             let stream = streams.next(source)?;
-            each_unit(source, range, stream, &counters, &go_on, |_, bytes| {
+            each_unit(source, range, stream, &counters, control, |_, bytes| {
                 let (now, later) = std::mem::take(&mut to)
                     .split_at_mut_checked(bytes.len())
                     .ok_or_else(|| Error::Bug("too many bytes".to_owned()))?;

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use crate::cancel::{Cancel, Never};
 use crate::crypt::{DecryptionOptions, MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
 use crate::format::index::{self, Entry};
@@ -13,8 +14,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PairId};
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
 use crate::source::address::{self, Address};
-use crate::source::{ClosedSource, FileSource, PipeSource, ReadAt, read_exact_at};
-use crate::workers::Interrupt;
+use crate::source::{ClosedSource, FileSource, Pipe, PipeSource, ReadAt, read_exact_at};
 
 /// A file's index, and where its bytes come from.
 pub struct TensorFile {
@@ -36,42 +36,47 @@ pub struct TensorFile {
 impl TensorFile {
     /// Opens a local path.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_path(path, &Never)
+    }
+
+    /// The same, unless the call is to end before: a named pipe is waited for.
+    pub fn open_path(path: &Path, cancel: &dyn Cancel) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = std::fs::File::open(path).map_err(|e| Error::io("opening", &uri, e))?;
-        Self::from_file(file, uri)
+        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
+        Self::from_file(file, uri, 0, cancel)
     }
 
     /// Opens an address, such as `https://host/model.tensors`, or a local path.
-    pub fn open_uri(uri: &str) -> Result<Self> {
+    pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
         match address::parse(OsStr::new(uri))? {
-            Address::Path(path) => Self::open(&path),
-            Address::Scheme(_) => Self::from_source(address::open(uri)?, 0),
+            Address::Path(path) => Self::open_path(&path, cancel),
+            Address::Scheme(_) => Self::from_source(address::open(uri, cancel)?, 0, cancel),
         }
     }
 
-    /// Reads the index of an open file: from its start if it is a regular file, from where it is
+    /// Reads the index of an open file: from `base` on if it is a regular file, from where it is
     /// if it is a pipe, which can only be read front to back.
-    pub fn from_file(file: std::fs::File, uri: String) -> Result<Self> {
-        Self::from_file_at(file, uri, 0)
-    }
-
-    /// The same for a regular file in which the `.tensors` file begins at `base`.
-    pub fn from_file_at(file: std::fs::File, uri: String, base: u64) -> Result<Self> {
+    pub fn from_file(
+        file: std::fs::File,
+        uri: String,
+        base: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<Self> {
         use std::os::unix::fs::FileTypeExt as _;
         let kind = file.metadata().map_err(|e| Error::io("examining", &uri, e))?.file_type();
         if kind.is_fifo() || kind.is_socket() || kind.is_char_device() {
-            return Self::from_source(Arc::new(PipeSource::new(file, uri)), 0);
+            return Self::from_source(Arc::new(PipeSource::new(Pipe(file), uri)), 0, cancel);
         }
-        Self::from_source(Arc::new(FileSource::new(file, uri)?), base)
+        Self::from_source(Arc::new(FileSource::new(file, uri)?), base, cancel)
     }
 
     /// Reads the index from any source. `base` is the position of the file's first byte in it;
     /// positions inside the file are the source's own, as the format has it.
-    pub fn from_source(source: Arc<dyn ReadAt>, base: u64) -> Result<Self> {
+    pub fn from_source(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
         let uri = &source.uri().to_owned();
         let file_len = source.traits().len;
         let mut start = [0u8; PROLOGUE_LEN];
-        let available = read_up_to(&*source, base, &mut start)?;
+        let available = read_up_to(&*source, base, &mut start, cancel)?;
         let prologue = Prologue::parse(start.get(..available).unwrap_or_default(), base, uri)?;
         let index_at = base.saturating_add(PROLOGUE_LEN as u64);
         if let Some(size) =
@@ -93,7 +98,7 @@ impl TensorFile {
             );
             return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
         }
-        let block = read_growing(&*source, index_at, prologue.index_len)?;
+        let block = read_growing(&*source, index_at, prologue.index_len, cancel)?;
         let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
         let source = Mutex::new(source);
         // All that a seal covers is needed again to check it.
@@ -119,26 +124,22 @@ impl TensorFile {
 
     /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
     /// if that is demanded; a seal that is there must be right in any case.
-    pub fn decrypt(
-        self,
-        options: Arc<DecryptionOptions>,
-        interrupt: Interrupt<'_>,
-    ) -> Result<Self> {
-        self.unlock(options, interrupt)?;
+    pub fn decrypt(self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<Self> {
+        self.unlock(options, cancel)?;
         Ok(self)
     }
 
     /// The same for a file that is shared already.
-    pub fn unlock(&self, options: Arc<DecryptionOptions>, interrupt: Interrupt<'_>) -> Result<()> {
+    pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
         if !self.prologue.encrypted {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri)));
         }
-        self.check_seal(&options, interrupt)?;
+        self.check_seal(&options, cancel)?;
         let set = self.decryption.set(options);
         set.map_err(|_| Error::InvalidArgument(format!("`{}` has a key already", self.uri)))
     }
 
-    fn check_seal(&self, options: &DecryptionOptions, interrupt: Interrupt<'_>) -> Result<()> {
+    fn check_seal(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
         let Some(head) = &self.head else {
             if options.require_manifest {
                 return Err(Error::Crypt(format!(
@@ -149,7 +150,14 @@ impl TensorFile {
             return Ok(());
         };
         let numbers: Vec<usize> = (0..self.entries.len()).collect();
-        let headers = crate::fill::read_headers(self, &numbers, interrupt)?;
+        if self.source().traits().len.is_none() {
+            return Err(Error::Unsupported(format!(
+                "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
+                 front to back only; use a file, or a server that answers requests for ranges",
+                self.uri
+            )));
+        }
+        let headers = crate::fill::read_headers(self, &numbers, cancel)?;
         let derivation =
             headers.iter().find_map(|header| header.crypt_info.as_ref()?.key_derivation.as_ref());
         let encrypts = self.entries.iter().any(|entry| entry.data_len > 0);
@@ -157,7 +165,7 @@ impl TensorFile {
             // Nothing is encrypted, so that no header says how the key is derived.
             return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
         }
-        let manifest = Manifest::new(&options.key(derivation, &self.uri)?)?;
+        let manifest = Manifest::new(&options.key(derivation, &self.uri, cancel)?)?;
         let digests: Vec<[u8; 32]> =
             headers.iter().map(|header| manifest.digest(&header.raw)).collect();
         let (prologue, index) = head.split_at_checked(PROLOGUE_LEN).unwrap_or_default();
@@ -251,9 +259,9 @@ impl TensorFile {
     }
 
     /// Bytes of the file as they are.
-    pub fn raw(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(), offset, &mut [IoSliceMut::new(buffer)], &what)
+        read_exact_at(&*self.source(), offset, &mut [IoSliceMut::new(buffer)], &what, cancel)
     }
 
     /// The tensors, in the order of the index.
@@ -299,10 +307,16 @@ impl TensorFile {
 }
 
 /// Fills as much of the buffer as the source has.
-fn read_up_to(source: &dyn ReadAt, offset: u64, buffer: &mut [u8]) -> Result<usize> {
+fn read_up_to(
+    source: &dyn ReadAt,
+    offset: u64,
+    buffer: &mut [u8],
+    cancel: &dyn Cancel,
+) -> Result<usize> {
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        match source.read_at(offset.saturating_add(done as u64), &mut [IoSliceMut::new(rest)])? {
+        let at = offset.saturating_add(done as u64);
+        match source.read_at(at, &mut [IoSliceMut::new(rest)], cancel)? {
             0 => break,
             read => done += read,
         }
@@ -311,7 +325,12 @@ fn read_up_to(source: &dyn ReadAt, offset: u64, buffer: &mut [u8]) -> Result<usi
 }
 
 /// Reads `len` bytes without believing that there are so many: memory grows with what arrives.
-fn read_growing(source: &dyn ReadAt, offset: u64, len: u64) -> Result<Vec<u8>> {
+fn read_growing(
+    source: &dyn ReadAt,
+    offset: u64,
+    len: u64,
+    cancel: &dyn Cancel,
+) -> Result<Vec<u8>> {
     const STEP: usize = 1 << 20;
     let mut out = Vec::new();
     let len = usize::try_from(len).unwrap_or(usize::MAX);
@@ -330,6 +349,7 @@ fn read_growing(source: &dyn ReadAt, offset: u64, len: u64) -> Result<Vec<u8>> {
             offset.saturating_add(done as u64),
             &mut [IoSliceMut::new(fresh)],
             &|| "tensor index".to_owned(),
+            cancel,
         )?;
     }
     Ok(out)

@@ -6,6 +6,7 @@ use bytemuck::{Pod, PodCastError};
 use half::{bf16, f16};
 
 use crate::buffer::HostBuffer;
+use crate::cancel::Never;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
@@ -107,7 +108,7 @@ impl TensorFile {
     /// Reads several tensors at once, in the order of their names.
     pub fn read_all<S: AsRef<str>>(&self, names: &[S]) -> Result<Vec<Tensor>> {
         let selection = self.select(names)?;
-        let loaded = load(self, &selection, &LoadOptions::default(), &never)?;
+        let loaded = load(self, &selection, &LoadOptions::default(), &Never)?;
         loaded
             .into_iter()
             .map(|loaded| {
@@ -127,7 +128,7 @@ impl TensorFile {
             expect::<T>(&entry.name, entry.dtype)?;
         }
         let bytes = bytemuck::cast_slice_mut(out);
-        load_into(self, &selection, vec![bytes], &LoadOptions::default(), &never).map(drop)
+        load_into(self, &selection, vec![bytes], &LoadOptions::default(), &Never).map(drop)
     }
 }
 
@@ -162,12 +163,7 @@ impl<'a> SaveTensor<'a> {
 
 /// Writes a file: it appears at the path whole, or not at all with the old one left.
 pub fn write(path: &Path, tensors: Vec<SaveTensor<'_>>) -> Result<()> {
-    save(path, tensors, SaveOptions::default(), &never)
-}
-
-/// The interrupt of calls that are not interrupted.
-fn never() -> Result<()> {
-    Ok(())
+    save(path, tensors, SaveOptions::default(), &Never)
 }
 
 #[cfg(test)]

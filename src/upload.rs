@@ -19,6 +19,7 @@ pub use host::copy;
 use reader::Reader;
 
 use crate::buffer::pinned::Pool;
+use crate::cancel::Cancel;
 use crate::crypt::{Key, PIECE_LEN, Pieces};
 use crate::device::{Consumer, Device, DeviceMemory, Streams};
 use crate::error::{Error, Result};
@@ -31,7 +32,7 @@ use crate::source::ReadAt;
 use crate::stats::Counters;
 use crate::tensor_file::TensorFile;
 use crate::transform::hash::{Digests, SMALL, verify};
-use crate::workers::{self, Control, Interrupt};
+use crate::workers::{self, Control};
 
 /// How long a reader waits for another's header before it looks whether the call was given up.
 const IDLE: Duration = Duration::from_millis(20);
@@ -62,7 +63,7 @@ pub fn upload(
     pool: &Pool,
     options: &LoadOptions,
     counters: &Counters,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Option<Uploaded>> {
     check_selection(file, selection)?;
     if selection.len() != to.targets.len() {
@@ -75,7 +76,7 @@ pub fn upload(
         // It can be read only once, so that nothing may turn out to be impossible later.
         return Ok(None);
     }
-    check_key(file, &*source, &entries)?;
+    check_key(file, &*source, &entries, cancel)?;
     let streams = Streams::open(to.device, to.consumer)?;
     let mut order: Vec<usize> = (0..entries.len()).collect();
     order.sort_by_key(|&tensor| entries.get(tensor).map(|entry| entry.header_offset));
@@ -106,8 +107,8 @@ pub fn upload(
     let numbers = AtomicUsize::new(0);
     let direct = cold::wants_direct_reads(&*source, &pass.entries)?;
     counters.reading(if source.file().is_some() { "page cache" } else { "" });
-    let by_device = storage::open(&pass, &*source, &streams)?;
-    let outcome = workers::run(threads, interrupt, |control| {
+    let by_device = storage::open(&pass, &*source, &streams, cancel)?;
+    let outcome = workers::run(threads, cancel, |control| {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
         let stream = streams.next();
         let handle = if direct { cold::around_the_cache(&*source, counters) } else { None };
@@ -288,7 +289,7 @@ impl<'p> Pass<'p> {
     }
 
     /// How a tensor is decrypted, as soon as its header is there. None if the call was given up.
-    fn wait_for_how(&self, tensor: usize, control: &Control) -> Result<Option<&(Pieces, Key)>> {
+    fn wait_for_how(&self, tensor: usize, control: &Control<'_>) -> Result<Option<&(Pieces, Key)>> {
         let lane = self.lane(tensor)?;
         if let Some(how) = lane.how.get() {
             return Ok(how.as_ref());

@@ -6,26 +6,34 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
 
+use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
 
-/// How often the calling thread looks for an interrupt.
-const POLL: Duration = Duration::from_millis(100);
-
-/// Called on the caller's thread now and then; an error ends the work with it.
-pub type Interrupt<'a> = &'a dyn Fn() -> Result<()>;
-
 /// What the workers of one call share: the first error, and that it is time to stop.
-#[derive(Default)]
-pub struct Control {
+pub struct Control<'c> {
     stopped: AtomicBool,
     error: Mutex<Option<Error>>,
+    caller: &'c dyn Cancel,
+    /// Whether the work is done on the caller's thread.
+    inline: AtomicBool,
 }
 
-impl Control {
+impl Cancel for Control<'_> {
+    fn check(&self) -> Result<()> {
+        if self.stopped() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+}
+
+impl Control<'_> {
     /// Whether to take no more work.
     pub fn stopped(&self) -> bool {
+        if self.inline.load(Ordering::Relaxed)
+            && !self.stopped.load(Ordering::Relaxed)
+            && let Err(error) = self.caller.check()
+        {
+            self.fail(error);
+        }
         self.stopped.load(Ordering::Relaxed)
     }
 
@@ -37,19 +45,26 @@ impl Control {
 
 /// Runs `work` on `threads` threads at once and returns the first error.
 ///
-/// With `threads` 0 it runs on the calling thread, for work too small to be worth a thread.
+/// With `threads` 0 or 1 it runs on the calling thread: a thread of its own would not be faster, and
+/// what the caller supplied, such as a Python file, sees the signals that end it.
 pub fn run(
     threads: usize,
-    interrupt: Interrupt<'_>,
-    work: impl Fn(&Control) -> Result<()> + Sync,
+    cancel: &dyn Cancel,
+    work: impl Fn(&Control<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
-    let control = Control::default();
-    let attempt = |control: &Control| {
+    let inline = threads <= 1;
+    let control = Control {
+        stopped: AtomicBool::new(false),
+        error: Mutex::new(None),
+        caller: cancel,
+        inline: AtomicBool::new(inline),
+    };
+    let attempt = |control: &Control<'_>| {
         if let Err(error) = work(control) {
             control.fail(error);
         }
     };
-    if threads == 0 {
+    if inline {
         attempt(&control);
     } else {
         let running = AtomicUsize::new(threads);
@@ -79,12 +94,13 @@ pub fn run(
             }
             // A process that may not have more threads goes on with those that it has.
             if handles.is_empty() {
+                control.inline.store(true, Ordering::Relaxed);
                 attempt(&control);
             }
             while running.load(Ordering::Acquire) > 0 {
                 thread::park_timeout(POLL);
                 if !control.stopped()
-                    && let Err(error) = interrupt()
+                    && let Err(error) = cancel.check()
                 {
                     control.fail(error);
                 }

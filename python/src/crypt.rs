@@ -9,6 +9,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::format::crypt_info::KeyDerivation;
 
 use crate::errors::Answer;
+use crate::signals;
 
 fn key(bytes: &[u8]) -> Result<Key> {
     Key::new(bytes)
@@ -51,7 +52,8 @@ impl Encryption {
     ) -> Answer<Self> {
         let salt = salt.map_or_else(crypt::random, Ok)?;
         let derivation = KeyDerivation { opslimit, memlimit, salt };
-        let derived = py.detach(|| EncryptionOptions::from_passphrase(source, derivation))?;
+        let derived =
+            py.detach(|| EncryptionOptions::from_passphrase(source, derivation, &signals))?;
         Ok(Self::new(derived.key, derived.derivation, manifest))
     }
 
@@ -102,8 +104,7 @@ impl Decryption {
         };
         let mut options = DecryptionOptions::new(secret);
         options.require_manifest = require_manifest;
-        options.max_opslimit = max_opslimit.unwrap_or(options.max_opslimit);
-        options.max_memlimit = max_memlimit.unwrap_or(options.max_memlimit);
+        options.allow(max_opslimit, max_memlimit);
         Ok(Decryption(Arc::new(options)))
     }
 }

@@ -12,6 +12,7 @@ use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::tensor::{Loaded, all_on_devices};
 
 use crate::errors::Answer;
+use crate::handle::Handle;
 use crate::signals;
 
 /// Whether loads to a device go through staging memory into its own.
@@ -54,15 +55,15 @@ pub fn set_pinned_limit(bytes: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Copies lent tensors, which are on devices, into host memory. Returns the number under which
+/// Copies lent tensors, which are on devices, into host memory. Returns the handle with which
 /// `_take` fetches the copies.
 #[pyfunction]
-pub fn snapshot(py: Python<'_>, ticket: i64) -> Answer<i64> {
+pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
     Ok(py.detach(|| -> Result<_> {
-        let lent = borrow(ticket)?;
+        let lent = borrow(&handle.0)?;
         let tensors = lent.list()?;
         let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
-        Ok(offer(Loaded::copies(tensors, memory)?))
+        Ok(Handle(offer(Loaded::copies(tensors, memory)?)))
     })?)
 }
 

@@ -4,16 +4,17 @@
 
 use std::ffi::c_int;
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
+use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
 use tensorizer::sink::WriteAt;
-use tensorizer::source::{ReadAt, Traits};
+use tensorizer::source::{ReadAt, Stream, Traits};
 
 /// Bytes asked of a Python object at a time; each one is copied once.
 const REQUEST_LEN: usize = 1 << 20;
@@ -81,8 +82,15 @@ impl PyFile {
 }
 
 /// Front to back, for objects that cannot seek.
-impl Read for PyFile {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+impl Stream for PyFile {
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
+    ) -> io::Result<usize> {
+        let Some(buffer) = buffers.iter_mut().find(|buffer| !buffer.is_empty()) else {
+            return Ok(0);
+        };
         self.locked(|py| self.read_some(py, buffer))
     }
 }
@@ -102,7 +110,12 @@ impl ReadAt for PyFile {
         }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
+    ) -> Result<usize> {
         let Some(buffer) = buffers.iter_mut().find(|buffer| !buffer.is_empty()) else {
             return Ok(0);
         };
@@ -127,7 +140,12 @@ impl WriteAt for PyFile {
         true
     }
 
-    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
+    fn write_at(
+        &self,
+        offset: u64,
+        buffers: &[IoSlice<'_>],
+        _cancel: &dyn Cancel,
+    ) -> Result<usize> {
         self.locked(|py| {
             self.seek(py, offset)?;
             let mut total = 0;
@@ -150,12 +168,17 @@ impl WriteAt for PyFile {
     }
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        tensorizer::source::read_exact_at(self, offset, &mut [IoSliceMut::new(buffer)], &|| {
-            "bytes written before".to_owned()
-        })
+        let what = || "bytes written before".to_owned();
+        tensorizer::source::read_exact_at(
+            self,
+            offset,
+            &mut [IoSliceMut::new(buffer)],
+            &what,
+            &Never,
+        )
     }
 
-    fn publish(&mut self, len: u64) -> Result<()> {
+    fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {
         self.locked(|py| {
             self.seek(py, len)?;
             match self.object.bind(py).getattr_opt("flush").map_err(raised)? {

@@ -24,6 +24,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
+use crate::handle::Handle;
 use crate::signals;
 use crate::source::Source;
 
@@ -57,7 +58,7 @@ impl Reader {
 impl Reader {
     #[staticmethod]
     fn from_path(py: Python<'_>, path: OsString) -> Answer<Self> {
-        Ok(Self::new(py.detach(|| TensorFile::open(Path::new(&path)))?))
+        Ok(Self::new(py.detach(|| TensorFile::open_path(Path::new(&path), &signals))?))
     }
 
     /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
@@ -65,7 +66,7 @@ impl Reader {
     fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> Answer<Self> {
         Ok(Self::new(py.detach(|| {
             let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
-            TensorFile::from_file_at(file, uri, base)
+            TensorFile::from_file(file, uri, base, &signals)
         })?))
     }
 
@@ -82,10 +83,10 @@ impl Reader {
     ) -> Answer<Self> {
         let file = PyFile::new(object, uri.clone(), len);
         Ok(Self::new(py.detach(|| match len {
-            Some(_) => TensorFile::from_source(Arc::new(file), base),
+            Some(_) => TensorFile::from_source(Arc::new(file), base, &signals),
             None => {
                 let pipe = PipeSource::new_at(file, uri, base);
-                TensorFile::from_source(Arc::new(pipe), base)
+                TensorFile::from_source(Arc::new(pipe), base, &signals)
             }
         })?))
     }
@@ -94,7 +95,7 @@ impl Reader {
     #[staticmethod]
     fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
-        Ok(Self::new(py.detach(|| TensorFile::from_source(source, base))?))
+        Ok(Self::new(py.detach(|| TensorFile::from_source(source, base, &signals))?))
     }
 
     /// What a server sent along when the file was opened.
@@ -188,7 +189,7 @@ impl Reader {
 
     /// Bytes of the file as they are.
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
-        let read = |buffer: &mut [u8]| py.detach(|| self.file.raw(offset, buffer));
+        let read = |buffer: &mut [u8]| py.detach(|| self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
@@ -204,7 +205,7 @@ impl Reader {
     }
 
     /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor
-    /// there has memory of its own. Returns the number under which `_take` fetches them, and their
+    /// there has memory of its own. Returns the handle with which `_take` fetches them, and their
     /// module indices.
     #[pyo3(signature = (numbers, *, verify, readers, map, device, apart))]
     #[allow(clippy::too_many_arguments)]
@@ -217,29 +218,29 @@ impl Reader {
         map: bool,
         device: i16,
         apart: bool,
-    ) -> Answer<(i64, Vec<u16>)> {
+    ) -> Answer<(Handle, Vec<u16>)> {
         Ok(py.detach(|| -> Result<_> {
             let options = LoadOptions { readers, verify: verification(verify), map };
             let destination = Where { device, apart };
             let (loaded, headers) =
                 load_tensors(&self.file, &numbers, destination, &options, &signals)?;
-            Ok((offer(loaded), self.keep_all(&numbers, headers)))
+            Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
         })?)
     }
 
     /// Fills lent tensors, which must have the types and shapes of these. Returns module indices.
-    #[pyo3(signature = (ticket, numbers, *, verify, readers))]
+    #[pyo3(signature = (handle, numbers, *, verify, readers))]
     fn load_into(
         &self,
         py: Python<'_>,
-        ticket: i64,
+        handle: &Handle,
         numbers: Vec<usize>,
         verify: &str,
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
         Ok(py.detach(|| -> Result<_> {
             let options = LoadOptions { readers, verify: verification(verify), map: false };
-            let lent = borrow(ticket)?;
+            let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)?
@@ -250,9 +251,9 @@ impl Reader {
     }
 
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
-    fn matches(&self, py: Python<'_>, ticket: i64, numbers: Vec<usize>) -> Answer<Vec<bool>> {
+    fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
         Ok(py.detach(|| -> Result<_> {
-            let lent = borrow(ticket)?;
+            let lent = borrow(&handle.0)?;
             let tensors = lent.list()?;
             let missing: Vec<usize> = {
                 let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -272,7 +273,9 @@ impl Reader {
                 let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
                 let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 let same = tensor.dtype == entry.dtype && tensor.shape == entry.shape;
-                out.push(same && hash::matches(&tensor.data, header, entry, self.file.uri())?);
+                out.push(
+                    same && hash::matches(&tensor.data, header, entry, self.file.uri(), &signals)?,
+                );
             }
             Ok(out)
         })?)

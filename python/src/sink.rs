@@ -31,13 +31,20 @@ pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
 /// An object that appears whole, when it is published, or not at all.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Sink {
-    sink: S3Sink,
+    sink: Option<S3Sink>,
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        // Giving an object up may wait for others who need the GIL.
+        Python::try_attach(|py| py.detach(|| self.sink = None));
+    }
 }
 
 impl Sink {
     /// The same object, for a writer.
-    pub fn shared(&self) -> S3Sink {
-        self.sink.clone()
+    pub fn shared(&self) -> Result<S3Sink> {
+        self.sink.clone().ok_or_else(|| Error::Closed("the object is closed".to_owned()))
     }
 }
 
@@ -52,25 +59,25 @@ impl Sink {
         certificates: Certificates,
     ) -> Answer<Self> {
         let options = options.into();
-        let sink =
-            py.detach(|| -> Result<_> { S3Sink::create(&uri, &options, certificates.options()?) })?;
-        Ok(Sink { sink })
+        let sink = py.detach(|| -> Result<_> {
+            S3Sink::create(&uri, &options, certificates.options()?, &signals)
+        })?;
+        Ok(Sink { sink: Some(sink) })
     }
 
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Answer<()> {
-        let data = data.as_bytes();
+        let (data, sink) = (data.as_bytes(), self.shared()?);
         Ok(py.detach(|| -> Result<_> {
             let chunks: Vec<(usize, &[u8])> =
                 (0..).step_by(CHUNK_LEN).zip(data.chunks(CHUNK_LEN)).collect();
-            let threads = if chunks.len() < 2 { 0 } else { self.sink.default_writers() };
+            let threads = if chunks.len() < 2 { 0 } else { sink.default_writers() };
             let queue = Mutex::new(chunks.into_iter());
             workers::run(threads, &signals, |control| {
                 let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
-                    let go_on = || !control.stopped();
-                    write_all_at(&self.sink, offset + start as u64, &mut buffers, &go_on)?;
+                    write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
                 }
                 Ok(())
             })
@@ -79,18 +86,20 @@ impl Sink {
 
     /// Ends the object at `len` bytes and makes it visible.
     fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
-        Ok(py.detach(|| self.sink.clone().publish(len))?)
+        Ok(py.detach(|| self.shared()?.publish(len, &signals))?)
     }
 
     /// Gives the object up.
     fn abandon(&self, py: Python<'_>) {
-        py.detach(|| self.sink.abandon());
+        if let Some(sink) = &self.sink {
+            py.detach(|| sink.abandon(&signals));
+        }
     }
 
     /// The address.
     #[getter]
-    fn uri(&self) -> &str {
-        self.sink.uri()
+    fn uri(&self) -> Answer<String> {
+        Ok(self.shared()?.uri().to_owned())
     }
 }
 
@@ -117,7 +126,7 @@ impl PathSink {
     /// Ends the file at `len` bytes and makes it visible.
     fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len)))?)
+        Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
     }
 
     /// The same for a file that was forgotten, without harm to one of its name. Returns whether it
@@ -125,7 +134,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(place(py.detach(|| sink.publish_unclosed(len))?))
+        Ok(place(py.detach(|| sink.publish_unclosed(len, &signals))?))
     }
 
     /// Gives the file up.

@@ -14,6 +14,7 @@ use tensorizer::source::address::{self, Address};
 use tensorizer::source::{ReadAt, http, redis, s3};
 
 use crate::errors::Answer;
+use crate::signals;
 
 /// The path that a string names, or None for the address of a server.
 #[pyfunction]
@@ -100,7 +101,7 @@ impl Source {
         certificates: Certificates,
     ) -> Answer<Self> {
         let source = py.detach(|| -> Result<_> {
-            http::open(&uri, NetOptions { headers, ..certificates.options()? })
+            http::open(&uri, NetOptions { headers, ..certificates.options()? }, &signals)
         })?;
         Ok(Self::new(source))
     }
@@ -114,15 +115,17 @@ impl Source {
         certificates: Certificates,
     ) -> Answer<Self> {
         let options = options.into();
-        let source =
-            py.detach(|| -> Result<_> { s3::open(&uri, &options, certificates.options()?) })?;
+        let source = py.detach(|| -> Result<_> {
+            s3::open(&uri, &options, certificates.options()?, &signals)
+        })?;
         Ok(Self::new(source))
     }
 
     /// Opens the values of a Redis server.
     #[staticmethod]
     fn redis(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
-        let source = py.detach(|| -> Result<_> { redis::open(&uri, certificates.options()?) })?;
+        let source =
+            py.detach(|| -> Result<_> { redis::open(&uri, certificates.options()?, &signals) })?;
         Ok(Self::new(source))
     }
 
@@ -147,7 +150,7 @@ impl Source {
                 }
                 let rest = bytes.get_mut(done..).unwrap_or_default();
                 let at = offset.saturating_add(done as u64);
-                match source.read_at(at, &mut [IoSliceMut::new(rest)])? {
+                match source.read_at(at, &mut [IoSliceMut::new(rest)], &signals)? {
                     0 => break,
                     read => done += read,
                 }

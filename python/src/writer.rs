@@ -19,6 +19,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Encryption;
 use crate::errors::Answer;
 use crate::file::{PyFile, duplicate};
+use crate::handle::Handle;
 use crate::reader::name_from_python;
 use crate::signals;
 use crate::sink::{Sink, place};
@@ -53,6 +54,14 @@ impl Given {
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
         let Given { alignment, threads, .. } = self;
         Ok(SaveOptions { alignment, threads, hashes, encryption, pair: None })
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // Giving a file up may wait for others who need the GIL.
+        Python::try_attach(|py| py.detach(|| inner.abandon()));
     }
 }
 
@@ -94,7 +103,7 @@ impl Writer {
     /// Writes to a server, from `base` on.
     #[staticmethod]
     fn to_sink(sink: &Sink, base: u64, given: Given) -> Answer<Self> {
-        Self::new(Ok(Box::new(sink.shared())), base, given)
+        Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, given)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
@@ -137,12 +146,12 @@ impl Writer {
     fn write(
         &self,
         py: Python<'_>,
-        ticket: i64,
+        handle: &Handle,
         names: Vec<Bound<'_, PyAny>>,
         kinds: Vec<u8>,
         modules: Vec<u16>,
     ) -> Answer<()> {
-        let lent = borrow(ticket)?;
+        let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.with(py, move |writer| {
             let tensors = lent.list()?;
@@ -160,13 +169,13 @@ impl Writer {
 
     /// Ends the file and makes it visible.
     fn finish(&self, py: Python<'_>) -> Answer<()> {
-        self.with(py, tensorizer::Writer::finish)
+        self.with(py, |writer| writer.finish(&signals))
     }
 
     /// Ends a file that was forgotten, without harm to one of its name. Returns whether it is
     /// anywhere, and its path if that is not the one it was to have.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
-        Ok(place(self.with(py, tensorizer::Writer::finish_unclosed)?))
+        Ok(place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// Whether a write has failed half-way, so that the file can only be given up.

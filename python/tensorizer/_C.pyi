@@ -7,6 +7,7 @@ __all__ = [
     "TORCH_VERSION",
     "Decryption",
     "Encryption",
+    "Handle",
     "PathSink",
     "Reader",
     "Sink",
@@ -14,6 +15,7 @@ __all__ = [
     "Writer",
     "__version__",
     "cpu_count",
+    "forget_environment",
     "local_path",
     "release_pinned",
     "set_pinned_limit",
@@ -28,14 +30,21 @@ TORCH_VERSION: str
 __version__: str
 cpu_count: int
 
+def forget_environment() -> None: ...
 def local_path(uri: str) -> str | None: ...
 def staged(device: int) -> bool: ...
-def snapshot(ticket: int) -> int: ...
+def snapshot(handle: Handle) -> Handle: ...
 def stats() -> dict[str, Any] | None: ...
 def set_pinned_limit(bytes: int) -> None: ...
 def release_pinned() -> int: ...
 
 _Name = str | tuple[str | int, ...]
+
+@final
+class Handle:
+    def __new__(cls) -> Handle: ...
+    @property
+    def number(self) -> int: ...
 
 @final
 class Encryption:
@@ -113,11 +122,11 @@ class Reader:
         map: bool,
         device: int,
         apart: bool,
-    ) -> tuple[int, list[int]]: ...
+    ) -> tuple[Handle, list[int]]: ...
     def load_into(
-        self, ticket: int, numbers: Sequence[int], *, verify: str, readers: int | None
+        self, handle: Handle, numbers: Sequence[int], *, verify: str, readers: int | None
     ) -> list[int]: ...
-    def matches(self, ticket: int, numbers: Sequence[int]) -> list[bool]: ...
+    def matches(self, handle: Handle, numbers: Sequence[int]) -> list[bool]: ...
 
 @final
 class Source:
@@ -197,7 +206,7 @@ class Writer:
     def pair_id(self) -> bytes | None: ...
     def write(
         self,
-        ticket: int,
+        handle: Handle,
         names: Sequence[_Name],
         kinds: Sequence[int],
         modules: Sequence[int],

@@ -112,7 +112,7 @@ class _File:
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, those without data on the ``meta`` device, and module indices."""
         with_data = [n for n in numbers if not self._is_meta(n)]
-        ticket, modules = self.reader.load(
+        handle, modules = self.reader.load(
             with_data,
             verify=verify,
             readers=self._readers,
@@ -120,7 +120,7 @@ class _File:
             device=_device.CPU,
             apart=False,
         )
-        found = dict(zip(with_data, zip(take(ticket), modules, strict=True), strict=True))
+        found = dict(zip(with_data, zip(take(handle), modules, strict=True), strict=True))
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
         return tensors, [found[n][1] if n in found else 0 for n in numbers]
 

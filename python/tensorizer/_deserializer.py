@@ -505,8 +505,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         own = _modules.tensors_of(m)
         chosen = [(n, str(self._names[n])) for n in self._selection]
         common = [(n, name) for n, name in chosen if name in own]
-        ticket = lend([own[name] for _, name in common])
-        matches = self._reader.matches(ticket, [n for n, _ in common])
+        handle = lend([own[name] for _, name in common])
+        matches = self._reader.matches(handle, [n for n, _ in common])
         verdict = {name: ok for (_, name), ok in zip(common, matches, strict=True)}
         results = [(name, verdict.get(name, False)) for _, name in chosen]
         results += [(name, False) for name in own if name not in verdict]

@@ -6,19 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from ._native import Handle
+
 _lend = torch.ops.tensorizer._lend.default
 _take = torch.ops.tensorizer._take.default
 
 
-def lend(tensors: Sequence[torch.Tensor]) -> int:
-    """Lend tensors to the next native call, which finds them under the number returned."""
+def lend(tensors: Sequence[torch.Tensor]) -> Handle:
+    """Lend tensors to a native call, as long as it takes or the handle lives."""
+    handle = Handle()
     with torch._C.DisableTorchFunctionSubclass():
-        return int(_lend(tensors))
+        _lend(handle.number, tensors)
+    return handle
 
 
-def take(ticket: int) -> list[torch.Tensor]:
+def take(handle: Handle) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
-    tensors: list[torch.Tensor] = _take(ticket)
+    tensors: list[torch.Tensor] = _take(handle.number)
     return tensors
 
 

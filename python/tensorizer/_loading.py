@@ -52,7 +52,7 @@ class Loader:
         self, numbers: Sequence[int], verify: str, device: torch.device
     ) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors as they are in the file, and their module indices."""
-        ticket, modules = self._reader.load(
+        handle, modules = self._reader.load(
             numbers,
             verify=verify,
             readers=self._num_readers,
@@ -60,7 +60,7 @@ class Loader:
             device=_device.number(device),
             apart=self._clone,
         )
-        tensors = take(ticket)
+        tensors = take(handle)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
         return tensors, modules
 
@@ -68,8 +68,8 @@ class Loader:
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str
     ) -> list[int]:
         """Fill tensors that exist, in place; return module indices."""
-        ticket = lend([tensor.detach() for tensor in tensors])
-        modules = self._reader.load_into(ticket, numbers, verify=verify, readers=self._num_readers)
+        handle = lend([tensor.detach() for tensor in tensors])
+        modules = self._reader.load_into(handle, numbers, verify=verify, readers=self._num_readers)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
         return modules
 

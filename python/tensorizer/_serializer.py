@@ -134,9 +134,9 @@ class TensorSerializer:
                     f"{name!r} is a DTensor, of which this process has a part: save what its "
                     "full_tensor() returns, on one rank"
                 )
-        ticket = lend(tensors)
+        handle = lend(tensors)
         try:
-            self._writer.write(ticket, names, [int(kind) for kind in kinds], modules)
+            self._writer.write(handle, names, [int(kind) for kind in kinds], modules)
             self._complete = True
         finally:
             # What was refused before anything was written leaves what is there.

@@ -17,6 +17,7 @@ use std::time::Duration;
 pub use lease::Lease;
 
 use super::arena::Arena;
+use crate::cancel::Cancel;
 use crate::device::{Device, Event};
 use crate::environment::PINNED_MB;
 use crate::error::{Error, Result};
@@ -293,15 +294,15 @@ impl State {
 }
 
 impl<'p> Ticket<'p> {
-    /// Waits for units. None if `go_on` said no before there were so many.
+    /// Waits for units.
     ///
     /// Whoever waits must not hold a lease that somebody who waits before needs to be given back.
     pub fn lease(
         self,
         units: usize,
         device: &Arc<dyn Device>,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<Option<Lease<'p>>> {
+        cancel: &dyn Cancel,
+    ) -> Result<Lease<'p>> {
         let pool = self.pool;
         loop {
             let wait = {
@@ -309,7 +310,7 @@ impl<'p> Ticket<'p> {
                 if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
                     state.reap()?;
                     if let Some(units) = state.take(units) {
-                        return Ok(Some(Lease::new(pool, units)));
+                        return Ok(Lease::new(pool, units));
                     }
                     let under_way: usize = state.in_flight.iter().map(|f| f.units.len()).sum();
                     let idle = under_way == 0;
@@ -322,9 +323,7 @@ impl<'p> Ticket<'p> {
                     IDLE
                 }
             };
-            if !go_on() {
-                return Ok(None);
-            }
+            cancel.check()?;
             thread::park_timeout(wait);
         }
     }

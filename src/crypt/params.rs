@@ -1,11 +1,14 @@
 //! What a caller says about encryption, and the keys that follow from it.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::Duration;
 
 use zeroize::Zeroizing;
 
 use super::key::KEY_LEN;
 use super::{Key, sodium};
+use crate::cancel::{self, Cancel, detached};
 use crate::error::{Error, Result};
 use crate::format::crypt_info::KeyDerivation;
 
@@ -21,6 +24,10 @@ pub const MAX_MEMLIMIT: u64 = 4_398_046_510_080;
 /// 4 passes over 1 GiB.
 const USUAL_OPSLIMIT: u64 = 16;
 const USUAL_MEMLIMIT: u64 = 2 << 30;
+/// Passes times bytes that one file may ask for with all its keys: that of two `SENSITIVE` ones.
+const USUAL_WORK: u128 = 8 << 30;
+/// Keys that one file may ask for.
+const MAX_KEYS: usize = 64;
 
 /// How to encrypt.
 #[derive(Debug, Clone)]
@@ -44,13 +51,25 @@ pub enum Secret {
 /// How to decrypt. Derived keys are kept as long as this is.
 pub struct DecryptionOptions {
     secret: Secret,
-    /// The most passes that a file may ask for.
-    pub max_opslimit: u64,
-    /// The most memory that a file may ask for, in bytes.
-    pub max_memlimit: u64,
+    max_opslimit: u64,
+    max_memlimit: u64,
+    max_work: u128,
     /// Refuse a file whose names, shapes, order and tags are not sealed.
     pub require_manifest: bool,
-    derived: Mutex<Vec<(KeyDerivation, Key)>>,
+    derived: Mutex<Derived>,
+}
+
+/// The keys that were derived, and what each file has asked for.
+#[derive(Default)]
+struct Derived {
+    keys: Vec<(KeyDerivation, Key)>,
+    files: HashMap<String, Asked>,
+}
+
+#[derive(Default)]
+struct Asked {
+    keys: usize,
+    work: u128,
 }
 
 impl DecryptionOptions {
@@ -60,8 +79,19 @@ impl DecryptionOptions {
             secret,
             max_opslimit: USUAL_OPSLIMIT,
             max_memlimit: USUAL_MEMLIMIT,
+            max_work: USUAL_WORK,
             require_manifest: false,
             derived: Mutex::default(),
+        }
+    }
+
+    /// Sets the most passes, and the most memory in bytes, that a file may ask for; None for the
+    /// usual. All keys of a file together may then cost as much as one at both limits.
+    pub fn allow(&mut self, opslimit: Option<u64>, memlimit: Option<u64>) {
+        if opslimit.is_some() || memlimit.is_some() {
+            self.max_opslimit = opslimit.unwrap_or(self.max_opslimit);
+            self.max_memlimit = memlimit.unwrap_or(self.max_memlimit);
+            self.max_work = u128::from(self.max_opslimit) * u128::from(self.max_memlimit);
         }
     }
 
@@ -71,7 +101,12 @@ impl DecryptionOptions {
     }
 
     /// The key of a tensor whose header names this derivation.
-    pub fn key(&self, derivation: Option<&KeyDerivation>, uri: &str) -> Result<Key> {
+    pub fn key(
+        &self,
+        derivation: Option<&KeyDerivation>,
+        uri: &str,
+        cancel: &dyn Cancel,
+    ) -> Result<Key> {
         let (source, derivation) = match (&self.secret, derivation) {
             (Secret::Key(key), _) => return Ok(key.clone()),
             (Secret::Passphrase(_), None) => {
@@ -82,9 +117,15 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        // Held while deriving, so that the memory for it is taken once.
-        let mut derived = self.derived.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
+        // Held while deriving, so that it is done once.
+        let mut derived = loop {
+            match self.derived.try_lock() {
+                Ok(derived) => break derived,
+                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => cancel::sleep(TURN, cancel)?,
+            }
+        };
+        if let Some((_, key)) = derived.keys.iter().find(|(known, _)| known == derivation) {
             return Ok(key.clone());
         }
         let limits = [
@@ -105,36 +146,61 @@ impl DecryptionOptions {
                 )));
             }
         }
-        // A file that names many salts would have us derive as many keys.
-        const MAX_KEYS: usize = 64;
-        if derived.len() >= MAX_KEYS {
+        let asked = derived.files.entry(uri.to_owned()).or_default();
+        asked.keys += 1;
+        asked.work += u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
+        if asked.keys > MAX_KEYS {
             return Err(Error::Crypt(format!("`{uri}` asks for more than {MAX_KEYS} keys")));
         }
-        let key = derive(source, derivation)?;
-        derived.push((derivation.clone(), key.clone()));
+        if asked.work > self.max_work {
+            return Err(Error::Crypt(format!(
+                "`{uri}`: its {} keys ask for {} bytes to be passed over, and at most {} are \
+                 allowed: raise max_opslimit or max_memlimit if you trust the file",
+                asked.keys, asked.work, self.max_work
+            )));
+        }
+        let key = derive(source, derivation, cancel)?;
+        derived.keys.push((derivation.clone(), key.clone()));
         Ok(key)
     }
 }
 
-/// Derives a key from a passphrase.
-pub fn derive(source: &[u8], derivation: &KeyDerivation) -> Result<Key> {
+/// How long who waits for another's key waits before it looks again.
+const TURN: Duration = Duration::from_millis(10);
+/// One derivation at a time: it takes as much memory as a file asks for.
+static DERIVING: Mutex<()> = Mutex::new(());
+
+/// Derives a key from a passphrase. That cannot be stopped: when the call is to end before, it ends
+/// by itself, and the next one waits for it.
+pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) -> Result<Key> {
     let out_of_memory = || Error::OutOfMemory {
         bytes: derivation.memlimit,
         what: "the derivation of a key".to_owned(),
         error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
     };
     let memlimit = usize::try_from(derivation.memlimit).map_err(|_| out_of_memory())?;
-    let mut out = Zeroizing::new([0; KEY_LEN]);
-    if !sodium::derive(&mut out, source, &derivation.salt, derivation.opslimit, memlimit) {
-        return Err(out_of_memory());
-    }
+    let (source, KeyDerivation { opslimit, salt, .. }) =
+        (Zeroizing::new(source.to_vec()), derivation.clone());
+    let wanted = Arc::new(());
+    let asks = Arc::downgrade(&wanted);
+    let derived = detached(cancel, move || {
+        let _turn = DERIVING.lock().unwrap_or_else(PoisonError::into_inner);
+        asks.upgrade()?;
+        let mut out = Zeroizing::new([0; KEY_LEN]);
+        sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)
+    })?;
+    let out = derived.ok_or_else(out_of_memory)?;
     Key::new(&*out).ok_or_else(|| Error::Bug("a derived key of another length".to_owned()))
 }
 
 impl EncryptionOptions {
     /// With a key that is derived from a passphrase.
-    pub fn from_passphrase(source: &[u8], derivation: KeyDerivation) -> Result<Self> {
-        let key = derive(source, &derivation)?;
+    pub fn from_passphrase(
+        source: &[u8],
+        derivation: KeyDerivation,
+        cancel: &dyn Cancel,
+    ) -> Result<Self> {
+        let key = derive(source, &derivation, cancel)?;
         Ok(EncryptionOptions { key, derivation: Some(derivation), manifest: false })
     }
 }

@@ -9,9 +9,10 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::{Consumer, Device, DeviceFile, Event, Stream};
+use crate::environment::FAKE_DEVICE;
 use crate::error::{Error, Result};
 
 /// What the stand-in does wrong.
@@ -27,6 +28,14 @@ pub struct Faults {
     pub pin: bool,
     /// What the device reads of files by itself is not what is in them.
     pub file: bool,
+}
+
+/// What stands in for the CPU, if the environment says so.
+pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
+    static ONE: OnceLock<Arc<FakeDevice>> = OnceLock::new();
+    let seed = FAKE_DEVICE.value()?;
+    let one = || FakeDevice::new(seed, Faults::default());
+    Ok((seed > 0).then(|| Arc::clone(ONE.get_or_init(one)) as Arc<dyn Device>))
 }
 
 /// The stand-in for a CUDA device.

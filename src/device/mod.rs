@@ -7,6 +7,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(any(test, feature = "stand-in"))]
 pub mod fake;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod gds;
@@ -19,7 +20,6 @@ use std::sync::Arc;
 pub use memory::DeviceMemory;
 pub use streams::{OnDevice, Streams, StreamsByDevice};
 
-use crate::environment::FAKE_DEVICE;
 use crate::error::Result;
 
 /// A device as torch numbers it: those of CUDA from 0 on.
@@ -30,11 +30,9 @@ pub const CPU: Index = -1;
 /// The device behind a number. None for host memory; what kept us from a CUDA device is the error,
 /// and torch has to copy.
 pub fn find(index: Index) -> Result<Option<Arc<dyn Device>>> {
-    static FAKE: std::sync::OnceLock<Arc<fake::FakeDevice>> = std::sync::OnceLock::new();
+    #[cfg(any(test, feature = "stand-in"))]
     if index == CPU {
-        let seed = FAKE_DEVICE.value()?;
-        let fake = || fake::FakeDevice::new(seed, fake::Faults::default());
-        return Ok((seed > 0).then(|| Arc::clone(FAKE.get_or_init(fake)) as Arc<dyn Device>));
+        return fake::instead_of_cpu();
     }
     match u32::try_from(index) {
         #[cfg(feature = "cuda")]

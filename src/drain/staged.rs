@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use super::{Bytes, Item, Pass};
 use crate::buffer::pinned::{Lease, Pool};
+use crate::cancel::Cancel;
 use crate::device::{OnDevice, Stream};
 use crate::error::{Error, Result};
 use crate::save::Data;
@@ -17,15 +18,14 @@ use crate::transform::hash::{StreamHash, digest_all};
 use crate::workers::Control;
 
 /// Calls `each` with the bytes of a range, a unit at a time, front to back, each with its position.
-/// False if `go_on` said no before the end.
 pub fn each_unit(
     from: &OnDevice,
     range: Range<usize>,
     stream: &Arc<dyn Stream>,
     counters: &Counters,
-    go_on: &dyn Fn() -> bool,
+    cancel: &dyn Cancel,
     mut each: impl FnMut(u64, &[u8]) -> Result<()>,
-) -> Result<bool> {
+) -> Result<()> {
     let pool = Pool::global()?;
     let (end, step) = (range.end, pool.unit_len());
     let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
@@ -40,8 +40,7 @@ pub fn each_unit(
             Some(lease) => lease,
             None => {
                 let lease =
-                    counters.time(Stage::Memory, || pool.enter().lease(1, &from.device, go_on))?;
-                let Some(lease) = lease else { return Ok(false) };
+                    counters.time(Stage::Memory, || pool.enter().lease(1, &from.device, cancel))?;
                 begin(lease, at)?
             }
         };
@@ -51,14 +50,12 @@ pub fn each_unit(
         {
             next = Some(begin(more, at + step)?);
         }
-        if !counters.time(Stage::Copy, || lease.wait(go_on))? {
-            return Ok(false);
-        }
+        counters.time(Stage::Copy, || lease.wait(cancel))?;
         let units = lease.units();
         let bytes = units.first().and_then(|unit| unit.get(..step.min(end - at)));
         each(at as u64, bytes.ok_or_else(|| Error::Bug("an empty unit".to_owned()))?)?;
     }
-    Ok(true)
+    Ok(())
 }
 
 impl<'p> Pass<'p> {
@@ -83,7 +80,7 @@ impl<'p> Pass<'p> {
     }
 
     /// Writes tensors that are on a device: one, or several that fit into one unit together.
-    pub fn write_staged(&self, tensors: &[usize], control: &Control) -> Result<()> {
+    pub fn write_staged(&self, tensors: &[usize], control: &Control<'_>) -> Result<()> {
         match tensors {
             [] => Ok(()),
             [one] => self.write_large(*one, control),
@@ -91,15 +88,14 @@ impl<'p> Pass<'p> {
         }
     }
 
-    fn write_large(&self, tensor: usize, control: &Control) -> Result<()> {
+    fn write_large(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
         let (item, from) = self.on_device(tensor)?;
         let stream = self.streams.next(from)?;
-        let go_on = || !control.stopped();
         let draft = self.draft(tensor)?;
         let seal = self.seal(tensor)?;
         let mut hash = StreamHash::new(&draft.bytes, self.sha);
         let len = from.memory.size();
-        let done = each_unit(from, 0..len, stream, &self.counters, &go_on, |start, bytes| {
+        each_unit(from, 0..len, stream, &self.counters, control, |start, bytes| {
             self.counters.time(Stage::Hash, || hash.update(bytes));
             let bytes = match seal {
                 None => Bytes::Borrowed(bytes),
@@ -113,26 +109,21 @@ impl<'p> Pass<'p> {
             self.progress.fetch_add(bytes.as_ref().len() as u64, Ordering::Relaxed);
             Ok(())
         })?;
-        if !done {
-            return Ok(());
-        }
         let header = self.finish(tensor, draft, &hash.finish())?;
         self.put(item.entry.header_offset, &mut [IoSlice::new(&header)], control)
     }
 
-    fn write_small(&self, tensors: &[usize], control: &Control) -> Result<()> {
+    fn write_small(&self, tensors: &[usize], control: &Control<'_>) -> Result<()> {
         let all = tensors.iter().map(|&tensor| Ok((tensor, self.on_device(tensor)?)));
         let all = all.collect::<Result<Vec<_>>>()?;
         let Some((_, (_, first))) = all.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
-        let go_on = || !control.stopped();
-        let lease = self
+        let mut lease = self
             .counters
-            .time(Stage::Memory, || Pool::global()?.enter().lease(1, &first.device, &go_on))?;
-        let Some(mut lease) = lease else { return Ok(()) };
+            .time(Stage::Memory, || Pool::global()?.enter().lease(1, &first.device, control))?;
         let mut ranges = Vec::with_capacity(all.len());
         let mut end = 0usize;
-        let arrived = self.counters.time(Stage::Copy, || {
+        self.counters.time(Stage::Copy, || {
             for (_, (_, from)) in &all {
                 let len = from.memory.size();
                 if len > 0 {
@@ -141,11 +132,8 @@ impl<'p> Pass<'p> {
                 ranges.push(end..end + len);
                 end = (end + len).next_multiple_of(crate::buffer::ALIGNMENT);
             }
-            lease.wait(&go_on)
+            lease.wait(control)
         })?;
-        if !arrived {
-            return Ok(());
-        }
         let units = lease.units();
         let unit = units.first().map_or(&[][..], |unit| unit);
         let data: Vec<&[u8]> =
@@ -173,9 +161,8 @@ impl<'p> Pass<'p> {
         Ok(())
     }
 
-    fn put(&self, offset: u64, buffers: &mut [IoSlice<'_>], control: &Control) -> Result<()> {
-        let go_on = || !control.stopped();
-        self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, &go_on))
+    fn put(&self, offset: u64, buffers: &mut [IoSlice<'_>], control: &Control<'_>) -> Result<()> {
+        self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, control))
     }
 }
 

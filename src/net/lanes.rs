@@ -5,21 +5,57 @@
 //! are not used in a process that was forked off.
 
 use std::future::Future;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::Failure;
+use super::{Failure, Tries};
+use crate::cancel::POLL;
 use crate::sys::process::Inherited;
 
-/// How often a wait looks whether the call was given up.
-const POLL: Duration = Duration::from_millis(100);
+/// An event loop of the thread that runs it.
+pub struct EventLoop(Option<Runtime>);
+
+impl EventLoop {
+    /// A new one.
+    pub fn new() -> Result<Self, Failure> {
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let failed = |e: io::Error| Failure::lasting(e.kind(), format!("an event loop: {e}"));
+        Ok(EventLoop(Some(runtime.map_err(failed)?)))
+    }
+
+    /// Runs a request on this thread, until it ends or may not go on.
+    pub fn run<T>(
+        &self,
+        tries: &Tries<'_>,
+        request: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        let ended = || Failure::lasting(io::ErrorKind::Other, "an event loop that has ended");
+        self.0.as_ref().ok_or_else(ended)?.block_on(async {
+            let mut request = std::pin::pin!(request);
+            loop {
+                if let Ok(result) = tokio::time::timeout(POLL, &mut request).await {
+                    return result;
+                }
+                tries.check()?;
+            }
+        })
+    }
+}
+
+impl Drop for EventLoop {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            // The resolution of a name cannot be stopped: its thread is left behind.
+            runtime.shutdown_background();
+        }
+    }
+}
 
 /// An event loop, and the client whose connections live on it. A child that was forked off leaves
 /// it alone: its sockets are registered with a poller that is the parent's too.
-pub struct Lane<C>(Inherited<(Runtime, C)>);
+pub struct Lane<C>(Inherited<(EventLoop, C)>);
 
 impl<C> Lane<C> {
     /// What talks to the server.
@@ -27,32 +63,14 @@ impl<C> Lane<C> {
         &self.0.1
     }
 
-    /// Runs a request on this thread, until it ends or `go_on` says no.
+    /// Runs a request on this thread, until it ends or may not go on.
     pub fn run<T>(
         &self,
-        go_on: &dyn Fn() -> bool,
+        tries: &Tries<'_>,
         request: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        run_on(&self.0.0, go_on, request)
+        self.0.0.run(tries, request)
     }
-}
-
-fn run_on<T>(
-    runtime: &Runtime,
-    go_on: &dyn Fn() -> bool,
-    request: impl Future<Output = Result<T, Failure>>,
-) -> Result<T, Failure> {
-    runtime.block_on(async {
-        let mut request = std::pin::pin!(request);
-        loop {
-            if let Ok(result) = tokio::time::timeout(POLL, &mut request).await {
-                return result;
-            }
-            if !go_on() {
-                return Err(Failure::lasting(ErrorKind::Interrupted, "given up"));
-            }
-        }
-    })
 }
 
 /// The lanes that no thread uses at the moment.
@@ -68,7 +86,7 @@ impl<C> Lanes<C> {
     /// Gives a lane away, a new one if there is none. `make` builds its client on its event loop.
     pub fn take<F: Future<Output = Result<C, Failure>>>(
         &self,
-        go_on: &dyn Fn() -> bool,
+        tries: &Tries<'_>,
         make: impl FnOnce() -> F,
     ) -> Result<Lane<C>, Failure> {
         loop {
@@ -77,10 +95,9 @@ impl<C> Lanes<C> {
                 Some(lane) if lane.0.maker().is_here() => return Ok(lane),
                 Some(_) => {}
                 None => {
-                    let runtime = new_runtime()
-                        .map_err(|e| Failure::lasting(e.kind(), format!("an event loop: {e}")))?;
-                    let client = run_on(&runtime, go_on, make())?;
-                    return Ok(Lane(Inherited::new((runtime, client))));
+                    let events = EventLoop::new()?;
+                    let client = events.run(tries, make())?;
+                    return Ok(Lane(Inherited::new((events, client))));
                 }
             }
         }
@@ -90,9 +107,4 @@ impl<C> Lanes<C> {
     pub fn put(&self, lane: Lane<C>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
     }
-}
-
-/// An event loop for the thread that runs it.
-pub fn new_runtime() -> io::Result<Runtime> {
-    Builder::new_current_thread().enable_all().build()
 }

@@ -7,10 +7,10 @@ mod retry;
 pub mod s3;
 
 #[cfg(feature = "s3")]
-pub(crate) use lanes::new_runtime;
+pub(crate) use lanes::EventLoop;
 pub(crate) use lanes::{Lane, Lanes};
 pub use options::{NetOptions, Trust};
-pub(crate) use retry::{Failure, Retry};
+pub(crate) use retry::{Failure, Tries};
 
 /// An address as messages show it: queries, fragments and users may be secrets.
 pub(crate) fn show_text(address: &str) -> &str {

@@ -69,8 +69,9 @@ pub struct NetOptions {
     pub total: Duration,
 }
 
-const fn seconds(value: u64) -> Duration {
-    Duration::from_secs(if value > 0 { value } else { 1 })
+/// At least a second, and at most a month: whatever adds to it stays far from any overflow.
+fn seconds(value: u64) -> Duration {
+    Duration::from_secs(value.clamp(1, 31 * 24 * 60 * 60))
 }
 
 impl NetOptions {

@@ -1,69 +1,147 @@
-//! Which failures are worth another try, and how long to wait before it.
+//! Which failures are worth another try, how long to wait before it, and how long all tries may take.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::NetOptions;
+use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 
 /// The first pause; each further one is twice as long, up to [`LONGEST`], less up to a half.
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(10);
-/// How often a pause looks whether the call was given up.
-const POLL: Duration = Duration::from_millis(50);
+/// A request may take a second more for each so many bytes that it has moved: slow is not silent.
+const SLOWEST: u64 = 64 << 10;
 
 /// Why a request failed.
 #[derive(Debug)]
 pub struct Failure {
     pub error: io::Error,
-    pub again: bool,
+    again: bool,
     /// What the server asked to wait.
-    pub after: Option<Duration>,
+    after: Option<Duration>,
+    /// The call is to end, with this.
+    given_up: Option<Error>,
 }
 
 impl Failure {
     /// One that another try would not cure.
     pub fn lasting(kind: io::ErrorKind, what: impl Into<String>) -> Self {
-        Failure { error: io::Error::new(kind, what.into()), again: false, after: None }
+        let error = io::Error::new(kind, what.into());
+        Failure { error, again: false, after: None, given_up: None }
     }
 
     /// One that another try may cure.
     pub fn passing(kind: io::ErrorKind, what: impl Into<String>) -> Self {
-        Failure { error: io::Error::new(kind, what.into()), again: true, after: None }
+        Failure { again: true, ..Self::lasting(kind, what) }
+    }
+
+    /// The same, with what the server asked to wait before the next try.
+    pub fn not_before(self, after: Option<Duration>) -> Self {
+        Failure { after, ..self }
+    }
+
+    /// The same, and another try may cure a refusal too.
+    pub fn or_again(self, elsewhere: bool) -> Self {
+        use io::ErrorKind::{NotFound, Other, PermissionDenied};
+        let refused = matches!(self.error.kind(), NotFound | PermissionDenied | Other);
+        Failure { again: self.again || (elsewhere && refused), ..self }
+    }
+
+    /// The call is to end.
+    pub fn given_up(error: Error) -> Self {
+        let given_up = Some(error);
+        Failure { given_up, ..Self::lasting(io::ErrorKind::Interrupted, "given up") }
     }
 }
 
-/// The tries of one request.
-pub struct Retry<'o> {
+/// The tries of one request, and the time that they may take together.
+pub struct Tries<'o> {
     action: &'static str,
     options: &'o NetOptions,
+    cancel: &'o dyn Cancel,
     begun: Instant,
+    moved: AtomicU64,
+    /// Counts what is being sent, and began at the second number.
+    sending: (Arc<AtomicU64>, u64),
     failed: u32,
     /// No byte has been read yet: a server that is not there is not waited for.
     opening: bool,
 }
 
-impl<'o> Retry<'o> {
-    pub fn new(action: &'static str, options: &'o NetOptions, opening: bool) -> Self {
-        Retry { action, options, begun: Instant::now(), failed: 0, opening }
+impl<'o> Tries<'o> {
+    /// `action` is what is being done, as a gerund.
+    pub fn new(action: &'static str, options: &'o NetOptions, cancel: &'o dyn Cancel) -> Self {
+        Tries {
+            action,
+            options,
+            cancel,
+            begun: Instant::now(),
+            moved: AtomicU64::new(0),
+            sending: (Arc::default(), 0),
+            failed: 0,
+            opening: false,
+        }
+    }
+
+    /// The same for a first request.
+    pub fn opening(self) -> Self {
+        Tries { opening: true, ..self }
+    }
+
+    /// The same for a request that went on before for some time, and moved some bytes.
+    pub fn resumed(self, spent: Duration, moved: u64) -> Self {
+        let begun = self.begun.checked_sub(spent).unwrap_or(self.begun);
+        Tries { begun, moved: AtomicU64::new(moved), ..self }
+    }
+
+    /// Counts bytes that have arrived, or were sent.
+    pub fn moved(&self, bytes: u64) {
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Watches what counts the bytes that the next try sends.
+    pub fn watch(&mut self, sent: &Arc<AtomicU64>) {
+        self.moved.fetch_add(self.sent(), Ordering::Relaxed);
+        self.sending = (Arc::clone(sent), sent.load(Ordering::Relaxed));
+    }
+
+    fn sent(&self) -> u64 {
+        let (sent, begun_at) = &self.sending;
+        sent.load(Ordering::Relaxed).saturating_sub(*begun_at)
+    }
+
+    fn allowed(&self) -> Duration {
+        let moved = self.moved.load(Ordering::Relaxed).saturating_add(self.sent());
+        let more = Duration::from_secs(moved / SLOWEST);
+        self.options.total.saturating_add(more)
+    }
+
+    /// Whether the request that is under way may go on.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.cancel.check().map_err(Failure::given_up)?;
+        if self.begun.elapsed() <= self.allowed() {
+            return Ok(());
+        }
+        let what = format!(
+            "the request took more than the {} s that TENSORIZER_TOTAL_SECONDS allows",
+            self.options.total.as_secs()
+        );
+        Err(Failure::lasting(io::ErrorKind::TimedOut, what))
     }
 
     /// Waits before the next try, or says why there is none. `position` is the next byte wanted.
-    pub fn wait(
-        &mut self,
-        failure: Failure,
-        position: u64,
-        shown: &str,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<()> {
-        if !go_on() {
-            return Err(Error::Cancelled);
+    pub fn wait(&mut self, failure: Failure, position: u64, shown: &str) -> Result<()> {
+        if let Some(error) = failure.given_up {
+            return Err(error);
         }
         self.failed += 1;
         let kind = failure.error.kind();
         let again = failure.again && !(self.opening && kind == io::ErrorKind::ConnectionRefused);
         let pause = failure.after.unwrap_or_else(|| self.pause()).min(self.options.total);
-        let over = self.begun.elapsed() + pause > self.options.total;
+        let over = self.begun.elapsed().saturating_add(pause) > self.allowed();
         if !again || self.failed >= self.options.attempts || over {
             let mut what = failure.error.to_string();
             if self.failed > 1 {
@@ -75,14 +153,13 @@ impl<'o> Retry<'o> {
             }
             return Err(Error::io(self.action, shown, io::Error::new(kind, what)));
         }
-        let until = Instant::now() + pause;
-        while let Some(left) = until.checked_duration_since(Instant::now()) {
-            if !go_on() {
-                return Err(Error::Cancelled);
-            }
-            std::thread::sleep(left.min(POLL));
-        }
-        Ok(())
+        cancel::sleep(pause, self.cancel)
+    }
+
+    /// The error of a request that is not tried again.
+    pub fn last(&self, failure: Failure, shown: &str) -> Error {
+        let named = |error| Error::io(self.action, shown, error);
+        failure.given_up.unwrap_or_else(|| named(failure.error))
     }
 
     fn pause(&self) -> Duration {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Unclosed, WriteAt};
 use crate::buffer::mapped;
+use crate::cancel::{Cancel, detached};
 use crate::error::{Error, Result};
 use crate::sys::process::Maker;
 
@@ -87,9 +88,10 @@ impl FileSink {
     }
 
     /// Ends the file at `len` bytes, and has it on the disk before it gets its name.
-    fn settle(&self, len: u64) -> Result<()> {
-        let settled = self.file.set_len(len).and_then(|()| self.file.sync_all());
-        settled.map_err(|e| Error::io("finishing", &self.uri, e))
+    fn settle(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let failed = |e| Error::io("finishing", &self.uri, e);
+        let file = self.file.try_clone().map_err(failed)?;
+        detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?.map_err(failed)
     }
 }
 
@@ -138,8 +140,9 @@ impl WriteAt for FileSink {
         usize::MAX
     }
 
-    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
         loop {
+            cancel.check()?;
             match crate::sys::write_vectored_at(&self.file, offset, buffers) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(Error::io("writing", &self.uri, e)),
@@ -169,24 +172,24 @@ impl WriteAt for FileSink {
         Ok(())
     }
 
-    fn publish(&mut self, len: u64) -> Result<()> {
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         let Some(Pending { maker, temporary, target }) = &self.pending else {
             return Ok(());
         };
         maker.check(&self.uri)?;
-        self.settle(len)?;
+        self.settle(len, cancel)?;
         fs::rename(temporary, target).map_err(|e| Error::io("finishing", &self.uri, e))?;
         let target = target.clone();
         self.pending = None;
         sync_name(&target, &self.uri)
     }
 
-    fn publish_unclosed(&mut self, len: u64) -> Result<Unclosed> {
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
         let Some(Pending { maker, temporary, target }) = &self.pending else {
             return Ok(Unclosed::InPlace);
         };
         maker.check(&self.uri)?;
-        self.settle(len)?;
+        self.settle(len, cancel)?;
         for number in 0..MOST_UNCLOSED {
             let name = unclosed_name(target, number);
             match crate::sys::rename_to_free_name(temporary, &name) {

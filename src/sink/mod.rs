@@ -12,6 +12,7 @@ pub use file::FileSink;
 #[cfg(feature = "s3")]
 pub use s3::S3Sink;
 
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 #[cfg(feature = "s3")]
 use crate::net::{NetOptions, s3::S3Options};
@@ -38,17 +39,7 @@ pub trait WriteAt: Send + Sync {
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, where it shows early, of its end.
-    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize>;
-
-    /// The same, given up soon after `go_on` says no; for sinks that may wait long.
-    fn write_at_while(
-        &self,
-        offset: u64,
-        buffers: &[IoSlice<'_>],
-        _go_on: &dyn Fn() -> bool,
-    ) -> Result<usize> {
-        self.write_at(offset, buffers)
-    }
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
 
     /// Reads bytes back that were written before.
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
@@ -61,26 +52,26 @@ pub trait WriteAt: Send + Sync {
 
     /// Moves what is from `at` to `end` towards the end of the file, by `len` bytes or more: gives
     /// by how many, a multiple of 2 MiB if `len` is one.
-    fn insert(&self, at: u64, end: u64, len: u64) -> Result<u64> {
+    fn insert(&self, at: u64, end: u64, len: u64, cancel: &dyn Cancel) -> Result<u64> {
         let mut end = end;
         let mut buffer = Vec::new();
         while end > at {
             let from = end.saturating_sub(MOVE_STEP).max(at);
             buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
             self.read_back(from, &mut buffer)?;
-            write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], &|| true)?;
+            write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
             end = from;
         }
         Ok(len)
     }
 
     /// Ends the file at `len` bytes and makes it visible under its name.
-    fn publish(&mut self, len: u64) -> Result<()>;
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
 
     /// The same for a file that its writer has forgotten, so that it may not be all that was to be
     /// written: what has the name already stays.
-    fn publish_unclosed(&mut self, len: u64) -> Result<Unclosed> {
-        self.publish(len).map(|()| Unclosed::InPlace)
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        self.publish(len, cancel).map(|()| Unclosed::InPlace)
     }
 }
 
@@ -96,7 +87,7 @@ pub enum Unclosed {
 }
 
 /// Begins a file at an address or a local path, with the options of the environment.
-pub fn create(uri: &str) -> Result<Box<dyn WriteAt>> {
+pub fn create(uri: &str, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
     let scheme = match address::parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Box::new(FileSink::create(&path)?)),
         Address::Scheme(scheme) => scheme,
@@ -105,7 +96,7 @@ pub fn create(uri: &str) -> Result<Box<dyn WriteAt>> {
         #[cfg(feature = "s3")]
         "s3" => {
             let options = NetOptions::from_environment()?;
-            Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options)?))
+            Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options, cancel)?))
         }
         scheme => Err(unwritable(scheme)),
     }
@@ -121,19 +112,19 @@ pub fn unwritable(scheme: &str) -> Error {
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))
 }
 
-/// Writes all of the buffers, unless `go_on` says no.
+/// Writes all of the buffers.
 pub fn write_all_at<S: WriteAt + ?Sized>(
     sink: &S,
     offset: u64,
     mut buffers: &mut [IoSlice<'_>],
-    go_on: &dyn Fn() -> bool,
+    cancel: &dyn Cancel,
 ) -> Result<()> {
     let mut at = offset;
     IoSlice::advance_slices(&mut buffers, 0);
     while !buffers.is_empty() {
         let window = buffers.len().min(crate::sys::MAX_VECTORS);
         let window = buffers.get(..window).unwrap_or_default();
-        let written = sink.write_at_while(at, window, go_on)?;
+        let written = sink.write_at(at, window, cancel)?;
         if written == 0 {
             let error = std::io::Error::from(std::io::ErrorKind::WriteZero);
             return Err(Error::io("writing", sink.uri(), error));

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::{FileSource, ReadAt};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 #[cfg(any(feature = "http", feature = "redis"))]
 use crate::net::NetOptions;
@@ -59,22 +60,23 @@ fn split(uri: &[u8]) -> Option<(String, &[u8])> {
 }
 
 /// Opens an address or a local path for reading, with the options of the environment.
-pub fn open(uri: &str) -> Result<Arc<dyn ReadAt>> {
+pub fn open(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let scheme = match parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
         Address::Scheme(scheme) => scheme,
     };
     match scheme.as_str() {
         #[cfg(feature = "http")]
-        "http" | "https" => super::http::open(uri, NetOptions::from_environment()?),
+        "http" | "https" => super::http::open(uri, NetOptions::from_environment()?, cancel),
         #[cfg(feature = "s3")]
         "s3" => super::s3::open(
             uri,
             &crate::net::s3::S3Options::default(),
             NetOptions::from_environment()?,
+            cancel,
         ),
         #[cfg(feature = "redis")]
-        "redis" | "rediss" => super::redis::open(uri, NetOptions::from_environment()?),
+        "redis" | "rediss" => super::redis::open(uri, NetOptions::from_environment()?, cancel),
         _ => Err(Error::Unsupported(format!(
             "`{scheme}://` addresses: this build has no such feature"
         ))),

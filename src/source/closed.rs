@@ -3,6 +3,7 @@
 use std::io::IoSliceMut;
 
 use super::{ReadAt, Traits};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 
 /// Refuses every read.
@@ -20,7 +21,12 @@ impl ReadAt for ClosedSource {
         Traits { len: None, max_readers: 1, default_readers: 1, request_len: 1 << 20, merge_gap: 0 }
     }
 
-    fn read_at(&self, _offset: u64, _buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        _offset: u64,
+        _buffers: &mut [IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
+    ) -> Result<usize> {
         Err(Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
     }
 }

@@ -16,6 +16,7 @@ use io_uring::{IoUring, opcode, types};
 use super::scatter::Scatter;
 use super::{ReadAt, Traits};
 use crate::buffer::Arena;
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 
 /// Positions and lengths of direct reads are multiples of this: the largest block of usual disks.
@@ -177,7 +178,12 @@ impl ReadAt for DirectReader {
         self.traits
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
+    ) -> Result<usize> {
         let wanted: usize = buffers.iter().map(|buffer| buffer.len()).sum();
         let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
@@ -199,6 +205,7 @@ impl ReadAt for DirectReader {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
+    use crate::cancel::Never;
     use crate::source::{FileSource, read_exact_at};
 
     /// Some bytes in a file of a disk: temporary folders may be in memory.
@@ -223,13 +230,13 @@ mod tests {
             {
                 let (mut one, mut two) = (vec![0; len / 3], vec![0; len - len / 3]);
                 let mut buffers = [IoSliceMut::new(&mut one), IoSliceMut::new(&mut two)];
-                read_exact_at(&reader, offset as u64, &mut buffers, &String::new).unwrap();
+                read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!([one, two].concat() == bytes[offset..offset + len], "{offset} {len}");
             }
             let mut beyond = [0; 2000];
             let mut buffers = [IoSliceMut::new(&mut beyond)];
-            assert_eq!(reader.read_at(10 << 20, &mut buffers).unwrap(), 1234);
-            assert_eq!(reader.read_at(11 << 20, &mut buffers).unwrap(), 0);
+            assert_eq!(reader.read_at(10 << 20, &mut buffers, &Never).unwrap(), 1234);
+            assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
             reader.state.lock().unwrap().ring = None;
         }
@@ -242,7 +249,7 @@ mod tests {
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];
-        let read = reader.read_at(100, &mut [IoSliceMut::new(&mut buffer)]).unwrap();
+        let read = reader.read_at(100, &mut [IoSliceMut::new(&mut buffer)], &Never).unwrap();
         assert!(buffer[..read] == bytes[100..1 << 20]);
     }
 }

@@ -5,6 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::path::Path;
 
 use super::{ReadAt, Traits};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 
 /// Bytes a read: large enough for a disk to stream, small enough that the hash of a chunk finds
@@ -27,7 +28,7 @@ impl FileSource {
     /// Opens a path, which must name a regular file.
     pub fn open(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = File::open(path).map_err(|e| Error::io("opening", &uri, e))?;
+        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
         Self::new(file, uri)
     }
 
@@ -56,8 +57,14 @@ impl ReadAt for FileSource {
         }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
         loop {
+            cancel.check()?;
             match crate::sys::read_vectored_at(&self.file, offset, buffers) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 other => return other.map_err(|e| Error::io("reading", &self.uri, e)),

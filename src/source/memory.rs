@@ -3,6 +3,7 @@
 use std::io::IoSliceMut;
 
 use super::{ReadAt, Traits};
+use crate::cancel::Cancel;
 use crate::error::Result;
 
 /// A `.tensors` file held in memory.
@@ -33,7 +34,12 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
         }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
+    ) -> Result<usize> {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         let mut rest = self.bytes.as_ref().get(start..).unwrap_or_default();
         let mut done = 0;

@@ -22,8 +22,9 @@ pub use closed::ClosedSource;
 pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;
-pub use pipe::PipeSource;
+pub use pipe::{Pipe, PipeSource, Stream};
 
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 
 /// What a source says about itself, so that a plan suits it.
@@ -50,17 +51,12 @@ pub trait ReadAt: Send + Sync {
     fn traits(&self) -> Traits;
 
     /// Reads some bytes at `offset` into the buffers in order; 0 only at the end of the source.
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize>;
-
-    /// The same, given up soon after `go_on` says no; for sources that may wait long.
-    fn read_at_while(
+    fn read_at(
         &self,
         offset: u64,
         buffers: &mut [IoSliceMut<'_>],
-        _go_on: &dyn Fn() -> bool,
-    ) -> Result<usize> {
-        self.read_at(offset, buffers)
-    }
+        cancel: &dyn Cancel,
+    ) -> Result<usize>;
 
     /// A handle of its own for a reader of neighbouring ranges, where that is faster than this one.
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
@@ -84,6 +80,7 @@ pub fn read_exact_at(
     offset: u64,
     mut buffers: &mut [IoSliceMut<'_>],
     what: &dyn Fn() -> String,
+    cancel: &dyn Cancel,
 ) -> Result<()> {
     let total: usize = buffers.iter().map(|b| b.len()).sum();
     let mut done = 0usize;
@@ -91,7 +88,8 @@ pub fn read_exact_at(
     while done < total {
         let at = offset.saturating_add(done as u64);
         let window = buffers.len().min(crate::sys::MAX_VECTORS);
-        let read = match source.read_at(at, buffers.get_mut(..window).unwrap_or_default())? {
+        let window = buffers.get_mut(..window).unwrap_or_default();
+        let read = match source.read_at(at, window, cancel)? {
             0 => {
                 return Err(Error::Truncated {
                     uri: source.uri().to_owned(),

@@ -1,30 +1,94 @@
 //! A stream that can only be read front to back: a pipe, a socket, standard input.
 
-use std::io::{IoSliceMut, Read};
+use std::fs::File;
+use std::io::{self, IoSliceMut, Read};
 use std::sync::{Mutex, PoisonError};
 
 use super::{ReadAt, Traits};
+use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
 
+/// Bytes that come front to back.
+pub trait Stream: Send {
+    /// Reads some of the next bytes; 0 only at the end.
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> io::Result<usize>;
+}
+
+impl<R: Read + Send> Stream for R {
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> io::Result<usize> {
+        loop {
+            cancel.check().map_err(io::Error::other)?;
+            match self.read_vectored(buffers) {
+                // A signal that the caller may have handled.
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other,
+            }
+        }
+    }
+}
+
+/// A pipe, a socket or a terminal, on which a read may wait for ever.
+pub struct Pipe(pub File);
+
+impl Stream for Pipe {
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> io::Result<usize> {
+        loop {
+            cancel.check().map_err(io::Error::other)?;
+            if !crate::sys::wait_readable(&self.0, POLL)? {
+                continue;
+            }
+            match self.0.read_vectored(buffers) {
+                // A signal, or bytes that somebody else has taken.
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
+                    ) => {}
+                other => return other,
+            }
+        }
+    }
+}
+
 /// Serves reads at rising positions; bytes in between are read and dropped.
-pub struct PipeSource<R> {
-    stream: Mutex<(R, u64)>,
+pub struct PipeSource<S> {
+    stream: Mutex<(S, u64)>,
     uri: String,
 }
 
-impl<R: Read + Send> PipeSource<R> {
+impl<S: Stream> PipeSource<S> {
     /// `uri` is what messages call it. Position 0 is the stream's next byte.
-    pub fn new(stream: R, uri: impl Into<String>) -> Self {
+    pub fn new(stream: S, uri: impl Into<String>) -> Self {
         Self::new_at(stream, uri, 0)
     }
 
     /// The same for a stream whose next byte is at another position.
-    pub fn new_at(stream: R, uri: impl Into<String>, position: u64) -> Self {
+    pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
         PipeSource { stream: Mutex::new((stream, position)), uri: uri.into() }
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        // What ended the call passed through the stream's errors.
+        match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("reading", &self.uri, error),
+        }
     }
 }
 
-impl<R: Read + Send> ReadAt for PipeSource<R> {
+impl<S: Stream> ReadAt for PipeSource<S> {
     fn uri(&self) -> &str {
         &self.uri
     }
@@ -33,21 +97,33 @@ impl<R: Read + Send> ReadAt for PipeSource<R> {
         Traits { len: None, max_readers: 1, default_readers: 1, request_len: 8 << 20, merge_gap: 0 }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        /// Bytes passed over at a time.
+        const STEP: usize = 64 << 10;
         let mut guard = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, position) = &mut *guard;
-        let gap = offset.checked_sub(*position).ok_or_else(|| {
+        let mut gap = offset.checked_sub(*position).ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` can only be read front to back: byte {offset} was passed at byte {position}",
                 self.uri
             ))
         })?;
-        let fail = |e| Error::io("reading", &self.uri, e);
-        *position += std::io::copy(&mut stream.take(gap), &mut std::io::sink()).map_err(fail)?;
-        if *position < offset {
-            return Ok(0);
+        let mut unwanted = vec![0; STEP.min(usize::try_from(gap).unwrap_or(STEP))];
+        while gap > 0 {
+            let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
+            let step = unwanted.get_mut(..len).unwrap_or_default();
+            let read = stream.read_next(&mut [IoSliceMut::new(step)], cancel);
+            match read.map_err(|e| self.failed(e))? {
+                0 => return Ok(0),
+                read => (gap, *position) = (gap - read as u64, *position + read as u64),
+            }
         }
-        let read = stream.read_vectored(buffers).map_err(fail)?;
+        let read = stream.read_next(buffers, cancel).map_err(|e| self.failed(e))?;
         *position += read as u64;
         Ok(read)
     }

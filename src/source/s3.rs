@@ -8,27 +8,33 @@ use reqwest::Url;
 
 use super::ReadAt;
 use super::http;
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::net::s3::{DEFAULT_READ_ENDPOINT, Resolved, S3Options, parse, resolve};
-use crate::net::{NetOptions, new_runtime};
+use crate::net::NetOptions;
+use crate::net::s3::{DEFAULT_READ_ENDPOINT, Resolved, S3Options, parse, resolve, wait_for};
 
 /// How long a signed address is good. A load that takes longer than this fails.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address.
-pub fn open(uri: &str, s3: &S3Options, http: NetOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open(
+    uri: &str,
+    s3: &S3Options,
+    http: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let (bucket, key) = parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
-    let runtime = new_runtime().map_err(|e| Error::io("opening", uri, e))?;
-    let (address, headers) = runtime.block_on(async {
-        let resolved = resolve(s3, &http, DEFAULT_READ_ENDPOINT, uri).await?;
+    let shown = format!("s3://{bucket}/{key}");
+    let (address, headers) = wait_for(&shown, &http, cancel, async {
+        let resolved = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown).await?;
         match &resolved.credentials {
-            Some(_) => sign(&resolved, bucket, key, uri).await,
-            None => Ok((plain(&resolved, bucket, key, uri)?, Vec::new())),
+            Some(_) => sign(&resolved, bucket, key, &shown).await,
+            None => Ok((plain(&resolved, bucket, key, &shown)?, Vec::new())),
         }
     })?;
     let headers = http.headers.iter().cloned().chain(headers).collect();
-    http::open_as(&address, &format!("s3://{bucket}/{key}"), NetOptions { headers, ..http })
+    http::open_as(&address, &shown, NetOptions { headers, ..http }, cancel)
 }
 
 async fn sign(

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::time::Duration;
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
@@ -57,6 +58,29 @@ pub fn write_vectored_at(file: &File, offset: u64, buffers: &[IoSlice<'_>]) -> i
             offset,
         )
     })
+}
+
+/// Waits until a read of a pipe, a socket or a terminal would not wait: there are bytes, or it has
+/// ended. False if there are none by then. A named pipe that nobody has opened for writing since it
+/// was opened without waiting has not ended.
+pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
+    let mut wanted = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let milliseconds = c_int::try_from(at_most.as_millis()).unwrap_or(c_int::MAX);
+    // SAFETY: one structure that lives until the call returns.
+    match unsafe { libc::poll(&mut wanted, 1, milliseconds) } {
+        -1 => match io::Error::last_os_error() {
+            e if e.kind() == io::ErrorKind::Interrupted => Ok(false),
+            e => Err(e),
+        },
+        ready => Ok(ready > 0),
+    }
+}
+
+/// Opens a path for reading. A named pipe is opened at once, whether or not anybody writes to it:
+/// see [`wait_readable`].
+pub fn open_at_once(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 /// Whether the byte at a position is in memory, as far as the kernel says: true if it does not.

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::cancel::Cancel;
 use crate::crypt::{DecryptionOptions, Key, Pieces};
 use crate::error::{Error, Result};
 use crate::format::header::Header;
@@ -41,6 +42,7 @@ pub fn how(
     entry: &Entry,
     options: &DecryptionOptions,
     uri: &str,
+    cancel: &dyn Cancel,
 ) -> Result<Option<(Pieces, Key)>> {
     if entry.data_len == 0 {
         return Ok(None);
@@ -53,7 +55,7 @@ pub fn how(
     let cipher = cipher.ok_or_else(|| fail("its header does not say how".to_owned()))?;
     let pieces = Pieces::of(cipher, entry.data_len).map_err(fail)?;
     let derivation = info.and_then(|info| info.key_derivation.as_ref());
-    Ok(Some((pieces, options.key(derivation, uri)?)))
+    Ok(Some((pieces, options.key(derivation, uri, cancel)?)))
 }
 
 impl<'o, 'a> Opener<'o, 'a> {
@@ -75,8 +77,13 @@ impl<'o, 'a> Opener<'o, 'a> {
     }
 
     /// Brings a header. Gives what could be decrypted with it.
-    pub fn header(&self, tensor: usize, header: &Header) -> Result<Vec<Plain<'a>>> {
-        let Some(how) = how(header, self.entry(tensor)?, self.options, self.uri)? else {
+    pub fn header(
+        &self,
+        tensor: usize,
+        header: &Header,
+        cancel: &dyn Cancel,
+    ) -> Result<Vec<Plain<'a>>> {
+        let Some(how) = how(header, self.entry(tensor)?, self.options, self.uri, cancel)? else {
             return Ok(Vec::new());
         };
         let how = Arc::new(how);
@@ -205,6 +212,7 @@ pub fn refused(entry: &Entry, uri: &str) -> Error {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
+    use crate::cancel::Never;
     use crate::crypt::{Secret, seal};
     use crate::format::TensorKind;
     use crate::format::crypt_info;
@@ -272,7 +280,7 @@ mod tests {
             let mut outcome = Ok(());
             for (_, start, part) in numbered {
                 let plain = match part {
-                    None => opener.header(0, &header),
+                    None => opener.header(0, &header, &Never),
                     Some(part) => opener.data(0, start, part),
                 };
                 match plain {

@@ -1,6 +1,7 @@
 //! CRC-32 and SHA-256 of tensors: header and data as the format defines it.
 
 use super::sha256::Sha256;
+use crate::cancel::Cancel;
 use crate::device::Streams;
 use crate::drain::staged::each_unit;
 use crate::error::{Error, Result};
@@ -22,6 +23,9 @@ pub struct Digests {
 /// A tensor of this size or less is hashed by the thread that moves it, larger ones by whoever
 /// is free: see [`super::HashPool`].
 pub const SMALL: u64 = 1024 << 10;
+
+/// Bytes that are hashed before it is asked whether to go on: some milliseconds.
+const STEP: usize = 8 << 20;
 
 /// Hashes headers' covered bytes with their data, two at a time; without `sha`, that hash is left out.
 pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
@@ -77,6 +81,16 @@ pub fn digest(header: &[u8], data: &[u8], sha: bool) -> Digests {
     let mut hash = StreamHash::new(header, sha);
     hash.update(data);
     hash.finish()
+}
+
+/// The same for a tensor of any size, unless the call is to end before.
+pub fn digest_large(header: &[u8], data: &[u8], sha: bool, cancel: &dyn Cancel) -> Result<Digests> {
+    let mut hash = StreamHash::new(header, sha);
+    for step in data.chunks(STEP) {
+        cancel.check()?;
+        hash.update(step);
+    }
+    Ok(hash.finish())
 }
 
 /// The hashes of a tensor whose bytes come front to back.
@@ -148,25 +162,31 @@ pub fn verify(
 }
 
 /// Whether a tensor in memory has the header's hashes.
-pub fn matches(data: &Data<'_>, header: &Header, entry: &Entry, uri: &str) -> Result<bool> {
+pub fn matches(
+    data: &Data<'_>,
+    header: &Header,
+    entry: &Entry,
+    uri: &str,
+    cancel: &dyn Cancel,
+) -> Result<bool> {
     let covered = header.hashed_bytes();
     let digests = match data {
         // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
         _ if entry.is_meta() => digest(&covered, &[], true),
         Data::Meta => return Ok(false),
-        Data::Bytes(bytes) => digest(&covered, bytes, true),
+        Data::Bytes(bytes) => digest_large(&covered, bytes, true, cancel)?,
         Data::Device(bytes) => {
             let streams = Streams::open(&bytes.device, bytes.consumer)?;
             let mut hash = StreamHash::new(&covered, true);
             let counters = Counters::default();
             let range = 0..bytes.memory.size();
-            each_unit(bytes, range, streams.next(), &counters, &|| true, |_, bytes| {
+            each_unit(bytes, range, streams.next(), &counters, cancel, |_, bytes| {
                 hash.update(bytes);
                 Ok(())
             })?;
             hash.finish()
         }
-        Data::Deferred(bring) => digest(&covered, (*bring()?).as_ref(), true),
+        Data::Deferred(bring) => digest_large(&covered, (*bring()?).as_ref(), true, cancel)?,
     };
     match verify(&digests, header, entry, uri, Verify::All) {
         Ok(()) => Ok(true),

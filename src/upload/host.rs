@@ -2,10 +2,10 @@
 
 use super::Destination;
 use crate::buffer::pinned::Pool;
+use crate::cancel::Cancel;
 use crate::device::Streams;
 use crate::error::{Error, Result};
 use crate::stats::{Counters, Stage};
-use crate::workers::Interrupt;
 
 /// Copies bytes of host memory to a device, each to its target.
 pub fn copy<'b>(
@@ -13,7 +13,7 @@ pub fn copy<'b>(
     to: &Destination<'_>,
     pool: &Pool,
     counters: &Counters,
-    interrupt: Interrupt<'_>,
+    cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
     let streams = Streams::open(to.device, to.consumer)?;
     let stream = streams.next();
@@ -23,19 +23,13 @@ pub fn copy<'b>(
         for (offset, now) in
             (target.offset..).step_by(pool.unit_len()).zip(bytes.chunks(pool.unit_len()))
         {
-            interrupt()?;
-            let lease = counters
-                .time(Stage::Memory, || pool.enter().lease(1, to.device, &|| true))?
-                .as_mut()
-                .map(|lease| {
-                    if let Some(unit) =
-                        lease.units().first_mut().and_then(|u| u.get_mut(..now.len()))
-                    {
-                        unit.copy_from_slice(now);
-                    }
-                    lease.upload(stream, (0, 0, now.len()), block, offset)
-                });
-            lease.unwrap_or(Err(Error::Cancelled))?;
+            cancel.check()?;
+            let mut lease =
+                counters.time(Stage::Memory, || pool.enter().lease(1, to.device, cancel))?;
+            let mut units = lease.units();
+            let unit = units.first_mut().and_then(|unit| unit.get_mut(..now.len()));
+            unit.ok_or_else(|| Error::Bug("a short unit".to_owned()))?.copy_from_slice(now);
+            lease.upload(stream, (0, 0, now.len()), block, offset)?;
             counters.bytes(now.len() as u64);
         }
     }

@@ -9,7 +9,7 @@ use super::{Crc, Pass, Run};
 use crate::buffer::pinned::{Lease, Ticket};
 use crate::device::{DeviceFile, Stream};
 use crate::error::{Error, Result};
-use crate::fill::{Stoppable, parse_header};
+use crate::fill::parse_header;
 use crate::load::Verify;
 use crate::plan::{Grain, Part, PieceKind, Staging, stage};
 use crate::source::{ReadAt, read_exact_at};
@@ -23,7 +23,7 @@ pub struct Reader<'r, 'p> {
     pub(super) pass: &'r Pass<'p>,
     pub(super) source: &'r dyn ReadAt,
     stream: &'r Arc<dyn Stream>,
-    control: &'r Control,
+    pub(super) control: &'r Control<'r>,
     gap: Vec<u8>,
 }
 
@@ -39,7 +39,7 @@ impl<'r, 'p> Reader<'r, 'p> {
         pass: &'r Pass<'p>,
         source: &'r dyn ReadAt,
         stream: &'r Arc<dyn Stream>,
-        control: &'r Control,
+        control: &'r Control<'r>,
     ) -> Self {
         Reader { pass, source, stream, control, gap: Vec::new() }
     }
@@ -62,11 +62,9 @@ impl<'r, 'p> Reader<'r, 'p> {
             let staging =
                 stage(&part, pass.pool.unit_len(), pass.grain()?, |place| pass.target(place))?;
             let ticket = ticket.take().unwrap_or_else(|| pass.pool.enter());
-            let go_on = || !self.control.stopped();
-            let lease = pass
-                .counters
-                .time(Stage::Memory, || ticket.lease(staging.units, pass.to.device, &go_on))?;
-            let Some(lease) = lease else { return Ok(()) };
+            let lease = pass.counters.time(Stage::Memory, || {
+                ticket.lease(staging.units, pass.to.device, self.control)
+            })?;
             self.part(part, &staging, lease, &mut watched)?;
         }
         Ok(())
@@ -176,9 +174,9 @@ impl<'r, 'p> Reader<'r, 'p> {
                 }
             }
         }
-        let source = Stoppable { source: self.source, control: self.control };
+        let what = || "tensors".to_owned();
         pass.counters.time(Stage::Read, || {
-            read_exact_at(&source, part.offset, &mut buffers, &|| "tensors".to_owned())
+            read_exact_at(self.source, part.offset, &mut buffers, &what, self.control)
         })?;
         drop(buffers);
         Ok(headers)
@@ -191,7 +189,7 @@ impl<'r, 'p> Reader<'r, 'p> {
         let parsed = parse_header(pass.file, entry, raw)?;
         let lane = pass.lane(tensor)?;
         if let Some(options) = pass.file.decryption() {
-            let how = how(&parsed, entry, options, pass.file.uri())?;
+            let how = how(&parsed, entry, options, pass.file.uri(), self.control)?;
             let _ = lane.how.set(how);
             let _came = pass.header_came.0.lock().unwrap_or_else(PoisonError::into_inner);
             pass.header_came.1.notify_all();

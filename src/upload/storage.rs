@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::Pass;
 use super::reader::Reader;
+use crate::cancel::Cancel;
 use crate::device::{DeviceFile, Streams};
 use crate::error::{Error, Result};
 use crate::load::Verify;
@@ -20,6 +21,7 @@ pub fn open(
     pass: &Pass<'_>,
     source: &dyn ReadAt,
     streams: &Streams,
+    cancel: &dyn Cancel,
 ) -> Result<Option<Box<dyn DeviceFile>>> {
     let plain = pass.verify == Verify::Nothing && pass.file.decryption().is_none();
     let Some(file) = source.file().filter(|_| pass.to.direct_storage) else { return Ok(None) };
@@ -33,7 +35,7 @@ pub fn open(
     };
     // It knows no streams: whatever the memory was used for before must have ended.
     streams.finish()?;
-    if !gives_the_same(pass, source, streams, &*found)? {
+    if !gives_the_same(pass, source, streams, &*found, cancel)? {
         pass.counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
         return Ok(None);
     }
@@ -46,6 +48,7 @@ fn gives_the_same(
     source: &dyn ReadAt,
     streams: &Streams,
     file: &dyn DeviceFile,
+    cancel: &dyn Cancel,
 ) -> Result<bool> {
     let largest = pass.entries.iter().enumerate().max_by_key(|(_, entry)| entry.data_len);
     let Some((tensor, entry)) = largest.filter(|(_, entry)| entry.data_len > 0) else {
@@ -58,13 +61,12 @@ fn gives_the_same(
     if read_to(pass, file, target, len, entry.data_offset).is_err() {
         return Ok(false);
     }
-    let lease = pass.pool.enter().lease(1, pass.to.device, &|| true)?;
-    let mut lease = lease.ok_or(Error::Cancelled)?;
+    let mut lease = pass.pool.enter().lease(1, pass.to.device, cancel)?;
     lease.download(streams.next(), (0, 0, len), block, target.offset)?;
-    lease.wait(&|| true)?;
+    lease.wait(cancel)?;
     let mut plain = vec![0; len];
     let what = || "tensors".to_owned();
-    read_exact_at(source, entry.data_offset, &mut [IoSliceMut::new(&mut plain)], &what)?;
+    read_exact_at(source, entry.data_offset, &mut [IoSliceMut::new(&mut plain)], &what, cancel)?;
     Ok(lease.units().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
 }
 
@@ -111,7 +113,7 @@ impl Reader<'_, '_> {
                     let mut raw = vec![0; len].into_boxed_slice();
                     let mut buffers = [IoSliceMut::new(&mut raw)];
                     let what = || "tensors".to_owned();
-                    read_exact_at(self.source, position, &mut buffers, &what)?;
+                    read_exact_at(self.source, position, &mut buffers, &what, self.control)?;
                     self.header(pass.tensor(tensor)?, raw)?;
                 }
                 PieceKind::Data { tensor, start } => {

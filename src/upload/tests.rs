@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use super::*;
+use crate::cancel::Never;
 use crate::crypt::{DecryptionOptions, EncryptionOptions, Secret};
 use crate::device::fake::{FakeDevice, Faults};
 use crate::plan::blocks;
@@ -111,10 +112,11 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         TensorFile::from_source(
             Arc::new(PipeSource::new(Cursor::new(bytes), "pipe".to_owned())),
             0,
+            &Never,
         )?
     } else {
         std::fs::write(&files.path, bytes).unwrap();
-        TensorFile::from_source(Arc::new(FileSource::open(&files.path)?), 0)?
+        TensorFile::from_source(Arc::new(FileSource::open(&files.path)?), 0, &Never)?
     };
     let file = match key {
         None => file,
@@ -237,9 +239,14 @@ impl ReadAt for Noting {
         self.file.traits()
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [std::io::IoSliceMut<'_>]) -> Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [std::io::IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
         self.most.fetch_max(self.fake.under_way(), Ordering::Relaxed);
-        self.file.read_at(offset, buffers)
+        self.file.read_at(offset, buffers, cancel)
     }
 }
 
@@ -252,7 +259,8 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     let source = FileSource::open(&files.path).unwrap();
     let noting =
         Arc::new(Noting { file: source, fake: Arc::clone(&fake), most: AtomicUsize::new(0) });
-    let opened = TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0).unwrap();
+    let opened =
+        TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let (block_lens, places) = blocks(&vec![500; 2000], false);
     let memory = Memory::new(&block_lens);
     let targets: Vec<Target> =

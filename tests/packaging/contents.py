@@ -17,6 +17,11 @@ names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith
 found = {name for name in names if name.startswith("tensorizer/")}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
 
+for library in ("tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"):
+    assert b"TENSORIZER_FAKE_DEVICE" not in zipfile.ZipFile(wheel).read(library), (
+        f"{library} has the device of the tests"
+    )
+
 # Every file that Cargo reads. The archive's own folder is taken off.
 with tarfile.open(sdist) as archive:
     found = {name.split("/", 1)[-1] for name in archive.getnames()}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from servers import Moto
+from tensorizer import _C
 
 # torch keeps compiled graphs on the disk: start without those of earlier runs.
 _compiled = tempfile.TemporaryDirectory()
@@ -96,6 +97,24 @@ def old():
         return pickle.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch):
+    """Have variables that are read once read again where a test changes them."""
+
+    def again(change):
+        def changed(*args, **kwargs):
+            change(*args, **kwargs)
+            _C.forget_environment()
+
+        return changed
+
+    monkeypatch.setenv = again(monkeypatch.setenv)
+    monkeypatch.delenv = again(monkeypatch.delenv)
+    yield monkeypatch
+    monkeypatch.undo()
+    _C.forget_environment()
 
 
 def run_python(code, *args, timeout=120, **kwargs):

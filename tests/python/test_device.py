@@ -10,7 +10,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import golden_bytes, golden_files, run_python
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
 KEY = bytes(range(32))
 
@@ -57,10 +57,12 @@ def same(loaded, expected):
 def on_cpu(function, *args, **kwargs):
     """Call without the stand-in."""
     seed = os.environ.pop("TENSORIZER_FAKE_DEVICE")
+    _C.forget_environment()
     try:
         return function(*args, **kwargs)
     finally:
         os.environ["TENSORIZER_FAKE_DEVICE"] = seed
+        _C.forget_environment()
 
 
 @pytest.mark.parametrize("verify", [False, "crc32", True])
@@ -247,11 +249,10 @@ def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors):
         same(tensorizer.load(path, verify_hash=True), tensors)
         same(tensorizer.load(path), tensors)
         assert tensorizer.stats()["reading"] == reading, "it did not come into the page cache"
-        os.environ["TENSORIZER_DIRECT_IO"] = "0"
+        monkeypatch.setenv("TENSORIZER_DIRECT_IO", "0")
         same(tensorizer.load(path), tensors)
         assert tensorizer.stats()["reading"] == "page cache"
     finally:
-        os.environ.pop("TENSORIZER_DIRECT_IO", None)
         os.remove(path)
 
 

@@ -11,10 +11,9 @@ use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Se
 use tensorizer::format::crypt_info::KeyDerivation;
 use tensorizer::source::{MemorySource, ReadAt, Traits};
 use tensorizer::{
-    Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Verify, load, load_into, save,
+    Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, load,
+    load_into, save,
 };
-
-const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
 
 fn key(byte: u8) -> Key {
     Key::new(&[byte; 32]).unwrap()
@@ -43,13 +42,13 @@ fn write(path: &Path, encryption: EncryptionOptions, deferred: bool) {
         })
         .collect();
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
-    save(path, list, options, NEVER).unwrap();
+    save(path, list, options, &Never).unwrap();
 }
 
 fn open(path: &Path, secret: Secret, manifest: bool) -> Result<TensorFile, Error> {
     let mut options = DecryptionOptions::new(secret);
     options.require_manifest = manifest;
-    TensorFile::open(path)?.decrypt(Arc::new(options), NEVER)
+    TensorFile::open(path)?.decrypt(Arc::new(options), &Never)
 }
 
 fn plain(manifest: bool) -> EncryptionOptions {
@@ -61,7 +60,7 @@ fn written_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let derivation = KeyDerivation { opslimit: 1, memlimit: 8192, salt: [3; 16] };
-    let derived = EncryptionOptions::from_passphrase(b"words", derivation).unwrap();
+    let derived = EncryptionOptions::from_passphrase(b"words", derivation, &Never).unwrap();
     for (encryption, manifest) in [(plain(false), false), (plain(true), true), (derived, false)] {
         for deferred in [false, true] {
             let passphrase = encryption.derivation.is_some();
@@ -75,7 +74,7 @@ fn written_is_read() {
             for verify in [Verify::Nothing, Verify::Crc32, Verify::All] {
                 for readers in [None, Some(1), Some(3)] {
                     let options = LoadOptions { verify, readers, ..LoadOptions::default() };
-                    let loaded = load(&file, &all, &options, NEVER).unwrap();
+                    let loaded = load(&file, &all, &options, &Never).unwrap();
                     for (tensor, (_, data)) in loaded.iter().zip(tensors()) {
                         assert_eq!(tensor.memory.bytes(), data);
                     }
@@ -85,7 +84,7 @@ fn written_is_read() {
             let needle = &tensors()[6].1[..64];
             assert!(!raw.windows(64).any(|window| window == needle), "plain bytes in the file");
             let refused =
-                load(&TensorFile::open(&path).unwrap(), &[1], &LoadOptions::default(), NEVER);
+                load(&TensorFile::open(&path).unwrap(), &[1], &LoadOptions::default(), &Never);
             assert!(matches!(refused, Err(Error::Crypt(_))));
         }
     }
@@ -98,7 +97,7 @@ fn a_wrong_key_leaves_nothing_in_the_destination() {
     write(&path, plain(false), false);
     let mut out = vec![7u8; 3 * PIECE_LEN as usize + 77];
     let file = open(&path, Secret::Key(key(2)), false).unwrap();
-    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), NEVER);
+    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), &Never);
     assert!(matches!(failed, Err(Error::Crypt(_))));
     assert!(out.iter().all(|&byte| byte == 0));
 
@@ -110,7 +109,7 @@ fn a_wrong_key_leaves_nothing_in_the_destination() {
     std::fs::write(&path, raw).unwrap();
     out.fill(7);
     let file = open(&path, Secret::Key(key(1)), false).unwrap();
-    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), NEVER);
+    let failed = load_into(&file, &[6], vec![&mut out], &LoadOptions::default(), &Never);
     assert!(matches!(failed, Err(Error::Crypt(_))));
     assert!(out.iter().all(|&byte| byte == 0));
 }
@@ -182,9 +181,14 @@ impl ReadAt for TwoFaced {
         MemorySource::new(&self.faces[0][..], "").traits()
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> tensorizer::Result<usize> {
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> tensorizer::Result<usize> {
         let face = &self.faces[usize::from(self.turned.load(Ordering::Relaxed))];
-        MemorySource::new(&face[..], "two-faced").read_at(offset, buffers)
+        MemorySource::new(&face[..], "two-faced").read_at(offset, buffers, cancel)
     }
 }
 
@@ -202,11 +206,12 @@ fn sealed_headers_cannot_change_after_the_file_was_opened() {
     let shared: Arc<dyn ReadAt> = Arc::clone(&source) as _;
     let mut options = DecryptionOptions::new(Secret::Key(key(1)));
     options.require_manifest = true;
-    let file = TensorFile::from_source(shared, 0).unwrap().decrypt(Arc::new(options), NEVER);
+    let file =
+        TensorFile::from_source(shared, 0, &Never).unwrap().decrypt(Arc::new(options), &Never);
     let file = file.unwrap();
-    assert!(load(&file, &[1, 6], &LoadOptions::default(), NEVER).is_ok());
+    assert!(load(&file, &[1, 6], &LoadOptions::default(), &Never).is_ok());
     source.turned.store(true, Ordering::Relaxed);
-    let failed = load(&file, &[1, 6], &LoadOptions::default(), NEVER);
+    let failed = load(&file, &[1, 6], &LoadOptions::default(), &Never);
     assert!(matches!(failed, Err(Error::Crypt(_))));
 }
 
@@ -215,13 +220,13 @@ fn limits_of_derivations_are_heeded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let derivation = KeyDerivation { opslimit: 3, memlimit: 1 << 20, salt: [3; 16] };
-    write(&path, EncryptionOptions::from_passphrase(b"words", derivation).unwrap(), false);
+    write(&path, EncryptionOptions::from_passphrase(b"words", derivation, &Never).unwrap(), false);
     for (opslimit, memlimit, fits) in [(3, 1 << 20, true), (2, 1 << 20, false), (3, 1 << 19, false)]
     {
         let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
-        (options.max_opslimit, options.max_memlimit) = (opslimit, memlimit);
-        let file = TensorFile::open(&path).unwrap().decrypt(Arc::new(options), NEVER).unwrap();
-        let loaded = load(&file, &[1], &LoadOptions::default(), NEVER);
+        options.allow(Some(opslimit), Some(memlimit));
+        let file = TensorFile::open(&path).unwrap().decrypt(Arc::new(options), &Never).unwrap();
+        let loaded = load(&file, &[1], &LoadOptions::default(), &Never);
         match loaded {
             Ok(_) => assert!(fits),
             Err(error) => {

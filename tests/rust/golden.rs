@@ -15,7 +15,7 @@ use tensorizer::format::header::Header;
 use tensorizer::format::index::Entry;
 use tensorizer::format::name::Component;
 use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
-use tensorizer::{Error, LoadOptions, TensorFile, Verify, load};
+use tensorizer::{Error, LoadOptions, Never, TensorFile, Verify, load};
 
 fn manifest() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json");
@@ -50,7 +50,7 @@ fn contents(file: &Value) -> (Vec<u8>, u64) {
 
 fn open(bytes: Vec<u8>, base: u64, name: &str) -> Result<TensorFile, Error> {
     let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes, name));
-    TensorFile::from_source(source, base)
+    TensorFile::from_source(source, base, &Never)
 }
 
 fn name_json(name: &tensorizer::format::name::Name) -> Value {
@@ -177,7 +177,7 @@ fn secrets(file: &Value, prefix: &str) -> Vec<Secret> {
 
 fn decrypting(file: TensorFile, secret: Secret) -> Result<TensorFile, Error> {
     let mut options = DecryptionOptions::new(secret);
-    options.max_memlimit = options.max_memlimit.min(300 << 20);
+    options.allow(None, Some(300 << 20));
     file.decrypt(Arc::new(options), &|| Ok(()))
 }
 
@@ -187,7 +187,8 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
         let len = (entry.data_offset - entry.header_offset) as usize;
         let mut raw = vec![0; len].into_boxed_slice();
         let mut buffers = [std::io::IoSliceMut::new(&mut raw)];
-        read_exact_at(&*file.source(), entry.header_offset, &mut buffers, &String::new).unwrap();
+        read_exact_at(&*file.source(), entry.header_offset, &mut buffers, &String::new, &Never)
+            .unwrap();
         let header = Header::parse(raw, entry, true).unwrap();
         let info = header.crypt_info.as_ref().unwrap();
         assert_eq!(info.cipher.is_some(), entry.data_len > 0, "{name}: {info}");
@@ -377,7 +378,7 @@ fn every_bit_of_encryption_counts() {
                 bytes[at] ^= 1 << bit;
                 let secret = secrets(meta, "").pop().unwrap();
                 let mut options = DecryptionOptions::new(secret);
-                options.max_memlimit = 1 << 20;
+                options.allow(None, Some(1 << 20));
                 let loaded = open(bytes, 0, name)
                     .and_then(|file| file.decrypt(Arc::new(options), &|| Ok(())))
                     .and_then(|file| load(&file, &[0], &LoadOptions::default(), &|| Ok(())));

@@ -16,10 +16,9 @@ use tensorizer::format::name::Name;
 use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::source::{FileSource, MemorySource, PipeSource, ReadAt};
 use tensorizer::{
-    Data, Error, LoadOptions, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load, load_into,
+    Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer,
+    load, load_into,
 };
-
-const NEVER: tensorizer::Interrupt<'static> = &|| Ok(());
 
 fn all(file: &TensorFile) -> Vec<usize> {
     (0..file.entries().len()).collect()
@@ -28,8 +27,8 @@ fn all(file: &TensorFile) -> Vec<usize> {
 /// Reads every tensor of a file and writes the same again in the given number of calls.
 fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
     let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes.to_vec(), "golden"));
-    let file = TensorFile::from_source(source, 0).unwrap();
-    let loaded = load(&file, &all(&file), &LoadOptions::default(), NEVER).unwrap();
+    let file = TensorFile::from_source(source, 0, &Never).unwrap();
+    let loaded = load(&file, &all(&file), &LoadOptions::default(), &Never).unwrap();
     let tensors: Vec<SaveTensor<'_>> = file
         .entries()
         .iter()
@@ -51,10 +50,10 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
     let step = rest.len().div_ceil(calls).max(1);
     while !rest.is_empty() {
         let later = rest.split_off(step.min(rest.len()));
-        writer.write(rest, NEVER).unwrap();
+        writer.write(rest, &Never).unwrap();
         rest = later;
     }
-    writer.finish().unwrap();
+    writer.finish(&Never).unwrap();
     std::fs::read(&path).unwrap()
 }
 
@@ -109,7 +108,7 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
             let mut order = names.to_vec();
             order.reverse();
             let selection = file.select(&order).unwrap();
-            let loaded = load(&file, &selection, &options, NEVER).unwrap();
+            let loaded = load(&file, &selection, &options, &Never).unwrap();
             assert_eq!(loaded.len(), data.len());
             for (tensor, expected) in loaded.iter().zip(data.iter().rev()) {
                 assert!(tensor.memory.bytes() == expected, "verify {verify} map {map:?}");
@@ -117,9 +116,9 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
         }
         let pipe: Arc<dyn ReadAt> =
             Arc::new(PipeSource::new(std::fs::File::open(path).unwrap(), "pipe"));
-        let file = TensorFile::from_source(pipe, 0).unwrap();
+        let file = TensorFile::from_source(pipe, 0, &Never).unwrap();
         let options = LoadOptions { verify: Verify::all_if(verify), ..LoadOptions::default() };
-        let loaded = load(&file, &all(&file), &options, NEVER).unwrap();
+        let loaded = load(&file, &all(&file), &options, &Never).unwrap();
         assert!(
             loaded.iter().zip(data).all(|(tensor, expected)| tensor.memory.bytes() == expected)
         );
@@ -146,9 +145,9 @@ proptest! {
         let pairs: Vec<(&String, &Vec<u8>)> = names.iter().zip(&data).collect();
         for chunk in pairs.chunks(data.len().div_ceil(calls)) {
             let tensors = chunk.iter().map(|(name, data)| tensor(name, data)).collect();
-            writer.write(tensors, NEVER).unwrap();
+            writer.write(tensors, &Never).unwrap();
         }
-        writer.finish().unwrap();
+        writer.finish(&Never).unwrap();
         let file = TensorFile::open(&path).unwrap();
         prop_assert!(file.entries().iter().all(|entry| entry.data_offset % alignment == 0));
         expect(&path, &names, &data);
@@ -162,19 +161,19 @@ fn the_index_grows_without_a_ceiling() {
     let mut writer =
         Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
     let big = pattern(3_000_000, 1);
-    writer.write(vec![tensor("big", &big)], NEVER).unwrap();
+    writer.write(vec![tensor("big", &big)], &Never).unwrap();
     let values: Vec<[u8; 4]> = (0..20_000u32).map(u32::to_le_bytes).collect();
     for (call, chunk) in values.chunks(2_000).enumerate() {
         let tensors =
             chunk.iter().enumerate().map(|(i, v)| tensor(&format!("{call}.{i}"), v)).collect();
-        writer.write(tensors, NEVER).unwrap();
+        writer.write(tensors, &Never).unwrap();
     }
-    writer.finish().unwrap();
+    writer.finish(&Never).unwrap();
     let file = TensorFile::open(&path).unwrap();
     assert!(file.prologue().index_len > 1 << 20);
     assert!(file.entries().iter().all(|entry| entry.data_offset % 64 == 0));
     let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
-    let loaded = load(&file, &all(&file), &options, NEVER).unwrap();
+    let loaded = load(&file, &all(&file), &options, &Never).unwrap();
     assert!(loaded[0].memory.bytes() == big);
     for (tensor, value) in loaded[1..].iter().zip(&values) {
         assert_eq!(tensor.memory.bytes(), value);
@@ -188,13 +187,13 @@ fn nothing_appears_until_the_file_is_finished() {
     let count = |folder: &Path| std::fs::read_dir(folder).unwrap().count();
     let mut sink: Box<dyn WriteAt> = Box::new(FileSink::create(&path).unwrap());
     assert!(!path.exists());
-    sink.publish(0).unwrap();
+    sink.publish(0, &Never).unwrap();
     assert!(path.exists());
 
     std::fs::write(&path, b"old").unwrap();
     let mut writer =
         Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
-    writer.write(vec![tensor("a", b"1")], NEVER).unwrap();
+    writer.write(vec![tensor("a", b"1")], &Never).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
     drop(writer);
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
@@ -212,35 +211,35 @@ fn bad_calls_are_refused_and_can_be_corrected() {
     }
     let mut writer =
         Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, SaveOptions::default()).unwrap();
-    writer.write(vec![tensor("a", b"1")], NEVER).unwrap();
-    let conflict = writer.write(vec![tensor("b", b"2"), tensor("a", b"3")], NEVER);
+    writer.write(vec![tensor("a", b"1")], &Never).unwrap();
+    let conflict = writer.write(vec![tensor("b", b"2"), tensor("a", b"3")], &Never);
     assert!(
         matches!(conflict, Err(Error::InvalidArgument(text)) if text.contains("Conflicting tensor paths"))
     );
-    writer.write(vec![tensor("b", b"2")], NEVER).unwrap();
-    writer.finish().unwrap();
-    writer.finish().unwrap();
-    assert!(matches!(writer.write(vec![tensor("c", b"")], NEVER), Err(Error::Closed(_))));
+    writer.write(vec![tensor("b", b"2")], &Never).unwrap();
+    writer.finish(&Never).unwrap();
+    writer.finish(&Never).unwrap();
+    assert!(matches!(writer.write(vec![tensor("c", b"")], &Never), Err(Error::Closed(_))));
 
     let file = TensorFile::open(&path).unwrap();
     assert!(matches!(file.select(&["a", "a"]), Err(Error::InvalidArgument(_))));
     assert!(matches!(file.select(&["x"]), Err(Error::TensorNotFound { .. })));
     assert!(matches!(
-        load(&file, &[0, 0], &LoadOptions::default(), NEVER),
+        load(&file, &[0, 0], &LoadOptions::default(), &Never),
         Err(Error::InvalidArgument(_))
     ));
     assert!(matches!(
-        load(&file, &[7], &LoadOptions::default(), NEVER),
+        load(&file, &[7], &LoadOptions::default(), &Never),
         Err(Error::InvalidArgument(_))
     ));
     let mut memory = [9u8; 2];
-    let short = load_into(&file, &[0], vec![&mut memory], &LoadOptions::default(), NEVER);
+    let short = load_into(&file, &[0], vec![&mut memory], &LoadOptions::default(), &Never);
     assert!(matches!(short, Err(Error::InvalidArgument(text)) if text.contains("needs 1 bytes")));
     assert_eq!(memory, [9, 9], "nothing is written to a destination that does not fit");
-    load_into(&file, &[1], vec![&mut memory[..1]], &LoadOptions::default(), NEVER).unwrap();
+    load_into(&file, &[1], vec![&mut memory[..1]], &LoadOptions::default(), &Never).unwrap();
     assert_eq!(memory, *b"2\x09");
     file.close();
-    assert!(matches!(load(&file, &[0], &LoadOptions::default(), NEVER), Err(Error::Closed(_))));
+    assert!(matches!(load(&file, &[0], &LoadOptions::default(), &Never), Err(Error::Closed(_))));
 }
 
 /// Reads as told: for sources that lie.
@@ -264,6 +263,7 @@ impl ReadAt for Scripted {
         &self,
         offset: u64,
         buffers: &mut [std::io::IoSliceMut<'_>],
+        _cancel: &dyn Cancel,
     ) -> tensorizer::Result<usize> {
         let end = self.bytes.len().min(self.shrink_to as usize);
         let first = buffers.iter_mut().find(|buffer| !buffer.is_empty()).unwrap();
@@ -280,15 +280,15 @@ fn short_reads_are_continued_and_a_shrunken_source_is_an_error() {
     let size = bytes.len() as u64;
     for step in [1, 3, 1000] {
         let source = Arc::new(Scripted { bytes: bytes.clone(), shrink_to: u64::MAX, step });
-        let file = TensorFile::from_source(source, 0).unwrap();
+        let file = TensorFile::from_source(source, 0, &Never).unwrap();
         let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
-        load(&file, &all(&file), &options, NEVER).unwrap();
+        load(&file, &all(&file), &options, &Never).unwrap();
     }
     for missing in [9, 30, 100] {
         let source =
             Arc::new(Scripted { bytes: bytes.clone(), shrink_to: size - missing, step: 1000 });
-        let file = TensorFile::from_source(source, 0).unwrap();
-        let result = load(&file, &all(&file), &LoadOptions::default(), NEVER);
+        let file = TensorFile::from_source(source, 0, &Never).unwrap();
+        let result = load(&file, &all(&file), &LoadOptions::default(), &Never);
         assert!(matches!(result, Err(Error::Truncated { .. })), "{missing}");
     }
 }
@@ -299,7 +299,7 @@ fn a_pipe_that_promises_too_much_costs_nothing() {
     let mut bytes = golden("v1_linear.tensors.gz")[..300].to_vec();
     bytes[65..73].copy_from_slice(&(1u64 << 62).to_le_bytes());
     let source = Arc::new(PipeSource::new(std::io::Cursor::new(bytes), "pipe"));
-    assert!(matches!(TensorFile::from_source(source, 0), Err(Error::Format { .. })));
+    assert!(matches!(TensorFile::from_source(source, 0, &Never), Err(Error::Format { .. })));
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn an_interrupt_ends_a_load_and_a_save() {
     let stopped = tensorizer::save(&path, one(), options, &interrupt);
     assert!(matches!(stopped, Err(Error::Cancelled)));
     assert!(!path.exists());
-    tensorizer::save(&path, one(), SaveOptions::default(), NEVER).unwrap();
+    tensorizer::save(&path, one(), SaveOptions::default(), &Never).unwrap();
     let file = TensorFile::open(&path).unwrap();
     let options = LoadOptions { verify: Verify::All, readers: Some(1), map: false };
     assert!(matches!(load(&file, &[0], &options, &interrupt), Err(Error::Cancelled)));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::{Flight, POLL, Pool, Unit};
+use crate::cancel::Cancel;
 use crate::device::{DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
 
@@ -95,21 +96,19 @@ impl<'p> Lease<'p> {
         Ok(())
     }
 
-    /// Waits for the copies that were begun. False if `go_on` said no before they had ended.
-    pub fn wait(&mut self, go_on: &dyn Fn() -> bool) -> Result<bool> {
-        let Some(stream) = &self.stream else { return Ok(true) };
+    /// Waits for the copies that were begun.
+    pub fn wait(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        let Some(stream) = &self.stream else { return Ok(()) };
         let event = match self.event.take() {
             Some(event) => event,
             None => stream.record()?,
         };
         while !event.passed()? {
-            if !go_on() {
-                return Ok(false);
-            }
+            cancel.check()?;
             thread::park_timeout(POLL);
         }
         self.stream = None;
-        Ok(true)
+        Ok(())
     }
 }
 

@@ -11,6 +11,7 @@ use aws_sdk_s3::config::{
 use reqwest::Url;
 
 use super::OnDemand;
+use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::net::NetOptions;
 
@@ -101,7 +102,7 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
         let shown = path.display().to_string();
         return read_s3cfg(path).map_err(|e| Error::io("reading", &shown, e));
     }
-    let home = std::env::var_os("HOME").map(|home| Path::new(&home).join(".s3cfg"));
+    let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
     Ok(home.and_then(|path| read_s3cfg(&path).ok()).unwrap_or_default())
 }
 
@@ -134,7 +135,8 @@ pub async fn resolve(
         }
     };
 
-    let of_aws = std::env::var("AWS_ENDPOINT_URL_S3").ok().filter(|text| !text.is_empty());
+    let of_aws =
+        reading(|| std::env::var("AWS_ENDPOINT_URL_S3").ok()).filter(|text| !text.is_empty());
     let of_aws = of_aws.or_else(|| aws.endpoint_url().map(str::to_owned));
     let force_http = options.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let named = options.endpoint.clone().or(file.host);

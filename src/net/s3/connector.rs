@@ -3,6 +3,10 @@
 
 use std::error::Error as _;
 use std::io::{self, ErrorKind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
@@ -12,6 +16,8 @@ use aws_smithy_runtime_api::client::http::{
     HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
 use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{Body, Client, Request, StatusCode};
 
@@ -19,8 +25,8 @@ use crate::net::{Failure, NetOptions, Trust};
 use crate::source::http::client;
 use crate::source::http::reply::refusal;
 
-/// The slowest upload, in bytes a second, that is not given up and tried again.
-const SLOWEST: u64 = 64 << 10;
+/// Bytes that are handed to a connection at a time, so that it shows how far it has come.
+const STEP: usize = 256 << 10;
 
 /// Bytes of the longest answer that is read.
 const LONGEST_ANSWER: usize = 4 << 20;
@@ -28,8 +34,17 @@ const LONGEST_ANSWER: usize = 4 << 20;
 /// A client, and how long a server may say nothing.
 #[derive(Debug, Clone)]
 pub struct Connector {
-    pub client: Client,
-    pub stall: Duration,
+    client: Client,
+    stall: Duration,
+    /// Bytes of bodies that were sent.
+    pub sent: Arc<AtomicU64>,
+}
+
+impl Connector {
+    /// A client that waits so long for a server that neither takes bytes nor sends any.
+    pub fn new(client: Client, stall: Duration) -> Self {
+        Connector { client, stall, sent: Arc::default() }
+    }
 }
 
 impl HttpClient for Connector {
@@ -67,8 +82,8 @@ impl HttpClient for OnDemand {
         let connect = settings.connect_timeout().unwrap_or(self.options.connect);
         let stall = settings.read_timeout().map_or(self.options.stall, |read| connect + read);
         let options = NetOptions { connect, ..self.options.clone() };
-        match client::connect(&options, &[]) {
-            Ok(client) => SharedHttpConnector::new(Connector { client, stall }),
+        match client::connect(&options, &client::Certificates::default()) {
+            Ok(client) => SharedHttpConnector::new(Connector::new(client, stall)),
             Err(error) => SharedHttpConnector::new(NoClient(error.to_string())),
         }
     }
@@ -86,14 +101,19 @@ impl HttpConnector for NoClient {
 
 impl HttpConnector for Connector {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let Connector { client, stall } = self.clone();
+        let Connector { client, stall, sent } = self.clone();
         HttpConnectorFuture::new(async move {
-            let len = request.body().content_length().unwrap_or(0);
-            let limit = stall + Duration::from_secs(len / SLOWEST);
-            tokio::time::timeout(limit, send(&client, request)).await.unwrap_or_else(|_| {
-                let what = format!("the server said nothing for {} s", limit.as_secs());
-                Err(failed(io::Error::new(ErrorKind::TimedOut, what)))
-            })
+            let mut answer = std::pin::pin!(send(&client, request, Arc::clone(&sent)));
+            loop {
+                let before = sent.load(Ordering::Relaxed);
+                if let Ok(answer) = tokio::time::timeout(stall, &mut answer).await {
+                    return answer;
+                }
+                if sent.load(Ordering::Relaxed) == before {
+                    let what = format!("the server said nothing for {} s", stall.as_secs());
+                    return Err(failed(io::Error::new(ErrorKind::TimedOut, what)));
+                }
+            }
         })
     }
 }
@@ -103,12 +123,63 @@ fn failed(error: io::Error) -> ConnectorError {
     ConnectorError::other(error.into(), None)
 }
 
-async fn send(client: &Client, request: HttpRequest) -> Result<HttpResponse, ConnectorError> {
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A body that counts what was taken from it.
+struct Counted {
+    body: SdkBody,
+    next: Bytes,
+    sent: Arc<AtomicU64>,
+}
+
+impl http_body::Body for Counted {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if self.next.is_empty() {
+            match Pin::new(&mut self.body).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(bytes) => self.next = bytes,
+                    Err(other) => return Poll::Ready(Some(Ok(other))),
+                },
+                other => return other,
+            }
+        }
+        let len = self.next.len().min(STEP);
+        let now = self.next.split_to(len);
+        self.sent.fetch_add(len as u64, Ordering::Relaxed);
+        Poll::Ready(Some(Ok(Frame::data(now))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.next.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match (self.body.content_length(), self.next.len() as u64) {
+            (Some(len), next) => SizeHint::with_exact(len + next),
+            (None, _) => SizeHint::new(),
+        }
+    }
+}
+
+async fn send(
+    client: &Client,
+    request: HttpRequest,
+    sent: Arc<AtomicU64>,
+) -> Result<HttpResponse, ConnectorError> {
     let of_reqwest = |e: reqwest::Error| failed(Failure::from(e).error);
     let odd =
         |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
     let request = request.try_into_http1x().map_err(|e| odd(&e))?;
-    let request = Request::try_from(request.map(Body::wrap)).map_err(of_reqwest)?;
+    let request = Request::try_from(
+        request.map(|body| Body::wrap(Counted { body, next: Bytes::new(), sent })),
+    )
+    .map_err(of_reqwest)?;
     let mut response = client.execute(request).await.map_err(of_reqwest)?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let headers = response.headers().clone();
@@ -162,8 +233,9 @@ where
                 found.kind(),
                 ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::InvalidInput
             );
-            let error = io::Error::new(found.kind(), found.to_string());
-            return Failure { error, again: !lasting, after: None };
+            let (kind, what) = (found.kind(), found.to_string());
+            let make = if lasting { Failure::lasting } else { Failure::passing };
+            return make(kind, what);
         }
         cause = found.source();
     }

@@ -8,11 +8,14 @@ mod object;
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, IoSlice};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
 use super::{Unclosed, WriteAt};
+use crate::cancel::{Cancel, Never, detached};
 use crate::error::{Error, Result};
 use crate::net::NetOptions;
 use crate::net::s3::S3Options;
@@ -29,6 +32,8 @@ const PART_UNIT: u64 = 2 << 20;
 const MAX_PARTS: u64 = 10_000;
 /// Numbers that are kept free for the head, which may grow.
 const HEAD_PARTS: u64 = 1000;
+/// How long a call that was interrupted waits for the server to take note of it.
+const SOON: Duration = Duration::from_millis(500);
 /// Bytes that may be on their way at once.
 const IN_FLIGHT: u64 = 64 << 20;
 
@@ -39,10 +44,12 @@ pub struct S3Sink(Arc<Upload>);
 struct Upload {
     /// Who alone may send parts of it, end it, or give it up.
     maker: Maker,
-    object: Object,
+    object: Arc<Object>,
     state: Mutex<State>,
     /// The upload's number at the server, once it has begun.
     begun: Mutex<Option<String>>,
+    /// Whether a request was given up, because the call was to end: then it ends soon.
+    interrupted: AtomicBool,
 }
 
 #[derive(Default)]
@@ -85,19 +92,25 @@ impl Plan {
 
 impl S3Sink {
     /// Finds the endpoint and the credentials. Nothing is sent before a part is complete.
-    pub fn create(uri: &str, s3: &S3Options, options: NetOptions) -> Result<Self> {
-        let object = Object::new(uri, s3, options)?;
+    pub fn create(
+        uri: &str,
+        s3: &S3Options,
+        options: NetOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<Self> {
+        let object = Arc::new(Object::new(uri, s3, options, cancel)?);
         Ok(S3Sink(Arc::new(Upload {
             maker: Maker::this(),
             object,
             state: Mutex::default(),
             begun: Mutex::new(None),
+            interrupted: AtomicBool::new(false),
         })))
     }
 
     /// Gives the object up: what was there before stays.
-    pub fn abandon(&self) {
-        self.0.give_up("it was given up");
+    pub fn abandon(&self, cancel: &dyn Cancel) {
+        self.0.give_up("it was given up", cancel);
     }
 }
 
@@ -116,7 +129,7 @@ impl Upload {
         }
     }
 
-    fn give_up(&self, why: &'static str) {
+    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) {
         if !self.maker.is_here() {
             return;
         }
@@ -128,21 +141,29 @@ impl Upload {
         drop(state);
         let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(begun) = begun {
+            let object = Arc::clone(&self.object);
+            let limit =
+                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.options.stall };
+            let asked = Instant::now();
+            let waits = || match asked.elapsed() < limit {
+                true => cancel.check(),
+                false => Err(Error::Cancelled),
+            };
             // Nothing more can be done about a server that does not answer; it shows to no reader.
-            let _ = self.object.abort(&begun);
+            let _ = detached(&waits, move || object.abort(&begun, &Never));
         }
     }
 
     /// The upload's number; the first caller begins the upload.
-    fn begun(&self, go_on: &dyn Fn() -> bool) -> Result<String> {
+    fn begun(&self, cancel: &dyn Cancel) -> Result<String> {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),
-            None => Ok(begun.insert(self.object.begin(go_on)?).clone()),
+            None => Ok(begun.insert(self.object.begin(cancel)?).clone()),
         }
     }
 
-    fn send(&self, number: u64, bytes: &Bytes, go_on: &dyn Fn() -> bool) -> Result<()> {
+    fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
         let number =
             i32::try_from(number).ok().filter(|&n| u64::from(n.unsigned_abs()) <= MAX_PARTS);
         let number = number.ok_or_else(|| {
@@ -151,8 +172,12 @@ impl Upload {
                 self.object.shown
             ))
         })?;
-        let begun = self.begun(go_on)?;
-        let sent = self.object.part(&begun, number, bytes, go_on)?;
+        let begun = self.begun(cancel)?;
+        let sent = self.object.part(&begun, number, bytes, cancel);
+        if let Err(Error::Cancelled | Error::Caller(_)) = sent {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        let sent = sent?;
         self.state().sent.push(sent);
         Ok(())
     }
@@ -178,7 +203,7 @@ impl Upload {
         plan: Plan,
         offset: u64,
         bytes: &[u8],
-        go_on: &dyn Fn() -> bool,
+        cancel: &dyn Cancel,
     ) -> Result<usize> {
         let (number, start) = plan.part(offset);
         let too_large = |_| Error::Bug("a part beyond memory".to_owned());
@@ -207,7 +232,7 @@ impl Upload {
         let complete = Bytes::from(std::mem::take(&mut part.bytes));
         drop(part);
         self.state().open.remove(&number);
-        self.send(HEAD_PARTS + 1 + number, &complete, go_on)?;
+        self.send(HEAD_PARTS + 1 + number, &complete, cancel)?;
         // Nobody else has the memory any more, unless a request that was given up still does.
         if let Ok(memory) = complete.try_into_mut() {
             self.state().free.push(memory.into());
@@ -216,7 +241,7 @@ impl Upload {
     }
 
     /// Sends what is left and has the server put everything together.
-    fn publish(&self, len: u64) -> Result<()> {
+    fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         let mut state = self.usable()?;
         let plan = state.plan.unwrap_or(Plan::new(0, len));
         let head = std::mem::take(&mut state.head);
@@ -241,16 +266,15 @@ impl Upload {
         if head.len() as u64 != len.min(plan.head_len) {
             return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown)));
         }
-        let go_on = || true;
         if !sent {
             let mut all = head;
             for (_, tail) in tails {
                 all.extend_from_slice(&tail);
             }
-            return self.object.put(&Bytes::from(all), &go_on);
+            return self.object.put(&Bytes::from(all), cancel);
         }
         for (number, tail) in tails {
-            self.send(HEAD_PARTS + 1 + number, &Bytes::from(tail), &go_on)?;
+            self.send(HEAD_PARTS + 1 + number, &Bytes::from(tail), cancel)?;
         }
         let head = Bytes::from(head);
         let part_len = usize::try_from(plan.part_len).unwrap_or(usize::MAX);
@@ -263,10 +287,10 @@ impl Upload {
                     head.len()
                 )));
             }
-            self.send(number, &head.slice(start..end), &go_on)?;
+            self.send(number, &head.slice(start..end), cancel)?;
         }
         let parts = std::mem::take(&mut self.state().sent);
-        self.object.complete(&self.begun(&go_on)?, parts)
+        self.object.complete(&self.begun(cancel)?, parts, len, cancel)
     }
 }
 
@@ -288,16 +312,7 @@ impl WriteAt for S3Sink {
         false
     }
 
-    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>]) -> Result<usize> {
-        self.write_at_while(offset, buffers, &|| true)
-    }
-
-    fn write_at_while(
-        &self,
-        offset: u64,
-        buffers: &[IoSlice<'_>],
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<usize> {
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
         let mut at = offset;
         for buffer in buffers {
             let mut rest: &[u8] = buffer;
@@ -308,7 +323,7 @@ impl WriteAt for S3Sink {
                     Upload::write_head(&mut state, plan, at, rest)?
                 } else {
                     drop(state);
-                    self.0.write_part(plan, at, rest, go_on)?
+                    self.0.write_part(plan, at, rest, cancel)?
                 };
                 at += done as u64;
                 rest = rest.get(done..).unwrap_or_default();
@@ -326,7 +341,7 @@ impl WriteAt for S3Sink {
         ))
     }
 
-    fn insert(&self, at: u64, end: u64, len: u64) -> Result<u64> {
+    fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {
         let mut state = self.0.usable()?;
         let Some(plan) = &mut state.plan else { return Ok(len) };
         // Whole parts, so that all parts but the last keep the same size.
@@ -347,21 +362,21 @@ impl WriteAt for S3Sink {
         Ok(())
     }
 
-    fn publish(&mut self, len: u64) -> Result<()> {
-        self.0.publish(len)?;
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        self.0.publish(len, cancel)?;
         self.0.state().over = Some("it is complete");
         Ok(())
     }
 
-    fn publish_unclosed(&mut self, _len: u64) -> Result<Unclosed> {
-        self.abandon();
+    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        self.abandon(cancel);
         Ok(Unclosed::GivenUp)
     }
 }
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        self.give_up("it was not finished");
+        self.give_up("it was not finished", &Never);
     }
 }
 

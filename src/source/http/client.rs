@@ -6,17 +6,21 @@ use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use bytes::Bytes;
-use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, LOCATION, RANGE};
+use reqwest::header::{
+    ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, IF_MATCH, LOCATION, RANGE,
+};
 use reqwest::{Certificate, Client, Response, Url};
 
-use super::reply::Range;
-use crate::net::{Failure, Lane, Lanes, NetOptions, Trust};
+use super::reply::{Identity, Range};
+use crate::environment::reading;
+use crate::net::{Failure, Lane, Lanes, NetOptions, Tries, Trust};
 use crate::source::scatter::Scatter;
 
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
+
 /// Where a file is now, and what to send there.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
     url: Url,
     headers: Vec<(String, String)>,
@@ -27,17 +31,22 @@ impl Target {
         Target { url, headers }
     }
 
-    /// The target of a redirect. Credentials and other extra headers stay with their host.
-    fn moved(&self, to: &str) -> Option<Target> {
-        let mut url =
-            self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"))?;
+    /// The target of a redirect. Credentials and other extra headers stay with their host, and what
+    /// was asked for in secret is not asked for in the open.
+    fn moved(&self, to: &str) -> std::result::Result<Target, Failure> {
+        let refused = |what: &str| Failure::lasting(ErrorKind::InvalidData, what);
+        let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let mut url = url.ok_or_else(|| refused("the server redirects to what is no address"))?;
+        if self.url.scheme() == "https" && url.scheme() == "http" {
+            return Err(refused("the server redirects from https:// to http://, which is refused"));
+        }
         let same = url.origin() == self.url.origin();
         if same && url.username().is_empty() {
             // Neither can fail: the address has a host.
             let _ = url.set_username(self.url.username());
             let _ = url.set_password(self.url.password());
         }
-        Some(Target { url, headers: if same { self.headers.clone() } else { Vec::new() } })
+        Ok(Target { url, headers: if same { self.headers.clone() } else { Vec::new() } })
     }
 
     fn fields(&self) -> std::result::Result<HeaderMap, Failure> {
@@ -61,44 +70,48 @@ impl Target {
 pub struct Clients {
     lanes: Lanes<Client>,
     options: NetOptions,
-    certificates: Vec<Certificate>,
+    certificates: Certificates,
 }
 
 /// A client that a thread has for itself.
 pub struct OneClient {
     lane: Lane<Client>,
     stall: Duration,
+    /// Why no server can be believed.
+    missing: Option<String>,
 }
 
 impl Clients {
-    /// Reads the certificates; what is wrong with them is the error.
-    pub fn new(options: &NetOptions) -> std::result::Result<Self, String> {
-        let certificates = certificates(options)?;
+    /// Reads the certificates; what is wrong with them is the error, if `tls` needs them at once.
+    pub fn new(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
+        let certificates = Certificates::read(options, tls)?;
         Ok(Clients { lanes: Lanes::default(), options: options.clone(), certificates })
     }
 
     /// Lends a client for the length of a call.
     pub fn with<T>(
         &self,
+        tries: &Tries<'_>,
         body: impl FnOnce(&OneClient) -> std::result::Result<T, Failure>,
     ) -> std::result::Result<T, Failure> {
-        let client = self.take()?;
+        let client = self.take(tries)?;
         let result = body(&client);
         self.lanes.put(client.lane);
         result
     }
 
     /// Gives a client away.
-    pub fn take(&self) -> std::result::Result<OneClient, Failure> {
-        let lane = self.lanes.take(&|| true, || async {
+    pub fn take(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
+        let lane = self.lanes.take(tries, || async {
             connect(&self.options, &self.certificates).map_err(Failure::from)
         })?;
-        Ok(OneClient { lane, stall: self.options.stall })
+        let missing = self.certificates.missing.clone();
+        Ok(OneClient { lane, stall: self.options.stall, missing })
     }
 }
 
 /// A client with the options of a source or a sink.
-pub fn connect(options: &NetOptions, certificates: &[Certificate]) -> reqwest::Result<Client> {
+pub fn connect(options: &NetOptions, certificates: &Certificates) -> reqwest::Result<Client> {
     crate::net::choose_tls_provider();
     let builder = Client::builder()
         .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
@@ -107,41 +120,62 @@ pub fn connect(options: &NetOptions, certificates: &[Certificate]) -> reqwest::R
         .tcp_nodelay(true)
         .tcp_user_timeout(options.stall)
         .pool_max_idle_per_host(1);
-    match options.trust {
+    let mut builder = Some(match options.trust {
         Trust::System => builder,
         Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
-        Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(certificates.to_vec()),
-    }
-    .build()
+        Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(certificates.trusted.clone()),
+    });
+    // Proxies, and where the system's certificates are.
+    reading(|| builder.take().unwrap_or_default().build())
 }
 
-/// Reads the certificates; what is wrong with them is the error.
-pub fn certificates(options: &NetOptions) -> std::result::Result<Vec<Certificate>, String> {
-    let mut certificates = Vec::new();
-    for pem in options.trust.certificates()? {
-        certificates.extend(
-            Certificate::from_pem_bundle(&pem)
-                .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
-        );
+/// The certificates that a caller has named.
+#[derive(Debug, Default)]
+pub struct Certificates {
+    trusted: Vec<Certificate>,
+    /// Why there are none, where the address does not need any.
+    missing: Option<String>,
+}
+
+impl Certificates {
+    /// Reads them; what is wrong with them is the error, if `tls` needs them at once. Otherwise they
+    /// are needed only if the server redirects to an address that does.
+    pub fn read(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
+        let read = || {
+            let mut trusted = Vec::new();
+            for pem in options.trust.certificates()? {
+                trusted.extend(
+                    Certificate::from_pem_bundle(&pem)
+                        .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
+                );
+            }
+            Ok(trusted)
+        };
+        match read() {
+            Ok(trusted) => Ok(Certificates { trusted, missing: None }),
+            Err(what) if tls => Err(what),
+            Err(what) => Ok(Certificates { trusted: Vec::new(), missing: Some(what) }),
+        }
     }
-    Ok(certificates)
 }
 
 impl OneClient {
-    /// Runs a request on this thread, until it ends or `go_on` says no.
+    /// Runs a request on this thread, until it ends or may not go on.
     pub fn run<T>(
         &self,
-        go_on: &dyn Fn() -> bool,
+        tries: &Tries<'_>,
         request: impl Future<Output = std::result::Result<T, Failure>>,
     ) -> std::result::Result<T, Failure> {
-        self.lane.run(go_on, request)
+        self.lane.run(tries, request)
     }
 
-    /// Asks for a range, or for everything, and follows redirects.
+    /// Asks for a range, or for everything, and follows redirects. The file must be the one that
+    /// was opened, if that is known.
     pub async fn follow(
         &self,
         target: &Target,
         range: Option<Range>,
+        opened: Option<&Identity>,
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
@@ -150,23 +184,38 @@ impl OneClient {
             if let Some(range) = range {
                 request = request.header(RANGE, range.field());
             }
+            if let Some(tag) = opened.and_then(Identity::strong_tag) {
+                request = request.header(IF_MATCH, tag);
+            }
+            if let Some(what) = self.missing.as_ref().filter(|_| target.url.scheme() == "https") {
+                return Err(Failure::lasting(ErrorKind::InvalidInput, what));
+            }
             let response = timed(self.stall, request.send()).await??;
             if !response.status().is_redirection() {
                 return Ok((target, response));
             }
             let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
-            target = to.and_then(|to| target.moved(to)).ok_or_else(|| {
+            let to = to.ok_or_else(|| {
                 let what = format!("the server answered {} without a place", response.status());
                 Failure::lasting(ErrorKind::InvalidData, what)
             })?;
+            target = target.moved(to)?;
         }
         let what = format!("more than {MAX_REDIRECTS} redirects");
         Err(Failure::lasting(ErrorKind::InvalidData, what))
     }
 
     /// The next bytes of a body; none at its end.
-    pub async fn chunk(&self, response: &mut Response) -> std::result::Result<Bytes, Failure> {
-        Ok(timed(self.stall, response.chunk()).await??.unwrap_or_default())
+    pub async fn chunk(
+        &self,
+        response: &mut Response,
+        tries: &Tries<'_>,
+    ) -> std::result::Result<Bytes, Failure> {
+        let bytes = timed(self.stall, response.chunk()).await??.unwrap_or_default();
+        tries.moved(bytes.len() as u64);
+        // Bytes that never cease to come would not let the event loop look.
+        tries.check()?;
+        Ok(bytes)
     }
 
     /// Keeps a body, which must have `len` bytes if that is known.
@@ -175,9 +224,10 @@ impl OneClient {
         mut response: Response,
         len: Option<u64>,
         out: &mut Vec<u8>,
+        tries: &Tries<'_>,
     ) -> std::result::Result<(), Failure> {
         loop {
-            let bytes = self.chunk(&mut response).await?;
+            let bytes = self.chunk(&mut response, tries).await?;
             out.extend_from_slice(&bytes);
             let found = out.len() as u64;
             match len {
@@ -199,9 +249,10 @@ impl OneClient {
         range: Range,
         sink: &mut Scatter<'_, '_>,
         done: &mut u64,
+        tries: &Tries<'_>,
     ) -> std::result::Result<(), Failure> {
         while *done < range.end {
-            let bytes = self.chunk(&mut response).await?;
+            let bytes = self.chunk(&mut response, tries).await?;
             if bytes.is_empty() {
                 let what = format!("the body ended at byte {done} of {}", range.end);
                 return Err(Failure::passing(ErrorKind::UnexpectedEof, what));
@@ -209,7 +260,7 @@ impl OneClient {
             *done += sink.put(&bytes) as u64;
         }
         // The end of the body is read too, so that the connection can be used again.
-        if !self.chunk(&mut response).await?.is_empty() {
+        if !self.chunk(&mut response, tries).await?.is_empty() {
             let what = format!("the body goes on behind byte {}", range.end);
             return Err(Failure::lasting(ErrorKind::InvalidData, what));
         }

@@ -11,8 +11,9 @@ use reqwest::Url;
 
 use super::scatter::Scatter;
 use super::{PipeSource, ReadAt, Traits};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::net::{NetOptions, Retry, show_text};
+use crate::net::{NetOptions, Tries, show_text};
 use client::{Clients, Target};
 use reply::{Identity, Range};
 
@@ -26,6 +27,9 @@ const MERGE_GAP: u64 = 512 << 10;
 /// A server's file that can be read at positions.
 pub struct HttpSource {
     shown: String,
+    /// The address that the caller named.
+    first: Arc<Target>,
+    /// Where redirects from there have led. Such places may cease to be.
     target: Mutex<Arc<Target>>,
     clients: Clients,
     options: NetOptions,
@@ -35,31 +39,41 @@ pub struct HttpSource {
 }
 
 /// Opens an address. A server without ranges gives a source that is read front to back.
-pub fn open(address: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| {
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let shown = show(&url);
-    open_url(url, shown, options)
+    open_url(url, shown, options, cancel)
 }
 
 /// The same for an address that messages call something else.
 #[cfg(feature = "s3")]
-pub fn open_as(address: &str, shown: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open_as(
+    address: &str,
+    shown: &str,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
-    open_url(url, shown.to_owned(), options)
+    open_url(url, shown.to_owned(), options, cancel)
 }
 
-fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
-    let target = Target::new(url, options.headers.clone());
-    let clients = Clients::new(&options).map_err(Error::InvalidArgument)?;
-    let go_on = || true;
-    let mut retry = Retry::new("reading", &options, true);
+fn open_url(
+    url: Url,
+    shown: String,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let tls = url.scheme() == "https";
+    let first = Target::new(url, options.headers.clone());
+    let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
+    let mut tries = Tries::new("reading", &options, cancel).opening();
     let head = Range { start: 0, end: HEAD_LEN };
     let (target, reply, head) = loop {
-        let found = clients.with(|client| {
-            client.run(&go_on, async {
-                let (target, response) = client.follow(&target, Some(head)).await?;
+        let found = clients.with(&tries, |client| {
+            client.run(&tries, async {
+                let (target, response) = client.follow(&first, Some(head), None).await?;
                 let reply = reply::first(&response, head)?;
                 if !reply.ranges {
                     return Ok((target, reply, Vec::new()));
@@ -67,23 +81,23 @@ fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn Read
                 let mut bytes = Vec::new();
                 // The body of a refused range is a page.
                 if reply.identity.len != Some(0) {
-                    client.collect(response, reply.len, &mut bytes).await?;
+                    client.collect(response, reply.len, &mut bytes, &tries).await?;
                 }
                 Ok((target, reply, bytes))
             })
         });
         match found {
             Ok(found) => break found,
-            Err(failure) => retry.wait(failure, 0, &shown, &go_on)?,
+            Err(failure) => tries.wait(failure, 0, &shown)?,
         }
     };
     if !reply.ranges {
-        let stream =
-            sequential::Stream::new(target, clients, options, reply.identity, shown.clone());
+        let stream = sequential::Body::new(first, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
     Ok(Arc::new(HttpSource {
         shown,
+        first: Arc::new(first),
         target: Mutex::new(Arc::new(target)),
         clients,
         options,
@@ -91,6 +105,12 @@ fn open_url(url: Url, shown: String, options: NetOptions) -> Result<Arc<dyn Read
         head,
         headers: reply.headers,
     }))
+}
+
+impl HttpSource {
+    fn go_to(&self, target: Arc<Target>) {
+        *self.target.lock().unwrap_or_else(PoisonError::into_inner) = target;
+    }
 }
 
 /// An address as messages show it.
@@ -120,15 +140,11 @@ impl ReadAt for HttpSource {
         }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        self.read_at_while(offset, buffers, &|| true)
-    }
-
-    fn read_at_while(
+    fn read_at(
         &self,
         offset: u64,
         buffers: &mut [IoSliceMut<'_>],
-        go_on: &dyn Fn() -> bool,
+        cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
         let end = offset.saturating_add(wanted).min(self.identity.len.unwrap_or(u64::MAX));
@@ -140,23 +156,27 @@ impl ReadAt for HttpSource {
         if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
             done += sink.put(here) as u64;
         }
-        let mut retry = Retry::new("reading", &self.options, false);
+        let mut tries = Tries::new("reading", &self.options, cancel);
         while done < end {
             let target = Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner));
             let range = Range { start: done, end };
-            let outcome = self.clients.with(|client| {
-                client.run(go_on, async {
-                    let (new, response) = client.follow(&target, Some(range)).await?;
+            let outcome = self.clients.with(&tries, |client| {
+                client.run(&tries, async {
+                    let opened = Some(&self.identity);
+                    let (new, response) = client.follow(&target, Some(range), opened).await?;
                     self.identity.check(&response, range)?;
-                    client.scatter(response, range, &mut sink, &mut done).await?;
+                    client.scatter(response, range, &mut sink, &mut done, &tries).await?;
                     Ok(new)
                 })
             });
             match outcome {
-                Ok(new) => {
-                    *self.target.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+                Ok(new) => self.go_to(Arc::new(new)),
+                Err(failure) => {
+                    // A signed address may have expired: the first one gives another.
+                    let redirected = target != self.first;
+                    self.go_to(Arc::clone(&self.first));
+                    tries.wait(failure.or_again(redirected), done, &self.shown)?;
                 }
-                Err(failure) => retry.wait(failure, done, &self.shown, go_on)?,
             }
         }
         usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))

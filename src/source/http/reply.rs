@@ -28,6 +28,7 @@ impl Range {
 /// What must stay the same from request to request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
+    /// Bytes of the file, where that is known.
     pub len: Option<u64>,
     tag: Option<String>,
     modified: Option<String>,
@@ -88,10 +89,10 @@ pub fn refusal(status: StatusCode, headers: &HeaderMap, what: String) -> Failure
             Failure::lasting(ErrorKind::PermissionDenied, what + "; check the proxy's credentials")
         }
         StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS => {
-            Failure { after: retry_after(headers), ..Failure::passing(ErrorKind::Other, what) }
+            Failure::passing(ErrorKind::Other, what).not_before(retry_after(headers))
         }
         _ if status.is_server_error() => {
-            Failure { after: retry_after(headers), ..Failure::passing(ErrorKind::Other, what) }
+            Failure::passing(ErrorKind::Other, what).not_before(retry_after(headers))
         }
         _ => Failure::lasting(ErrorKind::Other, what),
     }
@@ -107,9 +108,15 @@ impl Identity {
         Identity { len, tag: text(headers, &ETAG), modified: text(headers, &LAST_MODIFIED) }
     }
 
+    /// The tag that says that a file is the same byte for byte, to be sent along. Weak ones must
+    /// not be, and dates are not: a server may send another date from each of its machines.
+    pub fn strong_tag(&self) -> Option<&str> {
+        self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
+    }
+
     /// Checks that a response holds exactly the range, of the file that was opened.
     pub fn check(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
-        check_status(response)?;
+        self.check_status(response)?;
         let headers = response.headers();
         if response.status() != StatusCode::PARTIAL_CONTENT {
             // A proxy's page, or a server that has lost its ranges: its body is not what we want.
@@ -140,8 +147,19 @@ impl Identity {
 
     /// Checks a whole file's response against the first one.
     pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
-        check_status(response)?;
-        self.check_same(&Identity::of(response.headers(), length(response.headers())))
+        self.check_status(response)?;
+        let len = length(response.headers()).or(self.len);
+        self.check_same(&Identity::of(response.headers(), len))
+    }
+
+    fn check_status(&self, response: &Response) -> Result<(), Failure> {
+        if let Some(tag) = self.strong_tag()
+            && response.status() == StatusCode::PRECONDITION_FAILED
+        {
+            let what = format!("the file changed while it was read: its ETag was {tag}");
+            return Err(Failure::lasting(ErrorKind::InvalidData, what));
+        }
+        check_status(response)
     }
 
     fn check_same(&self, found: &Identity) -> Result<(), Failure> {
@@ -150,15 +168,22 @@ impl Identity {
             ("Last-Modified", &self.modified, &found.modified),
             ("size", &self.len.map(|n| n.to_string()), &found.len.map(|n| n.to_string())),
         ] {
-            if let (Some(before), Some(now)) = (before, now)
-                && before != now
-            {
-                return Err(Failure::lasting(
-                    ErrorKind::InvalidData,
-                    format!(
+            match (before, now) {
+                (Some(before), Some(now)) if before != now => {
+                    let what = format!(
                         "the file changed while it was read: its {what} was {before}, is {now}"
-                    ),
-                ));
+                    );
+                    return Err(Failure::lasting(ErrorKind::InvalidData, what));
+                }
+                // Nobody knows which file it is. Another machine of the server may say it.
+                (Some(before), None) => {
+                    let what = format!(
+                        "the file may have changed while it was read: the first answer had the \
+                         {what} {before}, and another has none"
+                    );
+                    return Err(Failure::passing(ErrorKind::InvalidData, what));
+                }
+                _ => {}
             }
         }
         Ok(())

@@ -1,18 +1,20 @@
 //! A server without ranges: one response, read front to back.
 
-use std::io::{self, Read};
+use std::io::{self, IoSliceMut};
+use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
 use super::client::{Clients, OneClient, Target};
 use super::reply::Identity;
-use crate::error::Error;
-use crate::net::{Failure, NetOptions, Retry};
+use crate::cancel::Cancel;
+use crate::net::{Failure, NetOptions, Tries};
+use crate::source::Stream;
 
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
-pub struct Stream {
+pub struct Body {
     target: Target,
     clients: Clients,
     options: NetOptions,
@@ -22,9 +24,12 @@ pub struct Stream {
     /// Bytes that have arrived and were not asked for yet.
     rest: Bytes,
     position: u64,
+    /// For how long it was waited for.
+    waited: Duration,
 }
 
-impl Stream {
+impl Body {
+    /// `target` is the address that the caller named.
     pub fn new(
         target: Target,
         clients: Clients,
@@ -32,25 +37,35 @@ impl Stream {
         identity: Identity,
         shown: String,
     ) -> Self {
-        let (open, rest) = (None, Bytes::new());
-        Stream { target, clients, options, identity, shown, open, rest, position: 0 }
+        Body {
+            target,
+            clients,
+            options,
+            identity,
+            shown,
+            open: None,
+            rest: Bytes::new(),
+            position: 0,
+            waited: Duration::ZERO,
+        }
     }
 
     /// Brings the next bytes; none at the end.
-    fn advance(&mut self) -> Result<Bytes, Failure> {
-        let go_on = || true;
+    fn advance(&mut self, tries: &Tries<'_>) -> Result<Bytes, Failure> {
         let (client, mut response, mut skip) = match self.open.take() {
             Some((client, response)) => (client, response, 0),
             None => {
-                let client = self.clients.take()?;
-                let (_, response) =
-                    client.run(&go_on, async { client.follow(&self.target, None).await })?;
+                let client = self.clients.take(tries)?;
+                let (_, response) = client.run(tries, async {
+                    client.follow(&self.target, None, Some(&self.identity)).await
+                })?;
                 self.identity.check_whole(&response)?;
                 (client, response, self.position)
             }
         };
         loop {
-            let mut bytes = client.run(&go_on, async { client.chunk(&mut response).await })?;
+            let next = client.run(tries, async { client.chunk(&mut response, tries).await });
+            let mut bytes = next?;
             if bytes.is_empty() {
                 let end = self.identity.len.unwrap_or(self.position);
                 if skip > 0 || self.position < end {
@@ -68,30 +83,40 @@ impl Stream {
             }
         }
     }
-}
 
-impl Read for Stream {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    /// Waits until there are bytes, or for the end.
+    fn wait(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
         let options = self.options.clone();
-        let mut retry = Retry::new("reading", &options, false);
-        while self.rest.is_empty() {
-            match self.advance() {
-                Ok(bytes) if bytes.is_empty() => return Ok(0),
-                Ok(bytes) => self.rest = bytes,
-                Err(failure) => {
-                    retry.wait(failure, self.position, &self.shown, &|| true).map_err(
-                        |e| match e {
-                            Error::Io { error, .. } => error,
-                            other => io::Error::other(other.to_string()),
-                        },
-                    )?;
+        let tries = Tries::new("reading", &options, cancel);
+        // The whole body is one request.
+        let mut tries = tries.resumed(self.waited, self.position);
+        loop {
+            match self.advance(&tries) {
+                Ok(bytes) => {
+                    self.rest = bytes;
+                    return Ok(());
                 }
+                Err(failure) => tries.wait(failure, self.position, &self.shown)?,
             }
         }
-        let len = buffer.len().min(self.rest.len());
-        if let Some(room) = buffer.get_mut(..len) {
-            self.rest.copy_to_slice(room);
+    }
+}
+
+impl Stream for Body {
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> io::Result<usize> {
+        if self.rest.is_empty() {
+            let begun = Instant::now();
+            let waited = self.wait(cancel);
+            self.waited = self.waited.saturating_add(begun.elapsed());
+            waited.map_err(io::Error::other)?;
         }
+        let mut sink = crate::source::scatter::Scatter::new(buffers);
+        let len = sink.put(&self.rest);
+        self.rest.advance(len);
         self.position += len as u64;
         Ok(len)
     }

@@ -10,7 +10,7 @@ use redis::{
 };
 use url::Url;
 
-use crate::net::{Failure, Lane, Lanes, NetOptions, Trust, show_text};
+use crate::net::{Failure, Lane, Lanes, NetOptions, Tries, Trust, show_text};
 
 /// The port that servers listen on unless they are told otherwise.
 const DEFAULT_PORT: u16 = 6379;
@@ -83,8 +83,9 @@ impl Connections {
     /// Reads the certificates; what is wrong with them is the error.
     pub fn new(address: &Address, options: &NetOptions) -> Result<Self, String> {
         crate::net::choose_tls_provider();
-        let pem = options.trust.certificates()?;
         let info = address.info.clone();
+        let tls = matches!(info.addr(), ConnectionAddr::TcpTls { .. });
+        let pem = if tls { options.trust.certificates()? } else { Vec::new() };
         let client = if pem.is_empty() {
             Client::open(info)
         } else {
@@ -101,17 +102,13 @@ impl Connections {
     }
 
     /// Sends a series of commands and gives their answers, in order.
-    pub fn ask(
-        &self,
-        commands: &Pipeline,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<Vec<Value>, Failure> {
-        let lane: Lane<MultiplexedConnection> = self.lanes.take(go_on, || async {
+    pub fn ask(&self, commands: &Pipeline, tries: &Tries<'_>) -> Result<Vec<Value>, Failure> {
+        let lane: Lane<MultiplexedConnection> = self.lanes.take(tries, || async {
             let made = self.client.get_multiplexed_async_connection_with_config(&self.config);
             made.await.map_err(failure)
         })?;
         let mut connection = lane.client().clone();
-        let answers = lane.run(go_on, async {
+        let answers = lane.run(tries, async {
             commands.query_async::<Vec<Value>>(&mut connection).await.map_err(failure)
         })?;
         // A connection on which something failed is not used again.

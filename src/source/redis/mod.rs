@@ -6,13 +6,15 @@ mod client;
 
 use std::io::{ErrorKind, IoSliceMut};
 use std::sync::Arc;
+use std::time::Instant;
 
 use redis::{Pipeline, Value, cmd};
 
 use super::scatter::Scatter;
 use super::{ReadAt, Traits};
+use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::net::{Failure, NetOptions, Retry};
+use crate::net::{Failure, NetOptions, Tries};
 use client::{Address, Connections};
 
 /// Bytes that one command asks for.
@@ -24,6 +26,8 @@ const BATCH_COMMANDS: usize = 1024;
 const REQUEST_LEN: u64 = 32 << 20;
 /// Connections beyond which one server, which works on one thread, gave nothing more.
 const CONNECTIONS: usize = 4;
+/// Bytes that the keys of one file may take: of some ten million tensors.
+const MOST_KEY_BYTES: usize = 1 << 30;
 /// Keys that a step of a scan looks at, and that one batch asks about.
 const SCAN_COUNT: usize = 1000;
 
@@ -45,12 +49,12 @@ pub struct RedisSource {
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
-pub fn open(address: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
+pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let parsed = Address::parse(address, &options.trust).map_err(Error::InvalidArgument)?;
     let connections = Connections::new(&parsed, &options).map_err(Error::InvalidArgument)?;
     let mut source =
         RedisSource { shown: parsed.shown, connections, options, held: Vec::new(), end: 0 };
-    source.held = source.find(&parsed.prefix)?;
+    source.held = source.find(&parsed.prefix, cancel)?;
     if source.held.is_empty() {
         let what = format!("no key of the database begins with `{}:`", parsed.prefix);
         let error = std::io::Error::new(ErrorKind::NotFound, what);
@@ -62,18 +66,11 @@ pub fn open(address: &str, options: NetOptions) -> Result<Arc<dyn ReadAt>> {
 
 impl RedisSource {
     /// One batch of commands, tried again where that may help.
-    fn ask(
-        &self,
-        commands: &Pipeline,
-        position: u64,
-        opening: bool,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<Vec<Value>> {
-        let mut retry = Retry::new("reading", &self.options, opening);
+    fn ask(&self, commands: &Pipeline, position: u64, mut tries: Tries<'_>) -> Result<Vec<Value>> {
         loop {
-            match self.connections.ask(commands, go_on) {
+            match self.connections.ask(commands, &tries) {
                 Ok(answers) => return Ok(answers),
-                Err(failure) => retry.wait(failure, position, &self.shown, go_on)?,
+                Err(failure) => tries.wait(failure, position, &self.shown)?,
             }
         }
     }
@@ -85,14 +82,19 @@ impl RedisSource {
     }
 
     /// All keys with the prefix, by position.
-    fn find(&self, prefix: &str) -> Result<Vec<Held>> {
+    fn find(&self, prefix: &str, cancel: &dyn Cancel) -> Result<Vec<Held>> {
+        // All of it is one request in the eyes of who waits.
+        let begun = Instant::now();
+        let tries =
+            || Tries::new("reading", &self.options, cancel).opening().resumed(begun.elapsed(), 0);
         let mut keys = Vec::new();
+        let mut key_bytes = 0;
         let mut cursor = b"0".to_vec();
         loop {
             let mut scan = Pipeline::new();
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
             scan.arg("COUNT").arg(SCAN_COUNT);
-            let answers = self.ask(&scan, 0, true, &|| true)?;
+            let answers = self.ask(&scan, 0, tries())?;
             let answer = match answers.into_iter().next() {
                 Some(Value::Array(answer)) => answer,
                 other => return Err(self.odd("SCAN", format!("{other:?}"))),
@@ -105,7 +107,14 @@ impl RedisSource {
             };
             for key in found {
                 match key {
-                    Value::BulkString(key) => keys.push(key),
+                    Value::BulkString(key) => {
+                        key_bytes += key.len() + size_of_val(&key);
+                        if key_bytes > MOST_KEY_BYTES {
+                            let what = format!("keys of more than {MOST_KEY_BYTES} bytes");
+                            return Err(self.odd("SCAN", what));
+                        }
+                        keys.push(key);
+                    }
                     other => return Err(self.odd("SCAN", format!("the key {other:?}"))),
                 }
             }
@@ -126,7 +135,7 @@ impl RedisSource {
             for (_, key) in batch {
                 lengths.add_command(cmd("STRLEN").arg(key).clone());
             }
-            for ((start, key), len) in batch.iter().zip(self.ask(&lengths, 0, true, &|| true)?) {
+            for ((start, key), len) in batch.iter().zip(self.ask(&lengths, 0, tries())?) {
                 let len = match len {
                     Value::Int(len) => u64::try_from(len).unwrap_or(0),
                     other => return Err(self.odd("STRLEN", format!("{other:?}"))),
@@ -226,15 +235,11 @@ impl ReadAt for RedisSource {
         }
     }
 
-    fn read_at(&self, offset: u64, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        self.read_at_while(offset, buffers, &|| true)
-    }
-
-    fn read_at_while(
+    fn read_at(
         &self,
         offset: u64,
         buffers: &mut [IoSliceMut<'_>],
-        go_on: &dyn Fn() -> bool,
+        cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
         let end = offset.saturating_add(wanted).min(self.end);
@@ -246,7 +251,8 @@ impl ReadAt for RedisSource {
         for piece in &pieces {
             commands.add_command(piece.command());
         }
-        let answers = self.ask(&commands, offset, false, go_on)?;
+        let tries = Tries::new("reading", &self.options, cancel);
+        let answers = self.ask(&commands, offset, tries)?;
         let mut sink = Scatter::new(buffers);
         let mut done = 0;
         for (piece, answer) in pieces.iter().zip(answers) {

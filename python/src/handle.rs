@@ -1,0 +1,21 @@
+//! `tensorizer._C.Handle`: what owns tensors on their way between torch and the native module.
+
+use pyo3::prelude::*;
+use tensorizer_torch::exchange;
+
+/// A number for the operators `_lend` and `_take`. Tensors that nobody has fetched go with it.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Handle(pub exchange::Handle);
+
+#[pymethods]
+impl Handle {
+    #[new]
+    fn new() -> Self {
+        Handle(exchange::Handle::reserve())
+    }
+
+    #[getter]
+    fn number(&self) -> i64 {
+        self.0.number()
+    }
+}

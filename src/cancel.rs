@@ -1,0 +1,111 @@
+//! How a call learns that it is to end.
+//!
+//! Whatever may wait takes a [`Cancel`] and asks it at least every 100 ms. On the caller's own
+//! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
+
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// How often a wait asks whether to go on.
+pub const POLL: Duration = Duration::from_millis(50);
+
+/// Says whether a call is to go on.
+pub trait Cancel: Sync {
+    /// An error once the call is to end, for the call to end with.
+    fn check(&self) -> Result<()>;
+}
+
+impl<F: Fn() -> Result<()> + Sync> Cancel for F {
+    fn check(&self) -> Result<()> {
+        self()
+    }
+}
+
+/// Lets a call go on until it ends by itself.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Never;
+
+impl Cancel for Never {
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Waits for some time.
+pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
+    let begun = Instant::now();
+    while let Some(left) = time.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+        cancel.check()?;
+        thread::sleep(left.min(POLL));
+    }
+    cancel.check()
+}
+
+/// Runs what cannot be stopped, such as a sync to a disk that hangs. It has a thread of its own,
+/// which is left behind, with what was moved into it, when the call is to end before it has ended.
+pub fn detached<T: Send + 'static>(
+    cancel: &dyn Cancel,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
+    let (send, receive) = sync_channel(1);
+    let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
+        // An error is that nobody waits any more.
+        let _ = send.send(work());
+    });
+    let thread = thread.map_err(|e| Error::io("starting", "a thread", e))?;
+    loop {
+        match receive.recv_timeout(POLL) {
+            Ok(done) => return Ok(done),
+            Err(RecvTimeoutError::Timeout) => cancel.check()?,
+            Err(RecvTimeoutError::Disconnected) => match thread.join() {
+                Err(panic) => std::panic::resume_unwind(panic),
+                Ok(()) => return Err(Error::Bug("a thread ended without a result".to_owned())),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// Ends the call when it has been asked so often.
+    fn after(times: u32) -> impl Cancel {
+        let asked = AtomicU32::new(0);
+        move || match asked.fetch_add(1, Ordering::Relaxed) {
+            asked if asked < times => Ok(()),
+            _ => Err(Error::Cancelled),
+        }
+    }
+
+    #[test]
+    fn what_is_detached_is_left_behind() {
+        assert_eq!(detached(&Never, || 7).unwrap(), 7);
+        let (begin, begun) = sync_channel::<()>(0);
+        let stuck = detached(&after(2), move || begun.recv());
+        assert!(matches!(stuck, Err(Error::Cancelled)));
+        // It is still there, and ends when it can.
+        begin.send(()).unwrap();
+    }
+
+    #[test]
+    fn a_panic_comes_back() {
+        let caught = std::panic::catch_unwind(|| {
+            detached(&Never, || std::panic::panic_any("on purpose")).map(|()| ())
+        });
+        assert!(caught.is_err());
+    }
+
+    #[test]
+    fn a_sleep_ends_early() {
+        let long = Duration::from_secs(3600);
+        assert!(matches!(sleep(long, &after(3)), Err(Error::Cancelled)));
+        sleep(Duration::ZERO, &Never).unwrap();
+    }
+}

@@ -1,0 +1,288 @@
+"""One version of a file, from where it is: validators, redirects, and the time that all may take."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same
+from servers import FaultServer, Nginx, Scripted
+from tensorizer.stream_io import CAInfo, open_stream
+
+TENSORS = {"a": torch.arange(400_000), "b": torch.ones(300_000)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("versions") / "f"
+    tensorizer.save(TENSORS, path)
+    return path.read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "3")
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "20")
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "3")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Versions(Scripted):
+    """Serves one file; ``fields`` gives the validators of each request, by its number."""
+
+    def __init__(self, data, fields, heeds=True, endless=False):
+        self.data, self.fields, self.heeds, self.endless = data, fields, heeds, endless
+        self.requests, self.sent = [], 0
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/f"
+
+    def answer(self, handler):
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append({n.lower(): v for n, v in handler.headers.items()})
+        fields = self.fields(number)
+        wanted = handler.headers.get("If-Match")
+        if self.heeds and wanted is not None and wanted != fields.get("ETag"):
+            handler.send_response(412)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+            return
+        first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
+        body = self.data[int(first) : int(last) + 1]
+        whole = self.endless and number > 0
+        handler.send_response(200 if whole else 206)
+        for name, value in fields.items():
+            handler.send_header(name, value)
+        if whole:
+            handler.send_header("Content-Length", str(1 << 40))
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                while not self.stopping.is_set():
+                    handler.wfile.write(bytes(1 << 16))
+                    self.sent += 1 << 16
+            handler.close_connection = True
+            return
+        end = int(first) + len(body) - 1
+        handler.send_header("Content-Range", f"bytes {first}-{end}/{len(self.data)}")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(body)
+
+
+def load(server):
+    return tensorizer.load(server.url, num_readers=2)
+
+
+def check(loaded):
+    for name, tensor in TENSORS.items():
+        assert_same(loaded[name], tensor)
+
+
+MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"ETag": '"strong"'}, '"strong"'),
+        ({"ETag": 'W/"weak"'}, None),
+        ({"Last-Modified": MODIFIED}, None),
+        ({}, None),
+    ],
+)
+def test_only_strong_tags_are_sent(data, fields, sent):
+    with Versions(data, lambda number: fields) as server:
+        check(load(server))
+    first, *others = server.requests
+    assert others
+    assert "if-match" not in first
+    assert all(request.get("if-match") == sent for request in others)
+    for name in ("if-unmodified-since", "if-range", "if-none-match"):
+        assert all(name not in request for request in server.requests)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"ETag": '"one"'}, {"ETag": '"two"'}),
+        ({"ETag": 'W/"one"'}, {"ETag": 'W/"two"'}),
+        ({"Last-Modified": MODIFIED}, {"Last-Modified": MODIFIED.replace("10:", "11:")}),
+    ],
+)
+def test_a_change_is_an_error(data, before, after, heeds):
+    with Versions(data, lambda number: after if number else before, heeds) as server:
+        with pytest.raises(OSError, match="the file changed while it was read"):
+            load(server)
+
+
+@pytest.mark.parametrize("field", ["ETag", "Last-Modified"])
+def test_an_answer_that_does_not_say_its_version_is_an_error(data, field):
+    known = {"ETag": 'W/"one"', "Last-Modified": MODIFIED}
+    less = {name: value for name, value in known.items() if name != field}
+    with Versions(data, lambda number: less if number else known) as server:
+        with pytest.raises(OSError, match=f"had the {field} .* and another has none"):
+            load(server)
+    # One answer of several may come from a machine that does not know.
+    with Versions(data, lambda number: less if number == 1 else known) as server:
+        check(load(server))
+
+
+def test_a_whole_file_instead_of_a_range_is_ended_at_its_headers(data):
+    with Versions(data, lambda number: {}, endless=True) as server:
+        with pytest.raises(OSError, match="without a range"):
+            load(server)
+    # What fits into the buffers of a connection, for each try.
+    assert server.sent < 64 << 20
+
+
+class Moved(Scripted):
+    """Redirects to an address that is good for so many requests, and then for nobody."""
+
+    def __init__(self, data, uses):
+        self.data, self.uses, self.asked, self.given = data, uses, [], 0
+        self.left = {}
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/first"
+
+    def answer(self, handler):
+        with self.lock:
+            self.asked.append(handler.path)
+            if handler.path == "/first":
+                self.given += 1
+                self.left[f"/signed/{self.given}"] = self.uses
+                status, field = 302, ("Location", f"/signed/{self.given}")
+            elif self.left.get(handler.path, 0) > 0:
+                self.left[handler.path] -= 1
+                status = 206
+            else:
+                status, field = 403, ("X-Why", "expired")
+        body = b""
+        if status == 206:
+            first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
+            body = self.data[int(first) : int(last) + 1]
+            end = int(first) + len(body) - 1
+            field = ("Content-Range", f"bytes {first}-{end}/{len(self.data)}")
+        handler.send_response(status)
+        handler.send_header(*field)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(body)
+
+
+def test_an_address_that_has_expired_is_asked_for_again(data):
+    with Moved(data, uses=1) as server:
+        with open_stream(server.url) as stream:
+            found = b"".join(stream.read(500_000) for _ in range(len(data) // 500_000 + 1))
+        assert found == data
+        assert server.asked.count("/first") > 1
+    with Moved(data, uses=0) as server, pytest.raises(PermissionError, match="403"):
+        tensorizer.load(server.url)
+
+
+def test_what_was_asked_for_in_secret_is_not_asked_for_in_the_open(data, tmp_path):
+    nginx = Nginx(tmp_path)
+    try:
+        (nginx.root / "f").write_bytes(data)
+        trust = CAInfo(cacert=str(tmp_path / "ca.pem"))
+        with pytest.raises(OSError, match="redirects from https:// to http://"):
+            open_stream(f"{nginx.https}/elsewhere/f", certificate_handling=trust)
+        with open_stream(f"{nginx.https}/f", certificate_handling=trust) as stream:
+            assert stream.read() == data
+    finally:
+        nginx.stop()
+
+
+def test_certificates_are_needed_for_https_only(data, tmp_path):
+    missing = tmp_path / "ca.pem"
+    missing.touch()
+    trust = CAInfo(cacert=str(missing))
+    missing.unlink()
+    with FaultServer(data) as server:
+        with open_stream(server.url, certificate_handling=trust) as stream:
+            assert stream.read() == data
+    with pytest.raises((ValueError, OSError), match=r"ca\.pem"):
+        open_stream("https://127.0.0.1:1/f", certificate_handling=trust)
+
+
+@contextlib.contextmanager
+def trickling(data, seconds):
+    """Serve ranges so slowly that each byte takes some time; yield the address."""
+    over = threading.Event()
+
+    class Slow(Scripted):
+        def answer(self, handler):
+            first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
+            body = data[int(first) : int(last) + 1]
+            handler.send_response(206)
+            end = int(first) + len(body) - 1
+            handler.send_header("Content-Range", f"bytes {first}-{end}/{len(data)}")
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            at = len(body) if int(first) == 0 else 0
+            with contextlib.suppress(OSError):
+                handler.wfile.write(body[:at])
+                while at < len(body) and not over.wait(seconds):
+                    handler.wfile.write(body[at : at + 1])
+                    at += 1
+            handler.close_connection = True
+
+    with Slow() as server:
+        try:
+            yield f"http://127.0.0.1:{server.port}/f"
+        finally:
+            over.set()
+
+
+def test_the_total_bounds_what_never_stalls(data, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "3")
+    with trickling(data, 0.2) as url:
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError, match="3 s that TENSORIZER_TOTAL_SECONDS allows"):
+            tensorizer.load(url)
+        # At that pace it would take days.
+        assert time.monotonic() - begun < 60
+
+
+def test_the_total_bounds_a_part_that_is_not_answered(monkeypatch):
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "2")
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1")
+    kept = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            stream = open_stream("s3://b/k", "wb", "a", "b", host, force_http=True)
+            tensorizer.save({"a": torch.zeros(1_000_000)}, stream)
+        # It was 2 s and one more for each 64 KiB.
+        assert time.monotonic() - begun < 40
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in kept:
+        connection.close()
+
+
+@pytest.mark.parametrize("seconds", [2**64 - 1, 2**63, 0])
+def test_times_of_any_size(data, monkeypatch, seconds):
+    for name in ("STALL", "TOTAL", "CONNECT"):
+        monkeypatch.setenv(f"TENSORIZER_{name}_SECONDS", str(seconds))
+    with FaultServer(data, lambda number, s, e: ("status", 503) if number == 1 else None) as server:
+        if seconds:
+            check(tensorizer.load(server.url))
+        else:
+            # At least a second each.
+            tensorizer.load(server.url, names=["b"])

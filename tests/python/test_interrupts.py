@@ -1,0 +1,258 @@
+"""Ctrl-C ends every call that waits, within a second, whatever it waits for."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import tensorizer
+import torch
+from conftest import HEED_CTRL_C, ROOT
+from servers import FaultServer
+
+CODE = """
+import os, sys, tensorizer, torch
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer.stream_io import open_stream
+address = sys.argv[1]
+torch.ops.tensorizer.names  # loaded before the clock runs
+def slow():
+    import time
+    class Slow:
+        def read(self, size=-1):
+            time.sleep(600)
+        def seek(self, *_): ...
+        def tell(self): return 0
+        def seekable(self): return True
+        def readable(self): return True
+    return Slow()
+print("ready", flush=True)
+try:
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+except RuntimeError as error:
+    # Operators raise text only.
+    assert "interrupted by the keyboard" in str(error), error
+    print("interrupted", flush=True)
+print("usable", torch.ones(3).sum().item(), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def silent():
+    """Run a server that takes what it is sent and never says anything; yield its address."""
+    kept = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    for connection in kept:
+        connection.close()
+
+
+def interrupt(call, address, env=None, pause=0.7):
+    """Run a call in another process, interrupt it, and return for how long it went on."""
+    code = HEED_CTRL_C + CODE.replace("{call}", call)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(address)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **(env or {})},
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(pause)
+        assert process.poll() is None
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        went_on = time.monotonic() - sent
+        assert process.stdout.readline() == "usable 3.0\n"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    return went_on
+
+
+#: The promise is one second; the rest is for a busy machine. All of them waited for much longer.
+SOON = 5
+
+S3 = "access_key='a', secret_key='b', force_http=True"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tensorizer.load('http://' + address)",
+        "torch.ops.tensorizer.load('http://' + address)",
+        "torch.ops.tensorizer.names('redis://' + address + '/x')",
+        "open_stream('http://' + address)",
+        "tensorizer.load('redis://' + address + '/x')",
+        "TensorDeserializer('redis://' + address + '/x', lazy_load=True)",
+        f"open_stream('s3://b/k', s3_access_key_id='a', s3_secret_access_key='b', "
+        f"s3_endpoint=address, force_http=True)",
+        "tensorizer.save({'a': torch.zeros(10_000_000)}, "
+        "open_stream('s3://b/k', 'wb', s3_access_key_id='a', s3_secret_access_key='b', "
+        "s3_endpoint=address, force_http=True))",
+        "tensorizer.save({'a': torch.zeros(10)}, "
+        "open_stream('s3://b/k', 'wb', s3_access_key_id='a', s3_secret_access_key='b', "
+        "s3_endpoint=address, force_http=True))",
+    ],
+)
+def test_a_server_that_says_nothing(call):
+    with silent() as address:
+        assert interrupt(call, address) < SOON
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("interrupts") / "f"
+    tensorizer.save({"a": torch.zeros(1_000_000), "b": torch.zeros(4)}, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize(
+    "call", ["tensorizer.load(address, num_readers=1)", "open_stream(address).read()"]
+)
+def test_a_server_that_falls_silent(data, ranges, call):
+    silence = lambda number, start, end: ("stall", 1000) if number else None  # noqa: E731
+    with FaultServer(data, silence, ranges=ranges) as server:
+        assert interrupt(call, server.url) < SOON
+
+
+@pytest.mark.parametrize(
+    "call", ["tensorizer.load(address)", "torch.ops.tensorizer.load(address)"]
+)
+def test_a_named_pipe_that_nobody_writes(tmp_path, call):
+    os.mkfifo(tmp_path / "pipe")
+    assert interrupt(call, tmp_path / "pipe") < SOON
+
+
+@pytest.mark.parametrize("most", [10, 300_000])
+def test_a_pipe_whose_writer_falls_silent(tmp_path, data, most):
+    os.mkfifo(tmp_path / "pipe")
+    over = threading.Event()
+
+    def write():
+        with contextlib.suppress(BrokenPipeError), open(tmp_path / "pipe", "wb") as pipe:
+            pipe.write(data[:most])
+            pipe.flush()
+            over.wait(120)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        call = "TensorDeserializer(os.open(address, os.O_RDONLY), 'cpu')"
+        assert interrupt(call, tmp_path / "pipe") < SOON
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_a_file_object_that_hangs():
+    assert interrupt("TensorDeserializer(slow(), 'cpu')", "") < SOON
+
+
+def test_the_derivation_of_a_key():
+    # Some twenty seconds of work, which goes on by itself.
+    call = "EncryptionParams.from_string('words', opslimit=60, memlimit=1 << 30)"
+    assert interrupt(call, "") < SOON
+
+
+@pytest.fixture(scope="module")
+def slow_names(tmp_path_factory):
+    """Return an environment in which the resolution of names takes for ever."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("names") / "slow_names.so"
+    source = ROOT / "tests/python/slow_names.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.mark.parametrize(
+    "call", ["tensorizer.load('http://host/f')", "tensorizer.load('redis://host/f')"]
+)
+def test_the_resolution_of_a_name(slow_names, call):
+    assert interrupt(call, "", slow_names) < SOON
+
+
+def test_the_command(tmp_path):
+    with silent() as address:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                HEED_CTRL_C + "import sys\nfrom tensorizer._cli import main\nsys.exit(main())",
+                "ls",
+                f"http://{address}/f",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        time.sleep(5)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert time.monotonic() - sent < SOON
+        assert process.returncode != 0
+        assert "Traceback" not in said
+
+
+OWNED = """
+import ctypes, os, signal, sys, threading, time
+import tensorizer, torch
+path = sys.argv[1]
+rss = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+def interrupted(after):
+    main = threading.main_thread().ident
+    timer = threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        begun = time.monotonic()
+        tensorizer.load(path)
+        timer.join()
+    except KeyboardInterrupt:
+        pass
+    return time.monotonic() - begun
+tensorizer.load(path)
+begun = time.monotonic(); tensorizer.load(path); whole = time.monotonic() - begun
+before = rss()
+for step in range(40):
+    interrupted(whole * (0.7 + 0.015 * step))
+print((rss() - before) >> 20)
+"""
+
+
+def test_nothing_is_left_of_a_load_that_was_interrupted_near_its_end(tmp_path):
+    tensorizer.save({str(n): torch.ones(1 << 20) for n in range(16)}, tmp_path / "f")
+    done = subprocess.run(
+        [sys.executable, "-c", HEED_CTRL_C + OWNED, tmp_path / "f"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    # A model takes 64 MiB.
+    assert int(done.stdout) < 40
