@@ -6,9 +6,12 @@ use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+mod copies;
 pub mod staged;
 
 use crate::cancel::Cancel;
+use copies::{Copies, Copy};
+
 use crate::crypt::{Manifest, PIECE_LEN};
 use crate::device::StreamsByDevice;
 use crate::error::{Error, Result};
@@ -102,9 +105,11 @@ pub fn drain(
         .map(|item| encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose());
     let manifest = encryption.filter(|options| options.manifest);
     let sha = options.hashes == Hashes::All;
+    let copies = Copies::default();
     let pass = Pass {
         sink,
         progress,
+        copies: &copies,
         hashes: HashPool::new(items.iter().map(Item::len_for_pool), sha),
         items: &items,
         seals: seals.collect::<Result<Vec<_>>>()?,
@@ -122,7 +127,7 @@ pub fn drain(
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
-            if pass.hash(true, control)? {
+            if pass.hash(!copies.are_enough(), control)? {
                 continue;
             }
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -195,7 +200,8 @@ struct Pass<'p> {
     sink: &'p dyn WriteAt,
     progress: &'p AtomicU64,
     items: &'p [Item<'p>],
-    hashes: HashPool<'p>,
+    copies: &'p Copies,
+    hashes: HashPool<Copy<'p>>,
     seals: Vec<Option<Seal<'p>>>,
     manifest: Option<Manifest>,
     /// Whether headers get a digest where there is no manifest.
@@ -208,8 +214,8 @@ struct Pass<'p> {
     counters: Counters,
 }
 
-/// A finished header, and its data if they are encrypted.
-type Small = (Vec<u8>, Option<Vec<u8>>);
+/// A finished header, and its data as they are written.
+type Small<'p> = (Vec<u8>, Bytes<'p>);
 
 /// Adjacent bytes to be written together.
 struct Run<'a> {
@@ -226,38 +232,37 @@ impl<'p> Pass<'p> {
     /// Writes one part. Small tensors are hashed first, and their headers go with them; the
     /// header of a large one is written when its hash is complete.
     fn write(&self, part: &Part, control: &Control<'_>) -> Result<()> {
-        let mut headers = self.small(part)?.into_iter();
-        let mut sealed: Option<Vec<u8>> = None;
-        let mut runs: Vec<Run<'p>> = Vec::new();
+        let mut small = self.small(part)?.into_iter();
+        let mut data_of_small = None;
+        let large = self.large(part)?;
+        let mut left = large.iter();
+        let mut runs: Vec<Run<'_>> = Vec::new();
         let mut begun: Vec<(usize, Vec<u8>)> = Vec::new();
-        let mut moved: Vec<(usize, u64, &'p [u8])> = Vec::new();
         let (mut offset, mut data_len) = (part.offset, 0);
         for piece in &part.pieces {
             let bytes = match piece.kind {
                 PieceKind::Gap => None,
-                PieceKind::Header { tensor } => {
-                    let item = self.item(tensor)?;
-                    if item.len_for_pool().is_some() {
-                        begun.push((tensor, self.draft(tensor)?.bytes));
-                        None
-                    } else {
-                        let next = headers.next();
-                        next.map(|(header, data)| {
-                            sealed = data;
-                            Bytes::Owned(header)
-                        })
-                    }
+                PieceKind::Header { tensor } if self.item(tensor)?.len_for_pool().is_some() => {
+                    begun.push((tensor, self.draft(tensor)?.bytes));
+                    None
                 }
-                PieceKind::Data { tensor, start } => {
-                    let item = self.item(tensor)?;
-                    let bytes = item.bytes(start, piece.len)?;
-                    if item.len_for_pool().is_some() {
-                        moved.push((tensor, start, bytes));
-                    }
-                    match (sealed.take(), self.seal(tensor)?) {
-                        (Some(small), _) => Some(Bytes::Owned(small)),
-                        (None, Some(seal)) => Some(Bytes::Owned(seal.seal(start, bytes)?)),
-                        (None, None) => Some(Bytes::Borrowed(bytes)),
+                PieceKind::Header { .. } => small.next().map(|(header, data)| {
+                    data_of_small = Some(data);
+                    Bytes::Owned(header)
+                }),
+                PieceKind::Data { tensor, .. } => {
+                    data_len += piece.len;
+                    match (self.item(tensor)?.len_for_pool(), self.seal(tensor)?) {
+                        (None, _) => data_of_small.take(),
+                        (Some(_), seal) => {
+                            let next = left.next();
+                            let (_, start, copy) =
+                                next.ok_or_else(|| Error::Bug("no copy".to_owned()))?;
+                            Some(match seal {
+                                Some(seal) => Bytes::Owned(seal.seal(*start, copy.as_ref())?),
+                                None => Bytes::Borrowed(copy.as_ref()),
+                            })
+                        }
                     }
                 }
             };
@@ -270,9 +275,6 @@ impl<'p> Pass<'p> {
                     run.end += piece.len;
                 }
             }
-            if let PieceKind::Data { .. } = piece.kind {
-                data_len += piece.len;
-            }
             offset += piece.len;
         }
         for run in &runs {
@@ -280,14 +282,30 @@ impl<'p> Pass<'p> {
                 run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
             write_all_at(self.sink, run.offset, &mut buffers, control)?;
         }
+        drop(runs);
         self.progress.fetch_add(data_len, Ordering::Relaxed);
         for (tensor, covered) in begun {
             self.hashes.header(tensor, &covered);
         }
-        for (tensor, start, bytes) in moved {
-            self.hashes.data(tensor, start, bytes);
+        for (tensor, start, copy) in large {
+            self.hashes.data(tensor, start, copy);
         }
         Ok(())
+    }
+
+    /// The part's data of tensors that are hashed piece by piece, each with its tensor and its
+    /// position.
+    fn large(&self, part: &Part) -> Result<Vec<(usize, u64, Copy<'p>)>> {
+        let mut copies = Vec::new();
+        for piece in &part.pieces {
+            if let PieceKind::Data { tensor, start } = piece.kind {
+                let item = self.item(tensor)?;
+                if item.len_for_pool().is_some() {
+                    copies.push((tensor, start, self.copies.of(item.bytes(start, piece.len)?)));
+                }
+            }
+        }
+        Ok(copies)
     }
 
     fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
@@ -320,22 +338,22 @@ impl<'p> Pass<'p> {
 
     /// The finished headers of the part's tensors that are hashed at once, in order, each with its
     /// data if they are encrypted.
-    fn small(&self, part: &Part) -> Result<Vec<Small>> {
+    fn small(&self, part: &Part) -> Result<Vec<Small<'p>>> {
         let mut drafts = Vec::new();
-        let mut data: Vec<&'p [u8]> = Vec::new();
+        let mut data: Vec<Copy<'p>> = Vec::new();
         for piece in &part.pieces {
             if let PieceKind::Header { tensor } = piece.kind {
                 let item = self.item(tensor)?;
                 if item.len_for_pool().is_none() {
                     drafts.push((tensor, self.draft(tensor)?));
-                    data.push(item.bytes(0, item.entry.data_len)?);
+                    data.push(self.copies.of(item.bytes(0, item.entry.data_len)?));
                 }
             }
         }
         let inputs: Vec<(&[u8], &[u8])> = drafts
             .iter()
             .zip(&data)
-            .map(|((_, draft), data)| (draft.bytes.as_slice(), *data))
+            .map(|((_, draft), data)| (draft.bytes.as_slice(), data.as_ref()))
             .collect();
         let digests = digest_all(&inputs, self.sha);
         drafts
@@ -343,9 +361,12 @@ impl<'p> Pass<'p> {
             .zip(digests)
             .zip(data)
             .map(|(((tensor, draft), digests), data)| {
-                let seal = self.seal(tensor)?.filter(|_| !data.is_empty());
-                let sealed = seal.map(|seal| seal.seal(0, data)).transpose()?;
-                Ok((self.finish(tensor, draft, &digests)?, sealed))
+                let seal = self.seal(tensor)?.filter(|_| !data.as_ref().is_empty());
+                let data = match seal {
+                    Some(seal) => Bytes::Owned(seal.seal(0, data.as_ref())?),
+                    None => Bytes::Copied(data),
+                };
+                Ok((self.finish(tensor, draft, &digests)?, data))
             })
             .collect()
     }
@@ -404,6 +425,7 @@ impl<'p> Pass<'p> {
 
 enum Bytes<'a> {
     Owned(Vec<u8>),
+    Copied(Copy<'a>),
     Borrowed(&'a [u8]),
 }
 
@@ -411,6 +433,7 @@ impl AsRef<[u8]> for Bytes<'_> {
     fn as_ref(&self) -> &[u8] {
         match self {
             Bytes::Owned(bytes) => bytes,
+            Bytes::Copied(bytes) => bytes.as_ref(),
             Bytes::Borrowed(bytes) => bytes,
         }
     }

@@ -144,7 +144,7 @@ struct Pass<'f, 'a> {
     verify: Verify,
     opener: Option<Opener<'f, 'a>>,
     headers: Vec<OnceLock<Header>>,
-    hashes: HashPool<'a>,
+    hashes: HashPool<&'a [u8]>,
 }
 
 impl<'a> Pass<'_, 'a> {

@@ -58,12 +58,15 @@ async fn sign(
 
 /// The address of a public object.
 fn plain(resolved: &Resolved, bucket: &str, key: &str, uri: &str) -> Result<String> {
-    let bad =
-        || Error::InvalidArgument(format!("`{uri}`: no such endpoint: {}", resolved.endpoint));
+    let host = resolved.endpoint.host_str().unwrap_or_default();
+    let bad = || {
+        let what =
+            format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");
+        Error::InvalidArgument(what)
+    };
     let mut url: Url = resolved.endpoint.clone();
     if !resolved.path_style {
-        let host = format!("{bucket}.{}", url.host_str().ok_or_else(bad)?);
-        url.set_host(Some(&host)).map_err(|_| bad())?;
+        url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| bad())?;
     }
     let mut path = url.path_segments_mut().map_err(|()| bad())?;
     path.pop_if_empty();

@@ -18,9 +18,9 @@ const QUANTUM: usize = 1 << 20;
 /// How long an idle thread sleeps before it looks whether the call was given up.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// The tensors of one call that are hashed piece by piece.
-pub struct HashPool<'a> {
-    lanes: Vec<Mutex<Lane<'a>>>,
+/// The tensors of one call that are hashed piece by piece. Pieces are kept until they were hashed.
+pub struct HashPool<B> {
+    lanes: Vec<Mutex<Lane<B>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
     sha: bool,
@@ -33,27 +33,45 @@ struct Queue {
 }
 
 /// One tensor.
-struct Lane<'a> {
+struct Lane<B> {
     data_len: u64,
     /// Absent until the header is known, and while a thread is hashing.
-    work: Option<Work<'a>>,
+    work: Option<Work<B>>,
     crc: crc32fast::Hasher,
     /// Pieces that wait for their turn, by their position in the data.
-    waiting: BTreeMap<u64, (&'a [u8], crc32fast::Hasher)>,
+    waiting: BTreeMap<u64, (B, crc32fast::Hasher)>,
     /// Position after the pieces that were taken from `waiting`.
     next: u64,
 }
 
-struct Work<'a> {
+struct Work<B> {
     sha: Sha256,
-    rest: &'a [u8],
+    piece: Option<B>,
+    /// Bytes of the piece that were hashed.
+    done: usize,
+}
+
+impl<B: AsRef<[u8]>> Work<B> {
+    /// Bytes of the piece that are left.
+    fn left(&self) -> usize {
+        self.piece.as_ref().map_or(0, |piece| piece.as_ref().len() - self.done)
+    }
+
+    /// The hash, and the next bytes of the piece.
+    fn next(&mut self, len: usize) -> (&mut Sha256, &[u8]) {
+        let bytes = self.piece.as_ref().map_or(&[][..], |piece| piece.as_ref());
+        let end = bytes.len().min(self.done.saturating_add(len));
+        let now = bytes.get(self.done..end).unwrap_or(&[]);
+        self.done = end;
+        (&mut self.sha, now)
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<'a> HashPool<'a> {
+impl<B: AsRef<[u8]>> HashPool<B> {
     /// A pool for tensors with these numbers of bytes; those of `None` are not hashed here.
     ///
     /// Without `sha`, only the CRC-32 is computed, and nothing is left for a queue to do.
@@ -83,35 +101,36 @@ impl<'a> HashPool<'a> {
         if self.sha {
             sha.update(bytes);
         }
-        self.park(tensor, Work { sha, rest: &[] }, &mut lane);
+        self.park(tensor, Work { sha, piece: None, done: 0 }, &mut lane);
     }
 
     /// Brings the data from `start` on.
-    pub fn data(&self, tensor: usize, start: u64, bytes: &'a [u8]) {
+    pub fn data(&self, tensor: usize, start: u64, piece: B) {
         let Some(lane) = self.lanes.get(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
-        crc.update(bytes);
+        crc.update(piece.as_ref());
         let mut lane = locked(lane);
-        lane.waiting.insert(start, (bytes, crc));
+        lane.waiting.insert(start, (piece, crc));
         if start == lane.next
-            && let Some(work) = lane.work.take_if(|work| work.rest.is_empty())
+            && let Some(work) = lane.work.take_if(|work| work.left() == 0)
         {
             self.park(tensor, work, &mut lane);
         }
     }
 
     /// Puts work down: into the queue if there are bytes to hash, or if all of them were.
-    fn park(&self, tensor: usize, mut work: Work<'a>, lane: &mut Lane<'a>) {
-        if work.rest.is_empty() {
-            while let Some((bytes, crc)) = lane.waiting.remove(&lane.next) {
+    fn park(&self, tensor: usize, mut work: Work<B>, lane: &mut Lane<B>) {
+        if work.left() == 0 {
+            work.piece = None;
+            while let Some((piece, crc)) = lane.waiting.remove(&lane.next) {
                 lane.crc.combine(&crc);
-                lane.next += bytes.len() as u64;
+                lane.next += piece.as_ref().len() as u64;
                 if self.sha {
-                    work.rest = bytes;
+                    (work.piece, work.done) = (Some(piece), 0);
                     break;
                 }
             }
-            if work.rest.is_empty() && lane.next < lane.data_len {
+            if work.left() == 0 && lane.next < lane.data_len {
                 lane.work = Some(work);
                 return;
             }
@@ -121,7 +140,7 @@ impl<'a> HashPool<'a> {
         self.changed.notify_one();
     }
 
-    fn take(&self, tensor: usize) -> Option<(usize, Work<'a>)> {
+    fn take(&self, tensor: usize) -> Option<(usize, Work<B>)> {
         Some((tensor, locked(self.lanes.get(tensor)?).work.take()?))
     }
 
@@ -150,32 +169,27 @@ impl<'a> HashPool<'a> {
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
-        let mut works: Vec<(usize, Work<'a>)> =
+        let mut works: Vec<(usize, Work<B>)> =
             first.into_iter().chain(second).filter_map(|tensor| self.take(tensor)).collect();
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
-                let len = a.rest.len().min(b.rest.len()).min(QUANTUM);
-                let [(now_a, later_a), (now_b, later_b)] = [&*a, &*b]
-                    .map(|work| work.rest.split_at_checked(len).unwrap_or((work.rest, &[])));
-                let [left_a, left_b] =
-                    Sha256::update_pair([&mut a.sha, &mut b.sha], [now_a, now_b]);
-                a.sha.update(left_a);
-                b.sha.update(left_b);
-                (a.rest, b.rest) = (later_a, later_b);
+                let len = a.left().min(b.left()).min(QUANTUM);
+                let [(sha_a, now_a), (sha_b, now_b)] = [a.next(len), b.next(len)];
+                let [left_a, left_b] = Sha256::update_pair([sha_a, sha_b], [now_a, now_b]);
+                sha_a.update(left_a);
+                sha_b.update(left_b);
             }
             works => {
                 for (_, work) in works {
-                    let len = work.rest.len().min(QUANTUM);
-                    let (now, later) = work.rest.split_at_checked(len).unwrap_or((work.rest, &[]));
-                    work.sha.update(now);
-                    work.rest = later;
+                    let (sha, now) = work.next(QUANTUM);
+                    sha.update(now);
                 }
             }
         }
         for (tensor, work) in works {
             let Some(lane) = self.lanes.get(tensor) else { continue };
             let mut lane = locked(lane);
-            if work.rest.is_empty() && lane.next == lane.data_len {
+            if work.left() == 0 && lane.next == lane.data_len {
                 let crc = lane.crc.clone().finalize();
                 drop(lane);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
@@ -202,7 +216,8 @@ mod tests {
             .map(|&len| (0..len).map(|i| (i * 7 + len) as u8).collect())
             .collect();
         for threads in 1..4 {
-            let pool = HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true);
+            let pool: HashPool<&[u8]> =
+                HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true);
             let mut jobs: Vec<(usize, usize)> = Vec::new();
             for (tensor, data) in tensors.iter().enumerate() {
                 jobs.extend((0..data.len()).step_by(700_000).map(|start| (tensor, start)));

@@ -238,7 +238,8 @@ def reset(connection):
 class Relay(Scripted):
     """Hands requests on to another server, as a proxy or as if it were that server. Each one is
     given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
-    a number and fields, ``"reset"``, or ``"stall"``.
+    a number and fields, ``"reset"``, ``"stall"``, ``"lost"`` (done, but the answer does not come
+    back) or ``"without"`` a field of the answer.
     """
 
     def __init__(self, host, script=lambda method, path, number: None):
@@ -280,6 +281,12 @@ class Relay(Scripted):
             hidden = ("transfer-encoding", "content-length", "connection")
             reply = {n: v for n, v in answer.getheaders() if n.lower() not in hidden}
             connection.close()
+        if fault == "lost":
+            reset(handler.connection)
+            handler.close_connection = True
+            return
+        if fault == "without":
+            reply = {name: value for name, value in reply.items() if name != given[0]}
         try:
             handler.send_response(status)
             for name, value in reply.items():

@@ -13,7 +13,7 @@ use reqwest::Url;
 use super::OnDemand;
 use crate::environment::reading;
 use crate::error::{Error, Result};
-use crate::net::NetOptions;
+use crate::net::{NetOptions, show_text};
 
 /// Where objects are read from if nothing says otherwise, as in the package that this one succeeds.
 pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
@@ -160,7 +160,8 @@ async fn from_chain(aws: &SdkConfig) -> Option<Credentials> {
 
 /// `trusted`: plain `http://` is what the environment or a profile asks for.
 fn endpoint_url(endpoint: &str, force_http: bool, trusted: bool) -> Result<Url> {
-    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{endpoint}`: {what}"));
+    let shown = show_text(endpoint);
+    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{shown}`: {what}"));
     let lower = endpoint.to_ascii_lowercase();
     let host = match lower.split_once("://") {
         None => endpoint,

@@ -1,0 +1,36 @@
+"""Tensors that change while they are saved: any of their states may be in the file, with its hash."""
+
+import threading
+
+import pytest
+import tensorizer
+import torch
+from tensorizer import DecryptionParams, EncryptionParams
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("size", [1000, 200_000, 30_000_000])
+def test_the_hash_is_that_of_the_bytes_written(tmp_path, size, encrypted):
+    # Small ones change too quickly to be caught in one try.
+    tensors = {str(n): torch.zeros(size, dtype=torch.uint8) for n in range(60_000_000 // size)}
+    tensors = dict(list(tensors.items())[:5000])
+    over = threading.Event()
+
+    def change():
+        while not over.is_set():
+            for tensor in tensors.values():
+                tensor.add_(1)
+
+    encryption = EncryptionParams.random() if encrypted else None
+    decryption = DecryptionParams.from_key(encryption.key) if encryption else None
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for number in range(3):
+            tensorizer.save(tensors, tmp_path / str(number), encryption=encryption)
+    finally:
+        over.set()
+        thread.join()
+    for number in range(3):
+        found = tensorizer.load(tmp_path / str(number), verify_hash=True, encryption=decryption)
+        assert found.keys() == tensors.keys()
