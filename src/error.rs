@@ -125,6 +125,21 @@ pub enum Error {
         /// What the disk said.
         error: io::Error,
     },
+    /// A file may be written, but not replaced as a whole.
+    #[error(
+        "`{uri}` may be written, but not replaced by a new file in its folder `{}` ({error}): \
+         write another file, or, at the risk of a damaged one if that fails, write it in place by \
+         passing open(path, \"wb+\") instead of the path",
+        .folder.display()
+    )]
+    Irreplaceable {
+        /// The path.
+        uri: String,
+        /// Where no file can be made, or renamed.
+        folder: std::path::PathBuf,
+        /// What the operating system said.
+        error: io::Error,
+    },
     /// The object was closed before.
     #[error("{0}")]
     Closed(String),

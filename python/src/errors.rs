@@ -34,6 +34,9 @@ impl From<Error> for Raised {
             Error::Unsynced { uri, error } => {
                 builtin::PyOSError::new_err((error.raw_os_error(), text, uri))
             }
+            Error::Irreplaceable { uri, error, .. } => {
+                builtin::PyPermissionError::new_err((error.raw_os_error(), text, uri))
+            }
             Error::Truncated { .. } => own("TruncatedError", (text,)),
             Error::Format { .. } => own("FormatError", (text,)),
             Error::Version { found, .. } => own("InvalidVersionError", (text, found)),

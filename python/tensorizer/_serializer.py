@@ -29,9 +29,10 @@ _LAST_MODULE_INDEX = 0xFFFF
 class TensorSerializer:
     """Writes tensors into a ``.tensors`` file.
 
-    A path is written atomically: until :meth:`close` the old file stays, and a temporary file
-    beside it takes the bytes; an object of S3 appears as a whole too. As a context manager it
-    closes at the end of the block; if the block raises, nothing appears.
+    A path is written atomically: until :meth:`close` the old file stays, and a file beside it,
+    without a name or with a hidden one, takes the bytes; then it replaces the old one and is like
+    it in owner, group and permissions. An object of S3 appears as a whole too. As a context
+    manager it closes at the end of the block; if the block raises, nothing appears.
 
     A serializer that is forgotten without :meth:`close` finishes its file, with a
     ``RuntimeWarning``, where no other has its name; where one has, that stays as it is, and what
@@ -56,7 +57,7 @@ class TensorSerializer:
             are there.
 
     Raises:
-        OSError: The file cannot be created or written.
+        OSError: The file cannot be created, written or, because of its folder, replaced.
         TypeError, ValueError: An argument is not one of the above.
 
     """

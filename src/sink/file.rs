@@ -1,38 +1,33 @@
 //! Local files. A file written under a path appears there whole or not at all.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::{Unclosed, WriteAt};
+use super::hidden::Hidden;
+use super::temporary::Temporary;
+use super::{Unclosed, WriteAt, alike};
 use crate::buffer::mapped;
 use crate::cancel::{Cancel, detached};
 use crate::error::{Error, Result};
-use crate::sys::process::Maker;
 
 /// A local file.
 pub struct FileSink {
+    /// Until the file is published. Dropped before the file: its name goes under its lock.
+    pending: Option<Temporary>,
     file: File,
     uri: String,
-    /// Until the file is published.
-    pending: Option<Pending>,
-}
-
-/// A file that has not got its name yet.
-struct Pending {
-    /// Who alone may publish it, or remove it.
-    maker: Maker,
-    temporary: PathBuf,
-    target: PathBuf,
 }
 
 impl FileSink {
     /// Begins a file that will be `path` once it is published; until then, and if it never is,
     /// whatever is at `path` stays. Missing parent directories are created.
     ///
-    /// The bytes go to a temporary file in the same directory, which is removed when the sink is
-    /// dropped unpublished. An existing file's permissions are kept; a symbolic link is followed.
+    /// The bytes go to a file without a name in the same directory, or where the system has no such
+    /// thing to one with a hidden name, which is removed when the sink is dropped unpublished; what
+    /// killed savers of the same path have left is removed here. The file becomes the like of one
+    /// that it replaces; a symbolic link is followed.
     pub fn create(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
         let fail = |e| Error::io("creating", &uri, e);
@@ -42,32 +37,40 @@ impl FileSink {
             Err(e) => return Err(fail(e)),
         };
         let existing = fs::metadata(&target).ok();
-        if let Some(metadata) = &existing {
+        if let Some(metadata) = existing.as_ref().filter(|metadata| !metadata.is_file()) {
             if metadata.is_dir() {
                 return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
             }
-            if !metadata.is_file() {
-                // A device: there is nothing to rename over.
-                let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
-                return Ok(FileSink { file, uri, pending: None });
+            // A device: there is nothing to rename over.
+            let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
+            return Ok(FileSink { pending: None, file, uri });
+        }
+        // Replacing it must need the same permission as overwriting it.
+        let writable = || OpenOptions::new().write(true).open(&target);
+        let replaced = existing.map(|_| writable()).transpose().map_err(fail)?;
+        let hidden = Hidden::beside(&target)
+            .ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
+        let folder = hidden.folder().to_owned();
+        fs::create_dir_all(&folder).map_err(fail)?;
+        hidden.remove_stale();
+        let refused = |error: io::Error| match error.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM | libc::EROFS) if replaced.is_some() => {
+                Error::Irreplaceable { uri: uri.clone(), folder: folder.clone(), error }
             }
-            // Replacing it must need the same permission as overwriting it.
-            OpenOptions::new().write(true).open(&target).map_err(fail)?;
+            _ => fail(error),
+        };
+        let (file, pending) =
+            Temporary::create(target.clone(), hidden, replaced.is_some()).map_err(refused)?;
+        if let Some(old) = &replaced {
+            let sticky = fs::metadata(&folder).and_then(|folder| {
+                is_protected(&target, &old.metadata()?, &folder, file.metadata()?.uid())
+            });
+            if sticky.map_err(fail)? {
+                return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
+            }
+            alike::make(&file, old).map_err(fail)?;
         }
-        let name =
-            target.file_name().ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
-        let parent =
-            target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        fs::create_dir_all(parent).map_err(fail)?;
-        let (file, temporary) = create_beside(parent, name).map_err(fail)?;
-        let pending = Some(Pending { maker: Maker::this(), temporary, target });
-        // From here on the temporary file is removed whatever happens.
-        let sink = FileSink { file, uri: uri.clone(), pending };
-        if let Some(metadata) = existing {
-            let mode = metadata.permissions().mode() & 0o7777;
-            sink.file.set_permissions(fs::Permissions::from_mode(mode)).map_err(fail)?;
-        }
-        Ok(sink)
+        Ok(FileSink { pending: Some(pending), file, uri })
     }
 
     /// Another handle of the file.
@@ -84,14 +87,45 @@ impl FileSink {
                  used in place of it and would change; write another file and rename it"
             )));
         }
-        Ok(FileSink { file, uri, pending: None })
+        Ok(FileSink { pending: None, file, uri })
     }
 
-    /// Ends the file at `len` bytes, and has it on the disk before it gets its name.
-    fn settle(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        let failed = |e| Error::io("finishing", &self.uri, e);
-        let file = self.file.try_clone().map_err(failed)?;
-        detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?.map_err(failed)
+    /// Ends the file at `len` bytes, has it on the disk, and then gives it a name: what `publish`
+    /// returns. None if it is one of the caller's.
+    fn end_with<T>(
+        &mut self,
+        len: u64,
+        cancel: &dyn Cancel,
+        publish: impl FnOnce(Temporary, &File) -> io::Result<T>,
+    ) -> Result<Option<T>> {
+        let Some(pending) = &self.pending else { return Ok(None) };
+        pending.check(&self.uri)?;
+        let file = self.handle()?;
+        let settled = detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
+        let published = settled.and_then(|()| {
+            self.pending.take().map(|pending| publish(pending, &self.file)).transpose()
+        });
+        let published = published.map_err(|e| Error::io("finishing", &self.uri, e))?;
+        crate::sys::unlock(&self.file);
+        Ok(published)
+    }
+}
+
+/// Whether a folder like `/tmp` lets only owners replace files, and this one is somebody else's.
+fn is_protected(target: &Path, old: &Metadata, folder: &Metadata, us: u32) -> io::Result<bool> {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == us || old.uid() == us {
+        return Ok(false);
+    }
+    #[cfg(target_os = "linux")]
+    {
+        // Needs the same: to be the owner, or the privilege to act for every owner.
+        let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
+        Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = target;
+        Ok(us != 0)
     }
 }
 
@@ -108,27 +142,6 @@ fn end_of_links(path: &Path) -> io::Result<PathBuf> {
         }
     }
     Err(io::Error::from_raw_os_error(libc::ELOOP))
-}
-
-/// A new file with a name that nobody else uses, hidden and close to the final one.
-fn create_beside(parent: &Path, name: &std::ffi::OsStr) -> io::Result<(File, PathBuf)> {
-    const TRIES: u32 = 100;
-    let mut shown = name.to_string_lossy().into_owned();
-    // Leave room for the rest of the name within the usual limit of 255 bytes.
-    while shown.len() > 200 {
-        shown.pop();
-    }
-    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let start = clock.map(|t| t.subsec_nanos()).unwrap_or_default();
-    for attempt in 0..TRIES {
-        let unique = format!("{}-{:08x}", std::process::id(), start.wrapping_add(attempt));
-        let path = parent.join(format!(".{shown}.{unique}.tmp"));
-        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            other => return other.map(|file| (file, path)),
-        }
-    }
-    Err(io::Error::from(io::ErrorKind::AlreadyExists))
 }
 
 impl WriteAt for FileSink {
@@ -173,55 +186,19 @@ impl WriteAt for FileSink {
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        let Some(Pending { maker, temporary, target }) = &self.pending else {
-            return Ok(());
-        };
-        maker.check(&self.uri)?;
-        self.settle(len, cancel)?;
-        fs::rename(temporary, target).map_err(|e| Error::io("finishing", &self.uri, e))?;
-        let target = target.clone();
-        self.pending = None;
-        sync_name(&target, &self.uri)
+        match self.end_with(len, cancel, Temporary::publish)? {
+            Some(target) => sync_name(&target, &self.uri),
+            None => Ok(()),
+        }
     }
 
     fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let Some(Pending { maker, temporary, target }) = &self.pending else {
+        let Some((number, name)) = self.end_with(len, cancel, Temporary::publish_unclosed)? else {
             return Ok(Unclosed::InPlace);
         };
-        maker.check(&self.uri)?;
-        self.settle(len, cancel)?;
-        for number in 0..MOST_UNCLOSED {
-            let name = unclosed_name(target, number);
-            match crate::sys::rename_to_free_name(temporary, &name) {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(Error::io("finishing", &self.uri, e)),
-                Ok(()) => {
-                    self.pending = None;
-                    sync_name(&name, &self.uri)?;
-                    return Ok(if number == 0 {
-                        Unclosed::InPlace
-                    } else {
-                        Unclosed::Beside(name)
-                    });
-                }
-            }
-        }
-        Err(Error::io("finishing", &self.uri, io::Error::from(io::ErrorKind::AlreadyExists)))
+        sync_name(&name, &self.uri)?;
+        Ok(if number == 0 { Unclosed::InPlace } else { Unclosed::Beside(name) })
     }
-}
-
-/// So many names are tried for a file that was forgotten.
-const MOST_UNCLOSED: u32 = 1000;
-
-/// The name itself, then `name.unclosed`, `name.unclosed.2` and so on.
-fn unclosed_name(target: &Path, number: u32) -> PathBuf {
-    let mut name = target.as_os_str().to_owned();
-    match number {
-        0 => {}
-        1 => name.push(".unclosed"),
-        _ => name.push(format!(".unclosed.{number}")),
-    }
-    name.into()
 }
 
 /// Has the name of a file on the disk too. The file is there in any case: where a folder cannot be
@@ -238,14 +215,3 @@ fn sync_name(path: &Path, uri: &str) -> Result<()> {
 /// Of folders that may not be read, and of file systems that do not sync folders.
 const CANNOT_SYNC: [i32; 5] =
     [libc::EACCES, libc::EPERM, libc::EINVAL, libc::ENOTSUP, libc::ENOSYS];
-
-impl Drop for FileSink {
-    fn drop(&mut self) {
-        if let Some(Pending { maker, temporary, .. }) = &self.pending
-            && maker.is_here()
-        {
-            // Nothing more can be done about a file that cannot be removed.
-            let _ = fs::remove_file(temporary);
-        }
-    }
-}

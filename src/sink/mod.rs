@@ -1,8 +1,11 @@
 //! Where bytes are written to. Every sink can be written at a position.
 
+mod alike;
 mod file;
+mod hidden;
 #[cfg(feature = "s3")]
 mod s3;
+mod temporary;
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

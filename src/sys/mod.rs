@@ -3,7 +3,7 @@
 
 pub mod process;
 
-use std::ffi::{CString, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::AsRawFd;
@@ -201,6 +201,136 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
             Ok(_) => Err(io::Error::from(io::ErrorKind::AlreadyExists)),
         },
     }
+}
+
+/// Takes the lock of an open file, which belongs to all duplicates of its descriptor, for writing.
+/// False where somebody else has it. Errors where locks do not work.
+pub fn try_lock(file: &File) -> io::Result<bool> {
+    loop {
+        // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+            return Ok(true);
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::WouldBlock => return Ok(false),
+            io::ErrorKind::Interrupted => {}
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Gives that lock back, if it was held.
+pub fn unlock(file: &File) {
+    // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+    let _ = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
+}
+
+/// Gives a name to an open file, which may have had none. One that is taken is `AlreadyExists`.
+pub fn link(file: &File, name: &Path) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::unix::ffi::OsStrExt as _;
+        let here = libc::AT_FDCWD;
+        let name = CString::new(name.as_os_str().as_bytes())?;
+        let number = file.as_raw_fd();
+        let from = c"".as_ptr();
+        // SAFETY: two strings that end in a zero and live until the call returns; the descriptor is
+        // open for the borrow of `file`.
+        if unsafe { libc::linkat(number, from, here, name.as_ptr(), libc::AT_EMPTY_PATH) } == 0 {
+            return Ok(());
+        }
+        if io::Error::last_os_error().kind() == io::ErrorKind::AlreadyExists {
+            return Err(io::Error::last_os_error());
+        }
+        // That needs a privilege before Linux 6.10, and this needs /proc.
+        let path = CString::new(format!("/proc/self/fd/{number}"))?;
+        let flags = libc::AT_SYMLINK_FOLLOW;
+        // SAFETY: as above.
+        if unsafe { libc::linkat(here, path.as_ptr(), here, name.as_ptr(), flags) } == 0 {
+            return Ok(());
+        }
+        Err(io::Error::last_os_error())
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (file, name);
+        Err(io::Error::from(io::ErrorKind::Unsupported))
+    }
+}
+
+/// The names of a file's extended attributes.
+pub fn attribute_names(file: &File) -> io::Result<Vec<CString>> {
+    #[cfg(target_os = "linux")]
+    {
+        let list = sized(|out, len| {
+            // SAFETY: the kernel writes at most `len` bytes to `out`, see `sized`.
+            checked(unsafe { libc::flistxattr(file.as_raw_fd(), out.cast(), len) })
+        })?;
+        let names = list.split(|byte| *byte == 0).filter(|name| !name.is_empty());
+        Ok(names.map(CString::new).collect::<Result<_, _>>()?)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        Ok(Vec::new())
+    }
+}
+
+/// An extended attribute; None where the file has no such, or its file system none at all.
+pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
+    #[cfg(target_os = "linux")]
+    {
+        let value = sized(|out, len| {
+            // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,
+            // see `sized`.
+            let got = unsafe { libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), out.cast(), len) };
+            checked(got)
+        });
+        match value {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENODATA | libc::ENOTSUP)) => Ok(None),
+            other => other.map(Some),
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (file, name);
+        Ok(None)
+    }
+}
+
+/// What a call writes that tells the length when it is given no room.
+#[cfg(target_os = "linux")]
+fn sized(call: impl Fn(*mut u8, usize) -> io::Result<usize>) -> io::Result<Vec<u8>> {
+    let mut out = vec![0; call(std::ptr::null_mut(), 0)?];
+    // One of no bytes would ask for the length again.
+    let len = if out.is_empty() { 0 } else { call(out.as_mut_ptr(), out.len())? };
+    out.truncate(len);
+    Ok(out)
+}
+
+/// Sets an extended attribute, or with None removes it.
+pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        let number = file.as_raw_fd();
+        let result = match value {
+            Some(value) => {
+                let bytes = value.as_ptr().cast();
+                // SAFETY: a string that ends in a zero, and as many bytes as it says, which all
+                // live until the call returns.
+                unsafe { libc::fsetxattr(number, name.as_ptr(), bytes, value.len(), 0) }
+            }
+            // SAFETY: a string that ends in a zero and lives until the call returns.
+            None => unsafe { libc::fremovexattr(number, name.as_ptr()) },
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, name, value);
+    Ok(())
 }
 
 /// Gives the memory of whole pages back to the system.

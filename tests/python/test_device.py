@@ -236,7 +236,7 @@ def forget(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors):
+def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors, monkeypatch):
     # Temporary folders may be in memory, where nothing is ever cold.
     path = os.path.join(os.path.dirname(__file__), f"cold-{os.getpid()}.tensors")
     try:

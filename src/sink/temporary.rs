@@ -1,0 +1,152 @@
+//! A file that is being written and has not got its name yet.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use super::alike;
+use super::hidden::Hidden;
+use crate::error::Result;
+use crate::sys;
+use crate::sys::process::Maker;
+
+/// So many names are tried for a file that was forgotten.
+const MOST_UNCLOSED: u32 = 1000;
+
+/// Where the bytes are until they are published, and their name. Removed when dropped.
+pub(super) struct Temporary {
+    /// Who alone may publish the file, or remove it.
+    maker: Maker,
+    target: PathBuf,
+    hidden: Hidden,
+    /// None for a file without any name, which ends with the last process that has it open.
+    path: Option<PathBuf>,
+}
+
+impl Temporary {
+    /// Begins a file in the target's folder. A private one is its owner's alone for now.
+    pub(super) fn create(
+        target: PathBuf,
+        hidden: Hidden,
+        private: bool,
+    ) -> io::Result<(File, Self)> {
+        let mode = if private { 0o600 } else { 0o666 };
+        let (file, path) = match unnamed(hidden.folder(), mode) {
+            Some(file) => (file, None),
+            None => {
+                let (file, path) = hidden.create(mode)?;
+                (file, Some(path))
+            }
+        };
+        Ok((file, Temporary { maker: Maker::this(), target, hidden, path }))
+    }
+
+    /// Refuses what only the process may do that began the file.
+    pub(super) fn check(&self, uri: &str) -> Result<()> {
+        self.maker.check(uri)
+    }
+
+    /// Gives the file its name, over whatever has it, and returns that.
+    pub(super) fn publish(mut self, file: &File) -> io::Result<PathBuf> {
+        if self.path.is_none() && sys::link(file, &self.target).is_ok() {
+            return Ok(self.target.clone());
+        }
+        fs::rename(self.hide(file)?, &self.target)?;
+        self.path = None;
+        Ok(self.target.clone())
+    }
+
+    /// Gives the file the first name of [`unclosed_name`] that is free. Returns its number, too.
+    pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(u32, PathBuf)> {
+        for number in 0..MOST_UNCLOSED {
+            let name = unclosed_name(&self.target, number);
+            match self.take_name(file, &name) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                other => return other.map(|()| (number, name)),
+            }
+        }
+        Err(io::Error::from(io::ErrorKind::AlreadyExists))
+    }
+
+    fn take_name(&mut self, file: &File, name: &Path) -> io::Result<()> {
+        if self.path.is_none() {
+            match sys::link(file, name) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {}
+                done => return done,
+            }
+        }
+        sys::rename_to_free_name(&self.hide(file)?, name)?;
+        self.path = None;
+        Ok(())
+    }
+
+    /// Makes sure that what was written has a hidden name, and returns it.
+    fn hide(&mut self, file: &File) -> io::Result<PathBuf> {
+        let path = match self.path.take() {
+            Some(path) => path,
+            None => match self.hidden.link(file) {
+                Ok(path) => path,
+                // Linking looked possible; what was written must not be lost where it is not.
+                Err(_) => self.copy(file)?,
+            },
+        };
+        Ok(self.path.insert(path).clone())
+    }
+
+    /// Copies what was written into a file with a hidden name.
+    fn copy(&mut self, file: &File) -> io::Result<PathBuf> {
+        let (copy, path) = self.hidden.create(0o600)?;
+        // From here on it is removed whatever happens.
+        self.path = Some(path.clone());
+        io::Seek::rewind(&mut &*file)?;
+        io::copy(&mut &*file, &mut &copy)?;
+        alike::make(&copy, file)?;
+        copy.sync_all()?;
+        Ok(path)
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path
+            && self.maker.is_here()
+        {
+            // Nothing more can be done about a file that cannot be removed.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A file without a name in a folder, if it can be given one later.
+fn unnamed(folder: &Path, mode: u32) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(mode);
+        let file = options.open(folder).ok()?;
+        // Linux before 6.1 may pass over the umask here, but not for files with a name.
+        if file.metadata().ok()?.mode() & 0o777 == 0o666 {
+            return None;
+        }
+        // The folder itself has this name: that is found out once all is well with the file.
+        let tried = sys::link(&file, &folder.join("."));
+        tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (folder, mode);
+        None
+    }
+}
+
+/// The name itself, then `name.unclosed`, `name.unclosed.2` and so on.
+fn unclosed_name(target: &Path, number: u32) -> PathBuf {
+    let mut name = target.as_os_str().to_owned();
+    match number {
+        0 => {}
+        1 => name.push(".unclosed"),
+        _ => name.push(format!(".unclosed.{number}")),
+    }
+    name.into()
+}

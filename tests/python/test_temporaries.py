@@ -1,0 +1,376 @@
+"""What a save has not published yet leaves nothing behind, whoever is killed when."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, assert_same
+
+NEW = {"new": torch.arange(5)}
+#: No file system makes files without names.
+NAMED = {"FAIL_TMPFILE": errno.EOPNOTSUPP}
+
+
+#: Runs what it is told in processes that are forked off it, which need not import torch again.
+FORKING = """
+import json, os, sys, tempfile, traceback, tensorizer, torch
+for line in sys.stdin:
+    code, sys.argv[1:], variables = json.loads(line)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            os.environ.update(variables)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            names, status = {}, 1
+            try:
+                exec(code, names)
+                names.clear()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
+    print(json.dumps([status, *said]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def interposed(tmp_path_factory):
+    """Return an environment in which variables make calls fail, or kill the process."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("files") / "failing_files.so"
+    source = ROOT / "tests/python/failing_files.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return os.environ | {"LD_PRELOAD": str(library)}
+
+
+@pytest.fixture(scope="module")
+def run(interposed):
+    """Run code with arguments and such variables; return status, output and errors."""
+    command = [sys.executable, "-c", FORKING]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=interposed, **pipes) as process:
+
+        def run(code, *args, **variables):
+            given = {name: str(value) for name, value in variables.items()}
+            process.stdin.write(json.dumps([code, list(map(str, args)), given]) + "\n")
+            process.stdin.flush()
+            return Done(*json.loads(process.stdout.readline()))
+
+        yield run
+        process.stdin.close()
+
+
+@pytest.fixture
+def unnamed(tmp_path):
+    """Skip where the file system has no files without names."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
+    except OSError as error:
+        pytest.skip(f"{tmp_path} has no files without names: {error}")
+
+
+@dataclass
+class Done:
+    """What became of a process."""
+
+    status: int
+    output: str
+    errors: str
+
+
+def holds(path, tensors=NEW):
+    loaded = tensorizer.load(path, verify_hash=True)
+    assert list(loaded) == list(tensors)
+    for name, tensor in tensors.items():
+        assert_same(loaded[name], tensor)
+
+
+def hidden(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+SAVE = """
+import sys, tensorizer, torch
+tensorizer.save({"new": torch.arange(5)}, sys.argv[1])
+"""
+STREAM = """
+import sys, tensorizer, torch
+from tensorizer.stream_io import open_stream
+with tensorizer.TensorSerializer(open_stream(sys.argv[1], "wb+")) as serializer:
+    serializer.write_state_dict({"new": torch.arange(5)})
+"""
+FORGET = """
+import sys, tensorizer, torch
+serializer = tensorizer.TensorSerializer(sys.argv[1])
+serializer.write_state_dict({"new": torch.arange(5)})
+"""
+
+
+@pytest.mark.parametrize("code", [SAVE, STREAM], ids=["path", "stream"])
+@pytest.mark.parametrize("before", ["fsync", "linkat"])
+def test_a_killed_saver_leaves_nothing(unnamed, run, code, before, tmp_path):
+    done = run(code, tmp_path / "f", KILL_BEFORE=before)
+    assert done.status == -9, done.errors
+    assert os.listdir(tmp_path) == []
+
+
+def test_killed_between_its_two_names(unnamed, run, tmp_path):
+    """Over a file that exists, the new one has a hidden name for a moment."""
+    path = tmp_path / "f"
+    tensorizer.save({"old": torch.ones(2)}, path)
+    for _ in range(2):  # the second saver removes what the first has left
+        done = run(SAVE, path, KILL_BEFORE="rename")
+        assert done.status == -9, done.errors
+        holds(path, {"old": torch.ones(2)})
+        assert len(hidden(tmp_path)) == 1
+    done = run(SAVE, path, KILL_AFTER="linkat")
+    assert done.status == -9, done.errors
+    tensorizer.save(NEW, path)
+    holds(path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("before", ["flock", "fsync", "rename"])
+def test_a_hidden_name_goes_with_the_next_save(run, before, tmp_path):
+    path = tmp_path / "f"
+    for _ in range(2):
+        done = run(SAVE, path, **NAMED, KILL_BEFORE=before)
+        assert done.status == -9, done.errors
+        assert len(hidden(tmp_path)) == 1
+    done = run(SAVE, path, **NAMED)
+    assert done.status == 0, done.errors
+    holds(path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_hidden_name_stays_where_locks_do_not_work(run, tmp_path):
+    path = tmp_path / "f"
+    unlockable = {**NAMED, "FAIL_FLOCK": errno.ENOLCK}
+    assert run(SAVE, path, **unlockable, KILL_BEFORE="fsync").status == -9
+    (unlocked,) = hidden(tmp_path)
+    assert run(SAVE, path, **NAMED, KILL_BEFORE="fsync").status == -9
+    both = sorted(hidden(tmp_path))
+    assert len(both) == 2
+    # Who cannot lock cannot tell, either.
+    done = run(SAVE, path, **unlockable)
+    assert done.status == 0, done.errors
+    assert sorted(hidden(tmp_path)) == both
+    # And who can does not know about one that was never locked.
+    tensorizer.save(NEW, path)
+    assert hidden(tmp_path) == [unlocked]
+    holds(path)
+
+
+LIVING = """
+import os, sys, tensorizer, torch
+serializer = tensorizer.TensorSerializer(sys.argv[1])
+serializer.write_state_dict({"new": torch.arange(5)})
+if "fork" in sys.argv:
+    if os.fork():
+        os._exit(0)
+print("ready", flush=True)
+sys.stdin.read()
+if "fork" in sys.argv:
+    os._exit(0)
+serializer.close()
+"""
+
+
+def start(interposed, *args):
+    command = [sys.executable, "-c", LIVING, *map(str, args)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    names = {name: str(value) for name, value in NAMED.items()}
+    process = subprocess.Popen(command, env=interposed | names, **pipes)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_living_saver_keeps_its_hidden_name(interposed, run, tmp_path):
+    path = tmp_path / "f"
+    process = start(interposed, path)
+    (name,) = hidden(tmp_path)
+    tensorizer.save({"other": torch.ones(2)}, path)
+    done = run(SAVE, path, **NAMED)
+    assert done.status == 0, done.errors
+    assert hidden(tmp_path) == [name]
+    tensorizer.save({"other": torch.ones(2)}, path)
+    process.communicate()
+    assert process.returncode == 0
+    holds(path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_child_of_a_dead_saver_keeps_its_hidden_name(interposed, tmp_path):
+    path = tmp_path / "f"
+    process = start(interposed, path, "fork")
+    assert process.wait(60) == 0
+    tensorizer.save(NEW, path)
+    assert len(hidden(tmp_path)) == 1
+    process.stdin.close()
+    # The child has ended when its output has.
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    tensorizer.save(NEW, path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_hidden_names_of_other_machines_and_other_files(tmp_path):
+    """Not every mount tells a machine of another's locks: recent files may be in use."""
+    path = tmp_path / "f"
+    elsewhere = "0000000a-0000000b"
+    old = [f".f.tensorizer-{elsewhere}.tmp", ".f.tensorizer-0000000a-0000000c.tmp"]
+    kept = [
+        ".f.tensorizer-0000000a-0000000d.tmp",
+        f".g.tensorizer-{elsewhere}.tmp",
+        f".f.tensorizer-{elsewhere}.unlocked",
+        ".f.tensorizer-+000000a-0000000b.tmp",
+        ".f.tensorizer-a-b.tmp",
+        ".f.tmp",
+    ]
+    for name in old + kept:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / ".f.tensorizer-0000000a-0000000e.tmp").symlink_to("g")
+    (tmp_path / "g").write_bytes(b"")
+    (tmp_path / ".f.tensorizer-0000000a-0000000f.tmp").mkdir()
+    os.mkfifo(tmp_path / ".f.tensorizer-0000000a-00000010.tmp")
+    before = time.time() - 25 * 3600
+    for name in os.listdir(tmp_path):
+        if name != kept[0]:
+            os.utime(tmp_path / name, (before, before))
+    with open(tmp_path / old[1], "rb") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        everything = set(os.listdir(tmp_path))
+        tensorizer.save(NEW, path)
+        assert set(os.listdir(tmp_path)) == everything - {old[0]} | {"f"}
+    tensorizer.save(NEW, path)
+    assert set(os.listdir(tmp_path)) == everything - set(old) | {"f"}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"FAIL_LINK": errno.ENOENT},
+        {"FAIL_LINK": errno.EXDEV, "FAIL_PROBE": 0},
+        {"FAIL_TMPFILE": errno.EISDIR},
+        {**NAMED, "FAIL_FLOCK": errno.EOPNOTSUPP},
+    ],
+    ids=["no links", "links fail late", "no such files", "no locks"],
+)
+def test_file_systems_that_can_do_less(run, variables, exists, tmp_path):
+    path = tmp_path / "f"
+    if exists:
+        tensorizer.save({"old": torch.ones(2)}, path)
+        path.chmod(0o640)
+    done = run(SAVE, path, **variables)
+    assert done.status == 0, done.errors
+    holds(path)
+    assert stat.S_IMODE(path.stat().st_mode) == (0o640 if exists else 0o644)
+    done = run(FORGET, path, **variables)
+    assert "f.unclosed" in done.errors
+    holds(tmp_path / "f.unclosed")
+    assert sorted(os.listdir(tmp_path)) == ["f", "f.unclosed"]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_new_files_obey_the_umask(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        tensorizer.save(NEW, tmp_path / "f")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_published_file_is_not_locked(tmp_path):
+    path = tmp_path / "f"
+    for _ in range(2):
+        serializer = tensorizer.TensorSerializer(path)
+        serializer.write_state_dict(NEW)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            serializer.close()
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+KILLS = """
+import os, random, sys, time, tensorizer, torch
+folder, same = sys.argv[1], sys.argv[2] == "same"
+tensors = {str(i): torch.ones(1 << 18) for i in range(16)}
+tensorizer.save(tensors, os.path.join(folder, "f"))
+random.seed(5)
+for kill in range(100):
+    child = os.fork()
+    if child == 0:
+        number = 0
+        while True:
+            number += 1
+            name = "f" if same else f"{kill}.{number}"
+            tensorizer.save(tensors, os.path.join(folder, name))
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("names", ["same", "new"])
+def test_a_hundred_kills(unnamed, run, names, tmp_path):
+    done = run(KILLS, tmp_path, names)
+    assert done.status == 0, done.errors
+    if names == "new":
+        assert hidden(tmp_path) == []
+    assert len(hidden(tmp_path)) <= 1
+    for name in os.listdir(tmp_path):
+        if not name.startswith("."):
+            assert len(tensorizer.load(tmp_path / name, verify_hash=True)) == 16
+    tensorizer.save(NEW, tmp_path / "f")
+    assert hidden(tmp_path) == []
+
+
+RACE = """
+import os, sys, tensorizer, torch
+children = []
+for number in range(4):
+    children.append(os.fork())
+    if children[-1] == 0:
+        try:
+            for _ in range(50):
+                tensorizer.save({"a": torch.full((1000,), number)}, sys.argv[1])
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, NAMED], ids=["unnamed", "named"])
+def test_savers_of_one_name_do_not_disturb_each_other(run, variables, tmp_path):
+    done = run(RACE, tmp_path / "f", **variables)
+    assert done.output.strip() == "[0, 0, 0, 0]", done.errors + done.output
+    assert len(set(tensorizer.load(tmp_path / "f", verify_hash=True)["a"].tolist())) == 1
+    assert os.listdir(tmp_path) == ["f"]
