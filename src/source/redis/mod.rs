@@ -3,6 +3,7 @@
 //! A key is `<prefix>:<label>:<position of its value in the file>`; see `to_redis`.
 
 mod client;
+mod stream;
 
 use std::io::{ErrorKind, IoSliceMut};
 use std::sync::Arc;
@@ -26,6 +27,10 @@ const BATCH_COMMANDS: usize = 1024;
 const REQUEST_LEN: u64 = 32 << 20;
 /// Connections beyond which one server, which works on one thread, gave nothing more.
 const CONNECTIONS: usize = 4;
+/// Bytes of the answer to one step of a scan: of some thousand keys.
+const SCAN_LEN: u64 = 16 << 20;
+/// Bytes of an answer beside its data: a length or a number, and ends of lines.
+const ANSWER_LEN: u64 = 64;
 /// Bytes that the keys of one file may take: of some ten million tensors.
 const MOST_KEY_BYTES: usize = 1 << 30;
 /// Keys that a step of a scan looks at, and that one batch asks about.
@@ -50,13 +55,13 @@ pub struct RedisSource {
 
 /// Opens an address: finds the keys and the lengths of their values.
 pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
-    let parsed = Address::parse(address, &options.trust).map_err(Error::InvalidArgument)?;
-    let connections = Connections::new(&parsed, &options).map_err(Error::InvalidArgument)?;
-    let mut source =
-        RedisSource { shown: parsed.shown, connections, options, held: Vec::new(), end: 0 };
-    source.held = source.find(&parsed.prefix, cancel)?;
+    let parsed = Address::parse(address).map_err(Error::InvalidArgument)?;
+    let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
+    let connections = Connections::new(parsed, &options).map_err(Error::InvalidArgument)?;
+    let mut source = RedisSource { shown, connections, options, held: Vec::new(), end: 0 };
+    source.held = source.find(&prefix, cancel)?;
     if source.held.is_empty() {
-        let what = format!("no key of the database begins with `{}:`", parsed.prefix);
+        let what = format!("no key of the database begins with `{prefix}:`");
         let error = std::io::Error::new(ErrorKind::NotFound, what);
         return Err(Error::io("opening", &source.shown, error));
     }
@@ -66,9 +71,15 @@ pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<A
 
 impl RedisSource {
     /// One batch of commands, tried again where that may help.
-    fn ask(&self, commands: &Pipeline, position: u64, mut tries: Tries<'_>) -> Result<Vec<Value>> {
+    fn ask(
+        &self,
+        commands: &Pipeline,
+        most: u64,
+        position: u64,
+        mut tries: Tries<'_>,
+    ) -> Result<Vec<Value>> {
         loop {
-            match self.connections.ask(commands, &tries) {
+            match self.connections.ask(commands, most, &tries) {
                 Ok(answers) => return Ok(answers),
                 Err(failure) => tries.wait(failure, position, &self.shown)?,
             }
@@ -94,7 +105,7 @@ impl RedisSource {
             let mut scan = Pipeline::new();
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
             scan.arg("COUNT").arg(SCAN_COUNT);
-            let answers = self.ask(&scan, 0, tries())?;
+            let answers = self.ask(&scan, SCAN_LEN, 0, tries())?;
             let answer = match answers.into_iter().next() {
                 Some(Value::Array(answer)) => answer,
                 other => return Err(self.odd("SCAN", format!("{other:?}"))),
@@ -135,7 +146,9 @@ impl RedisSource {
             for (_, key) in batch {
                 lengths.add_command(cmd("STRLEN").arg(key).clone());
             }
-            for ((start, key), len) in batch.iter().zip(self.ask(&lengths, 0, tries())?) {
+            for ((start, key), len) in
+                batch.iter().zip(self.ask(&lengths, ANSWER_LEN * batch.len() as u64, 0, tries())?)
+            {
                 let len = match len {
                     Value::Int(len) => u64::try_from(len).unwrap_or(0),
                     other => return Err(self.odd("STRLEN", format!("{other:?}"))),
@@ -251,8 +264,9 @@ impl ReadAt for RedisSource {
         for piece in &pieces {
             commands.add_command(piece.command());
         }
+        let most = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
         let tries = Tries::new("reading", &self.options, cancel);
-        let answers = self.ask(&commands, offset, tries)?;
+        let answers = self.ask(&commands, most, offset, tries)?;
         let mut sink = Scatter::new(buffers);
         let mut done = 0;
         for (piece, answer) in pieces.iter().zip(answers) {
