@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IoSlice};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::{Unclosed, WriteAt};
@@ -108,7 +108,8 @@ fn end_of_links(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
-/// A new file with a name that nobody else uses, hidden and close to the final one.
+/// A new file with a name that nobody else uses, hidden and close to the final one. It is locked
+/// while it is open: one that is not was left behind by a process that was killed.
 fn create_beside(parent: &Path, name: &std::ffi::OsStr) -> io::Result<(File, PathBuf)> {
     const TRIES: u32 = 100;
     let mut shown = name.to_string_lossy().into_owned();
@@ -123,7 +124,12 @@ fn create_beside(parent: &Path, name: &std::ffi::OsStr) -> io::Result<(File, Pat
         let path = parent.join(format!(".{shown}.{unique}.tmp"));
         match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&path) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            other => return other.map(|file| (file, path)),
+            Err(e) => return Err(e),
+            // Who cleans up may have come before the lock.
+            Ok(file) if crate::sys::claim(&file) && file.metadata()?.nlink() > 0 => {
+                return Ok((file, path));
+            }
+            Ok(_) => {}
         }
     }
     Err(io::Error::from(io::ErrorKind::AlreadyExists))

@@ -106,6 +106,14 @@ pub fn reopen(file: &File) -> Option<File> {
     }
 }
 
+/// Locks a file for as long as it is open. False where another has done so; where there are no
+/// locks it stays without one.
+pub fn claim(file: &File) -> bool {
+    // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+    let result = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
+    result == 0 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock
+}
+
 /// Asks the kernel to begin writing a range to the disk, and does not wait for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.
