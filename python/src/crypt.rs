@@ -9,6 +9,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::format::crypt_info::KeyDerivation;
 
 use crate::errors::Answer;
+use crate::gil;
 use crate::signals;
 
 fn key(bytes: &[u8]) -> Result<Key> {
@@ -53,7 +54,7 @@ impl Encryption {
         let salt = salt.map_or_else(crypt::random, Ok)?;
         let derivation = KeyDerivation { opslimit, memlimit, salt };
         let derived =
-            py.detach(|| EncryptionOptions::from_passphrase(source, derivation, &signals))?;
+            gil::without(py, || EncryptionOptions::from_passphrase(source, derivation, &signals))?;
         Ok(Self::new(derived.key, derived.derivation, manifest))
     }
 

@@ -12,6 +12,7 @@ use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::tensor::{Loaded, all_on_devices};
 
 use crate::errors::Answer;
+use crate::gil;
 use crate::handle::Handle;
 use crate::signals;
 
@@ -59,7 +60,7 @@ pub fn set_pinned_limit(bytes: u64) -> Answer<()> {
 /// `_take` fetches the copies.
 #[pyfunction]
 pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
-    Ok(py.detach(|| -> Result<_> {
+    Ok(gil::without(py, || -> Result<_> {
         let lent = borrow(&handle.0)?;
         let tensors = lent.list()?;
         let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
@@ -71,5 +72,5 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
 #[pyfunction]
 pub fn release_pinned(py: Python<'_>) -> Answer<usize> {
     let pool = Pool::global()?;
-    Ok(py.detach(|| pool.release()))
+    Ok(gil::without(py, || pool.release()))
 }

@@ -8,6 +8,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
+use crate::gil;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
@@ -68,12 +69,13 @@ impl PyFile {
     }
 
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
-        Python::attach(|py| {
+        let done = gil::with(|py| {
             // Waits for the turn without the GIL, which whoever has the turn may need.
             let _turn =
                 self.turn.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
-        })
+        });
+        done.map_err(io::Error::other)?
     }
 
     fn seek(&self, py: Python<'_>, offset: u64) -> io::Result<()> {

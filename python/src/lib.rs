@@ -4,40 +4,18 @@ mod crypt;
 mod device;
 mod errors;
 mod file;
+mod gil;
 mod handle;
 mod reader;
 mod sink;
 mod source;
 mod writer;
 
-use std::cell::Cell;
-use std::time::{Duration, Instant};
-
 use pyo3::prelude::*;
 use tensorizer::environment::{self, set_guard};
-use tensorizer::error::{Error, Result};
 use tensorizer_torch::{registered, set_interrupt};
 
-/// How often a thread looks for signals: that takes the GIL, which others may have for long.
-const LOOK: Duration = Duration::from_millis(50);
-
-/// Asked by whatever waits: lets Ctrl-C end a call. When the interpreter ends, so does the call.
-fn signals() -> Result<()> {
-    thread_local! {
-        static LOOKED: Cell<Option<Instant>> = const { Cell::new(None) };
-    }
-    if LOOKED.get().is_some_and(|looked| looked.elapsed() < LOOK) {
-        return Ok(());
-    }
-    let found = Python::try_attach(|py| py.check_signals()).ok_or(Error::Cancelled)?;
-    LOOKED.set(Some(Instant::now()));
-    found.map_err(|e| Error::Caller(Box::new(e)))
-}
-
-/// The same for operators, which can raise text only: their caller sees a `RuntimeError`.
-fn signals_in_operator() -> Result<()> {
-    signals().map_err(|_| Error::Cancelled)
-}
+use crate::gil::signals;
 
 /// Has the variables `TENSORIZER_*` read again, for tests.
 #[pyfunction]
@@ -48,7 +26,8 @@ fn forget_environment() {
 #[pymodule(name = "_C")]
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
-    set_interrupt(signals_in_operator);
+    gil::note_main(module.py())?;
+    set_interrupt(gil::signals_in_operator);
     // Who changes `os.environ` holds the GIL.
     set_guard(|body| {
         Python::try_attach(|_| body());

@@ -24,6 +24,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
+use crate::gil;
 use crate::handle::Handle;
 use crate::signals;
 use crate::source::Source;
@@ -58,13 +59,13 @@ impl Reader {
 impl Reader {
     #[staticmethod]
     fn from_path(py: Python<'_>, path: OsString) -> Answer<Self> {
-        Ok(Self::new(py.detach(|| TensorFile::open_path(Path::new(&path), &signals))?))
+        Ok(Self::new(gil::without(py, || TensorFile::open_path(Path::new(&path), &signals))?))
     }
 
     /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
     #[staticmethod]
     fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> Answer<Self> {
-        Ok(Self::new(py.detach(|| {
+        Ok(Self::new(gil::without(py, || {
             let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
             TensorFile::from_file(file, uri, base, &signals)
         })?))
@@ -82,7 +83,7 @@ impl Reader {
         len: Option<u64>,
     ) -> Answer<Self> {
         let file = PyFile::new(object, uri.clone(), len);
-        Ok(Self::new(py.detach(|| match len {
+        Ok(Self::new(gil::without(py, || match len {
             Some(_) => TensorFile::from_source(Arc::new(file), base, &signals),
             None => {
                 let pipe = PipeSource::new_at(file, uri, base);
@@ -95,7 +96,7 @@ impl Reader {
     #[staticmethod]
     fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
-        Ok(Self::new(py.detach(|| TensorFile::from_source(source, base, &signals))?))
+        Ok(Self::new(gil::without(py, || TensorFile::from_source(source, base, &signals))?))
     }
 
     /// What a server sent along when the file was opened.
@@ -106,7 +107,7 @@ impl Reader {
     /// Has loads decrypt.
     fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Answer<()> {
         let options = Arc::clone(&decryption.0);
-        Ok(py.detach(|| self.file.unlock(options, &signals))?)
+        Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
 
     fn close(&self, py: Python<'_>) {
@@ -189,7 +190,7 @@ impl Reader {
 
     /// Bytes of the file as they are.
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
-        let read = |buffer: &mut [u8]| py.detach(|| self.file.raw(offset, buffer, &signals));
+        let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
@@ -219,7 +220,7 @@ impl Reader {
         device: i16,
         apart: bool,
     ) -> Answer<(Handle, Vec<u16>)> {
-        Ok(py.detach(|| -> Result<_> {
+        Ok(gil::without(py, || -> Result<_> {
             let options = LoadOptions { readers, verify: verification(verify), map };
             let destination = Where { device, apart };
             let (loaded, headers) =
@@ -238,7 +239,7 @@ impl Reader {
         verify: &str,
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
-        Ok(py.detach(|| -> Result<_> {
+        Ok(gil::without(py, || -> Result<_> {
             let options = LoadOptions { readers, verify: verification(verify), map: false };
             let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
@@ -252,7 +253,7 @@ impl Reader {
 
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
     fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
-        Ok(py.detach(|| -> Result<_> {
+        Ok(gil::without(py, || -> Result<_> {
             let lent = borrow(&handle.0)?;
             let tensors = lent.list()?;
             let missing: Vec<usize> = {

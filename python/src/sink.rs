@@ -12,6 +12,7 @@ use tensorizer::sink::{FileSink, S3Sink, Unclosed, WriteAt, write_all_at};
 use tensorizer::workers;
 
 use crate::errors::Answer;
+use crate::gil;
 use crate::signals;
 use crate::source::{Certificates, S3Given};
 
@@ -37,7 +38,7 @@ pub struct Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         // Giving an object up may wait for others who need the GIL.
-        Python::try_attach(|py| py.detach(|| self.sink = None));
+        Python::try_attach(|py| gil::without(py, || self.sink = None));
     }
 }
 
@@ -59,7 +60,7 @@ impl Sink {
         certificates: Certificates,
     ) -> Answer<Self> {
         let options = options.into();
-        let sink = py.detach(|| -> Result<_> {
+        let sink = gil::without(py, || -> Result<_> {
             S3Sink::create(&uri, &options, certificates.options()?, &signals)
         })?;
         Ok(Sink { sink: Some(sink) })
@@ -68,7 +69,7 @@ impl Sink {
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Answer<()> {
         let (data, sink) = (data.as_bytes(), self.shared()?);
-        Ok(py.detach(|| -> Result<_> {
+        Ok(gil::without(py, || -> Result<_> {
             let chunks: Vec<(usize, &[u8])> =
                 (0..).step_by(CHUNK_LEN).zip(data.chunks(CHUNK_LEN)).collect();
             let threads = if chunks.len() < 2 { 0 } else { sink.default_writers() };
@@ -86,13 +87,13 @@ impl Sink {
 
     /// Ends the object at `len` bytes and makes it visible.
     fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
-        Ok(py.detach(|| self.shared()?.publish(len, &signals))?)
+        Ok(gil::without(py, || self.shared()?.publish(len, &signals))?)
     }
 
     /// Gives the object up.
     fn abandon(&self, py: Python<'_>) {
         if let Some(sink) = &self.sink {
-            py.detach(|| sink.abandon(&signals));
+            gil::without(py, || sink.abandon(&signals));
         }
     }
 
@@ -126,7 +127,7 @@ impl PathSink {
     /// Ends the file at `len` bytes and makes it visible.
     fn publish(&self, py: Python<'_>, len: u64) -> Answer<()> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok(py.detach(|| sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
+        Ok(gil::without(py, || sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
     }
 
     /// The same for a file that was forgotten, without harm to one of its name. Returns whether it
@@ -134,7 +135,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(place(py.detach(|| sink.publish_unclosed(len, &signals))?))
+        Ok(place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
     /// Gives the file up.

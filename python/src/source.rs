@@ -14,6 +14,7 @@ use tensorizer::source::address::{self, Address};
 use tensorizer::source::{ReadAt, http, redis, s3};
 
 use crate::errors::Answer;
+use crate::gil;
 use crate::signals;
 
 /// The path that a string names, or None for the address of a server.
@@ -100,7 +101,7 @@ impl Source {
         headers: Vec<(String, String)>,
         certificates: Certificates,
     ) -> Answer<Self> {
-        let source = py.detach(|| -> Result<_> {
+        let source = gil::without(py, || -> Result<_> {
             http::open(&uri, NetOptions { headers, ..certificates.options()? }, &signals)
         })?;
         Ok(Self::new(source))
@@ -115,7 +116,7 @@ impl Source {
         certificates: Certificates,
     ) -> Answer<Self> {
         let options = options.into();
-        let source = py.detach(|| -> Result<_> {
+        let source = gil::without(py, || -> Result<_> {
             s3::open(&uri, &options, certificates.options()?, &signals)
         })?;
         Ok(Self::new(source))
@@ -124,15 +125,16 @@ impl Source {
     /// Opens the values of a Redis server.
     #[staticmethod]
     fn redis(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
-        let source =
-            py.detach(|| -> Result<_> { redis::open(&uri, certificates.options()?, &signals) })?;
+        let source = gil::without(py, || -> Result<_> {
+            redis::open(&uri, certificates.options()?, &signals)
+        })?;
         Ok(Self::new(source))
     }
 
     /// Up to `len` bytes at a position: fewer only at the end.
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let source = self.shared()?;
-        let bytes = py.detach(|| -> Result<_> {
+        let bytes = gil::without(py, || -> Result<_> {
             let known = source.traits().len.unwrap_or(u64::MAX).saturating_sub(offset);
             let len = len.min(usize::try_from(known).unwrap_or(len));
             let mut bytes = Vec::new();

@@ -19,6 +19,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Encryption;
 use crate::errors::Answer;
 use crate::file::{PyFile, duplicate};
+use crate::gil;
 use crate::handle::Handle;
 use crate::reader::name_from_python;
 use crate::signals;
@@ -61,7 +62,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         // Giving a file up may wait for others who need the GIL.
-        Python::try_attach(|py| py.detach(|| inner.abandon()));
+        Python::try_attach(|py| gil::without(py, || inner.abandon()));
     }
 }
 
@@ -80,7 +81,7 @@ impl Writer {
         let mut inner =
             self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
         let inner = &mut *inner;
-        Ok(py.detach(|| body(inner))?)
+        Ok(gil::without(py, || body(inner))?)
     }
 }
 

@@ -5,6 +5,8 @@ same name that this one succeeds. :func:`load` and :func:`save` are the short wa
 ``torch.ops.tensorizer.load`` and ``.save`` work in TorchScript and without Python too.
 """
 
+from . import _starting  # isort: skip  # before torch, which takes long
+
 from pathlib import Path as _Path
 
 from ._native import __version__
@@ -50,4 +52,5 @@ __all__ = [
 #: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
-del _ops
+_starting.done()
+del _ops, _starting

@@ -6,11 +6,11 @@ import argparse
 import getpass
 import json
 import os
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,6 +22,7 @@ from ._exchange import take
 from ._files import open_address
 from ._reading import open_reader
 from ._serializer import TensorSerializer
+from ._terminal import Progress, say, shown
 from ._types import Name, TensorType
 from .utils import convert_bytes
 
@@ -30,33 +31,6 @@ _BATCH_BYTES = 256 << 20
 _DIFFERENT, _FAILED, _INTERRUPTED = 1, 2, 130
 #: Dtype, shape, and whether numpy lacks the dtype.
 _Description = tuple[str, list[int], bool]
-
-
-class _Progress:
-    """A line on a terminal."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._begun = total, 0, time.monotonic()
-        self._shown = sys.stderr.isatty()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown and self._done:
-            print(file=sys.stderr)
-
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._shown:
-            rate = self._done / max(time.monotonic() - self._begun, 1e-3)
-            share = self._done / max(self._total, 1)
-            bar = "#" * int(30 * share)
-            print(
-                f"\r[{bar:<30}] {share:4.0%} {convert_bytes(self._done)} {convert_bytes(rate)}/s ",
-                end="",
-                file=sys.stderr,
-            )
 
 
 class _File:
@@ -203,10 +177,17 @@ def _ls(options: argparse.Namespace) -> int:
                 }
             )
         if options.json:
-            print(json.dumps(rows, indent=1))
+            # The one control character that JSON leaves as it is.
+            print(json.dumps(rows, indent=1).replace("\x7f", "\\u007f"))
             return 0
         table = [
-            (_text(row["name"]), row["dtype"], str(row["shape"]), f"{row['bytes']:,}", row["type"])
+            (
+                shown(_text(row["name"])),
+                row["dtype"],
+                str(row["shape"]),
+                f"{row['bytes']:,}",
+                row["type"],
+            )
             for row in rows
         ]
         head = ("name", "dtype", "shape", "bytes", "type")
@@ -216,7 +197,7 @@ def _ls(options: argparse.Namespace) -> int:
                 cell.rjust(width) if i == 3 else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
-            print("  ".join(cells).rstrip())
+            say("  ".join(cells).rstrip())
         encrypted = ", encrypted" if file.reader.encrypted else ""
         print(
             f"{len(file)} tensors, {convert_bytes(file.total)}, "
@@ -229,7 +210,7 @@ def _verify(options: argparse.Namespace) -> int:
     bad = 0
     with (
         _File(options.file, _decryption(options), options.readers) as file,
-        _Progress(file.total) as progress,
+        Progress(file.total) as progress,
     ):
         for batch in file.batches():
             try:
@@ -239,7 +220,7 @@ def _verify(options: argparse.Namespace) -> int:
                     try:
                         file.load([number], "all")
                     except (HashMismatchError, CryptographyError) as error:
-                        print(error)
+                        say(str(error))
                         bad += 1
             progress.add(sum(file.data_lens[n] for n in batch))
         print(f"{len(file) - bad} of {len(file)} tensors are as they were written")
@@ -249,7 +230,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _copy(file: _File, target: str, encryption: EncryptionParams | None, alignment: int) -> None:
     with (
         TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
-        _Progress(file.total) as progress,
+        Progress(file.total) as progress,
     ):
         identity = file.reader.pair_id
         if identity is not None and serializer._writer is not None:
@@ -310,16 +291,16 @@ def _diff(options: argparse.Namespace) -> int:
     with (
         _File(options.file, params, None) as left,
         _File(options.target, params, None) as right,
-        _Progress(left.total) as progress,
+        Progress(left.total) as progress,
     ):
         numbers = {name: number for number, name in enumerate(right.names)}
         for name in set(right.names) - set(left.names):
-            print(f"only in {right.uri}: {_text(name)}")
+            say(f"only in {right.uri}: {_text(name)}")
             different += 1
         for batch in left.batches():
             common = [n for n in batch if left.names[n] in numbers]
             for n in set(batch) - set(common):
-                print(f"only in {left.uri}: {_text(left.names[n])}")
+                say(f"only in {left.uri}: {_text(left.names[n])}")
                 different += 1
             pairs = [(n, numbers[left.names[n]]) for n in common]
             ours, _ = left.load([a for a, _ in pairs], "nothing")
@@ -327,7 +308,7 @@ def _diff(options: argparse.Namespace) -> int:
             for (a, b), one, other in zip(pairs, ours, theirs, strict=True):
                 what = _difference(left.reader.describe(a), one, right.reader.describe(b), other)
                 if what:
-                    print(f"{_text(left.names[a])}: {what}")
+                    say(f"{_text(left.names[a])}: {what}")
                     different += 1
             progress.add(sum(left.data_lens[n] for n in batch))
     print(f"{different} differences" if different else "the tensors are the same")
@@ -348,8 +329,14 @@ def _difference(
     return f"{count:,} of {flat[0].numel():,} bytes differ" if count else None
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Quote what was given, which may be the name of a file."""
+        super().error(shown(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tensorizer",
         description="Works on .tensors files: local paths, http(s)://, s3:// and redis:// "
         "addresses. Keys and passphrases come from files, environment variables or a prompt.",
@@ -397,17 +384,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, 1 for differences, 2 for errors."""
-    options = _parser().parse_args(arguments)
+    """Run the command; return 0, 1 for differences, 2 for errors, 130 if it is interrupted."""
+    try:
+        return _run(_parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        if arguments is None:
+            # The interpreter takes a moment to end, in which a second one needs no traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        say("tensorizer: interrupted", sys.stderr)
+        return _INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except BrokenPipeError:
         # Whoever read the list has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, RuntimeError, MemoryError, CryptographyError,
             HashMismatchError, ImportError) as error:  # fmt: skip
-        print(f"tensorizer: error: {error}", file=sys.stderr)
+        say(f"tensorizer: error: {error}", sys.stderr)
         return _FAILED

@@ -7,7 +7,7 @@ import errno
 import io
 import logging
 import os
-import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +17,11 @@ import torch
 from torch.serialization import default_restore_location
 
 from ._deserializer import TensorDeserializer
-from ._errors import FormatError, PairMismatchError
-from ._files import is_address
-from ._native import local_path
+from ._errors import CryptographyError, FormatError, PairMismatchError
+from ._native import Reader
 from ._pickling import Collector, Record, Storages, saving_module
 from ._reading import resolve_device
-from ._serializer import TensorSerializer
+from ._sides import Named, Side, clean_up, is_path, kept_half, path_of
 from ._streams import AtomicWriter
 
 logger = logging.getLogger("tensorizer.torch_compat")
@@ -32,11 +31,6 @@ SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
 LoadFunc = Callable[[Any, dict[str, Any]], Any]
 
 
-def is_path(file: Any) -> bool:
-    """Tell whether torch takes a file for a path."""
-    return isinstance(file, (str, os.PathLike))
-
-
 def name_of(file: Any) -> str:
     """Return the name of what torch reads or writes.
 
@@ -44,13 +38,13 @@ def name_of(file: Any) -> str:
         TypeError: It has none from which that of a second file could be made.
 
     """
-    name = file if is_path(file) else getattr(file, "name", None)
-    if isinstance(name, (str, bytes, os.PathLike)):
-        return os.fsdecode(name)
-    raise TypeError(
-        f"{file!r} has no name from which that of a file for its storages could be made: pass one "
-        "as file_obj, or a function that returns one"
-    )
+    name = path_of(file)
+    if name is None:
+        raise TypeError(
+            f"{file!r} has no name from which that of a file for its storages could be made: pass "
+            "one as file_obj, or a function that returns one"
+        )
+    return name
 
 
 def side_of(file_obj: Any, target: Any) -> Any:
@@ -68,89 +62,6 @@ def side_of(file_obj: Any, target: Any) -> Any:
     return os.fsdecode(file_obj) if isinstance(file_obj, (bytes, os.PathLike)) else file_obj
 
 
-class _Named:
-    """Which file a path names; None names nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._before = self._identity()
-
-    def _identity(self) -> tuple[int, int] | None:
-        try:
-            found = None if self._path is None else self._path.stat()
-        except OSError:
-            return None
-        return None if found is None else (found.st_dev, found.st_ino)
-
-    def was_there(self) -> bool:
-        """Tell whether there was one."""
-        return self._before is not None
-
-    def is_another(self) -> bool:
-        """Tell whether it names another file by now."""
-        now = self._identity()
-        return now is not None and now != self._before
-
-
-class _Side:
-    """The file of storages, being written."""
-
-    def __init__(self, file: Any, options: dict[str, Any]) -> None:
-        # torch's own files have a CRC-32, too.
-        self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
-        local = isinstance(file, str) and not is_address(file)
-        self._path = Path(os.path.realpath(local_path(file) or file)) if local else None
-        self._before: Path | None = None
-        self._published = False
-        self._replaced = False
-
-    def write(self, tensors: list[torch.Tensor]) -> str:
-        """Write everything, and return the file's identity. It cannot be seen yet."""
-        writer = self._serializer._writer
-        assert writer is not None
-        writer.set_pair(None)
-        self._serializer.write_state_dict(tensors)
-        identity = writer.pair_id
-        assert identity is not None
-        return identity.hex()
-
-    def publish(self) -> None:
-        """Make the file visible, and remember the one that it replaces."""
-        if self._path is not None and self._path.is_file():
-            before = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.before")
-            # File systems without links have no way back.
-            with contextlib.suppress(OSError):
-                before.hardlink_to(self._path)
-                self._before = before
-        named = _Named(self._path)
-        self._replaced = named.was_there()
-        try:
-            self._serializer.close()
-        except BaseException:
-            # What has the name is published, whatever failed afterwards.
-            self._published = named.is_another()
-            raise
-        self._published = True
-
-    def withdraw(self) -> None:
-        """Put back what was there before."""
-        if not self._published:
-            self._serializer._abandon()
-            self.forget()
-        elif self._before is not None and self._path is not None:
-            self._before.replace(self._path)
-            self._before = None
-        elif self._path is not None and self._path.is_file() and not self._replaced:
-            # What was there is gone where there are no links: then the new storages stay.
-            self._path.unlink()
-
-    def forget(self) -> None:
-        """Give up the way back."""
-        if self._before is not None:
-            self._before.unlink()
-            self._before = None
-
-
 def save_pair(
     target: Any,
     file: Any,
@@ -164,7 +75,7 @@ def save_pair(
     ``torch_save`` saves to a file with a pickle module.
     """
     collector = Collector()
-    sides: list[_Side] = []
+    sides: list[Side] = []
 
     def finish() -> Record | None:
         if not collector.storages:
@@ -172,12 +83,12 @@ def save_pair(
         if save_func is not None:
             save_func(file, collector.tensors(), dict(options))
             return Record.of(None, collector.locations())
-        side = _Side(file, options)
+        side = Side(file, options, target)
         sides.append(side)
         return Record.of(side.write(collector.tensors()), collector.locations())
 
     pickled = io.BytesIO()
-    named = _Named(Path(os.fsdecode(target)) if is_path(target) else None)
+    named = Named(Path(os.fsdecode(target)) if is_path(target) else None)
     try:
         torch_save(pickled, saving_module(collector, finish))
         _publish(target, pickled.getbuffer(), sides)
@@ -191,6 +102,7 @@ def save_pair(
         raise
     for side in sides:
         side.forget()
+    clean_up(target, file)
 
 
 def _sync(descriptor: int) -> None:
@@ -203,7 +115,7 @@ def _sync(descriptor: int) -> None:
             raise
 
 
-def _publish(target: Any, pickled: memoryview, sides: list[_Side]) -> None:
+def _publish(target: Any, pickled: memoryview, sides: list[Side]) -> None:
     if is_path(target):
         with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
@@ -297,18 +209,42 @@ class Loading(Storages):
         options["lazy_load"] = True
         # A storage is memory of its own.
         options["clone"] = True
-        try:
-            opened = TensorDeserializer(file, "cpu", **options)
-        except FileNotFoundError as error:
-            what = f"{self._name()} keeps its storages in a file that is not there"
-            raise FileNotFoundError(errno.ENOENT, what, file) from error
-        with opened:
+        with self._open(file, options) as opened:
             return self._read(opened, self._numbers(opened), device)
 
-    def _numbers(self, file: TensorDeserializer) -> list[int]:
-        """Return which tensor of the file is which storage, after making sure that it is ours."""
-        reader = file._reader
+    def _open(self, file: Any, options: dict[str, Any]) -> TensorDeserializer:
+        """Open our half: the file itself, or the one that a save that was killed has kept."""
         expected = None if self.record is None else self.record.pair
+        try:
+            return self._opened(file, options, expected)
+        except (OSError, FormatError, CryptographyError, PairMismatchError) as error:
+            by_func = self.record is not None and expected is None
+            kept = None if by_func else kept_half(self._target, file, expected)
+            if kept is None:
+                if not isinstance(error, FileNotFoundError):
+                    raise
+                what = f"{self._name()} keeps its storages in a file that is not there"
+                raise FileNotFoundError(errno.ENOENT, what, file) from error
+        warnings.warn(
+            f"a save over {self._name()} was killed: its storages are read from {kept!r}, where "
+            f"they were kept, and not from {file!r}; the next save cleans up",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self._opened(kept, options, expected)
+
+    def _opened(
+        self, file: Any, options: dict[str, Any], expected: str | None
+    ) -> TensorDeserializer:
+        opened = TensorDeserializer(file, "cpu", **options)
+        try:
+            self._check_identity(opened._reader, expected)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _check_identity(self, reader: Reader, expected: str | None) -> None:
         found = None if reader.pair_id is None else reader.pair_id.hex()
         by_func = self.record is not None and expected is None
         if expected != found and not by_func:
@@ -317,6 +253,10 @@ class Loading(Storages):
                 f"expected pair {expected or 'without a name (of an older release)'}, "
                 f"found {found or 'one without a name (of an older release, or another kind)'}"
             )
+
+    def _numbers(self, file: TensorDeserializer) -> list[int]:
+        """Return which tensor of the file is which storage."""
+        reader = file._reader
         names = {name: number for number, name in enumerate(reader.names())}
         self._check_count(len(names), repr(reader.uri))
         numbers = [names.get((index,)) for index in range(len(names))]

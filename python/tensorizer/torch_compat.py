@@ -26,8 +26,9 @@ from torch import _weights_only_unpickler as restricted
 from ._errors import PairMismatchError
 from ._files import is_address
 from ._native import local_path
-from ._pairs import LoadFunc, Loading, SaveFunc, is_path, save_pair, side_of
+from ._pairs import LoadFunc, Loading, SaveFunc, save_pair, side_of
 from ._pickling import loading_module, restricted_unpickler
+from ._sides import is_path
 
 __all__ = ["PairMismatchError", "tensorizer_loading", "tensorizer_saving"]
 
@@ -314,7 +315,9 @@ def tensorizer_loading(
 
     Raises:
         FileNotFoundError: By ``torch.load``: the storages' file is not there.
-        PairMismatchError: By ``torch.load``: it is that of another object.
+        PairMismatchError: By ``torch.load``: it is that of another object. If a save was killed
+            between the two files and has left the right one under a hidden name, that is read, with
+            a ``RuntimeWarning``.
         OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
         ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
             all of them are needed.

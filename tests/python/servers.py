@@ -261,6 +261,7 @@ class Relay(Scripted):
             number = len(self.requests)
             self.requests.append((handler.command, host, path))
         fault, *given = self.script(handler.command, path, number) or ("none",)
+        size = None
         if fault == "stall":
             self.stopping.wait(30)
         if fault in ("stall", "reset"):
@@ -280,6 +281,7 @@ class Relay(Scripted):
             data, status = answer.read(), answer.status
             hidden = ("transfer-encoding", "content-length", "connection")
             reply = {n: v for n, v in answer.getheaders() if n.lower() not in hidden}
+            size = answer.getheader("Content-Length") if handler.command == "HEAD" else None
             connection.close()
         if fault == "lost":
             reset(handler.connection)
@@ -291,7 +293,7 @@ class Relay(Scripted):
             handler.send_response(status)
             for name, value in reply.items():
                 handler.send_header(name, value)
-            handler.send_header("Content-Length", str(len(data)))
+            handler.send_header("Content-Length", size or str(len(data)))
             handler.end_headers()
             handler.wfile.write(data)
         except OSError:

@@ -108,8 +108,8 @@ S3 = "access_key='a', secret_key='b', force_http=True"
         "open_stream('http://' + address)",
         "tensorizer.load('redis://' + address + '/x')",
         "TensorDeserializer('redis://' + address + '/x', lazy_load=True)",
-        f"open_stream('s3://b/k', s3_access_key_id='a', s3_secret_access_key='b', "
-        f"s3_endpoint=address, force_http=True)",
+        "open_stream('s3://b/k', s3_access_key_id='a', s3_secret_access_key='b', "
+        "s3_endpoint=address, force_http=True)",
         "tensorizer.save({'a': torch.zeros(10_000_000)}, "
         "open_stream('s3://b/k', 'wb', s3_access_key_id='a', s3_secret_access_key='b', "
         "s3_endpoint=address, force_http=True))",
@@ -140,9 +140,7 @@ def test_a_server_that_falls_silent(data, ranges, call):
         assert interrupt(call, server.url) < SOON
 
 
-@pytest.mark.parametrize(
-    "call", ["tensorizer.load(address)", "torch.ops.tensorizer.load(address)"]
-)
+@pytest.mark.parametrize("call", ["tensorizer.load(address)", "torch.ops.tensorizer.load(address)"])
 def test_a_named_pipe_that_nobody_writes(tmp_path, call):
     os.mkfifo(tmp_path / "pipe")
     assert interrupt(call, tmp_path / "pipe") < SOON

@@ -22,8 +22,9 @@ def check(key):
 
 
 def saved_through(relay, key, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
-    tensorizer.save(LARGE, f"s3://bucket/{key}")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        tensorizer.save(LARGE, f"s3://bucket/{key}")
 
 
 @pytest.mark.parametrize("times", [1, 2])

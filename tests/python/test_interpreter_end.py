@@ -1,0 +1,48 @@
+"""Daemon threads that load or save while the interpreter ends: we abort no process.
+
+Threads that come back from torch's own calls then, before Python 3.14, abort it: ``torch.save`` in a
+daemon thread is enough. So may the operators, which torch calls.
+"""
+
+import signal
+
+import pytest
+import tensorizer
+import torch
+from conftest import run_python
+
+CODE = """
+import sys, threading, time
+import tensorizer, torch
+path, way = sys.argv[1:]
+tensors = {str(n): torch.ones(200_000) for n in range(40)}
+begun = threading.Barrier(4)
+class Slow:
+    def __init__(self): self.file = open(path, "rb")
+    def read(self, n=-1): time.sleep(0.001); return self.file.read(min(n, 65536))
+    def seek(self, *a): return self.file.seek(*a)
+    def tell(self): return self.file.tell()
+def work(number):
+    begun.wait()
+    while True:
+        if way == "load": tensorizer.load(path, verify_hash=True)
+        elif way == "file": tensorizer.TensorDeserializer(Slow(), "cpu")
+        elif way == "operator": torch.ops.tensorizer.load(path)
+        elif way == "save": tensorizer.save(tensors, f"{path}.{number}")
+for number in range(3):
+    threading.Thread(target=work, args=(number,), daemon=True).start()
+begun.wait()
+time.sleep(0.3)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["load", "file", "operator", "save"])
+def test_daemon_threads(tmp_path, way):
+    tensorizer.save({str(n): torch.ones(300_000) for n in range(60)}, tmp_path / "f")
+    for _ in range(5):
+        done = run_python(CODE, tmp_path / "f", way)
+        assert done.stdout == "end\n"
+        # What torch's threads say; Rust would speak of a foreign exception or of a panic.
+        assert done.stderr in ("", "terminate called without an active exception\n")
+        assert done.returncode == (-signal.SIGABRT if done.stderr else 0)
