@@ -1,4 +1,4 @@
-"""Tensors that change while they are saved: any of their states may be in the file, with its hash."""
+"""A tensor that changes while it is saved: the hash in the file is that of the bytes there."""
 
 import threading
 

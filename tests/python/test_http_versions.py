@@ -1,4 +1,4 @@
-"""One version of a file, from where it is: validators, redirects, and the time that all may take."""
+"""One version of a file, from where it is: validators, redirects, and times."""
 
 import contextlib
 import socket

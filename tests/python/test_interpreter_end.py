@@ -1,7 +1,7 @@
 """Daemon threads that load or save while the interpreter ends: we abort no process.
 
-Threads that come back from torch's own calls then, before Python 3.14, abort it: ``torch.save`` in a
-daemon thread is enough. So may the operators, which torch calls.
+Threads that come back from torch's own calls then, before Python 3.14, abort it: ``torch.save``
+in a daemon thread is enough. So may the operators, which torch calls.
 """
 
 import signal
