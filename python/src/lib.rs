@@ -4,6 +4,7 @@ mod crypt;
 mod device;
 mod errors;
 mod file;
+mod names;
 mod reader;
 mod sink;
 mod source;

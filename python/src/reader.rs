@@ -8,11 +8,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::header::Header;
-use tensorizer::format::name::{Component, Name};
+use tensorizer::format::index::Entry;
 use tensorizer::read_headers;
 use tensorizer::source::PipeSource;
 use tensorizer::transform::hash;
@@ -24,6 +24,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
+use crate::names::{name_from_python, name_to_python, top_level};
 use crate::signals;
 use crate::source::Source;
 
@@ -46,6 +47,10 @@ impl Reader {
             self.keep(number, header);
         }
         modules
+    }
+
+    fn some(&self, numbers: &[usize]) -> Result<Vec<&Entry>> {
+        numbers.iter().map(|&number| self.file.entry(number)).collect()
     }
 
     fn keep(&self, number: usize, header: Header) {
@@ -156,14 +161,36 @@ impl Reader {
         self.file.entries().len()
     }
 
-    /// Every tensor's name: `str` for a path of one string, else a tuple of `str` and `int`.
-    fn names<'py>(&self, py: Python<'py>) -> Answer<Vec<Bound<'py, PyAny>>> {
-        self.file.entries().iter().map(|entry| Ok(name_to_python(py, &entry.name)?)).collect()
+    /// A tensor's name.
+    fn name<'py>(&self, py: Python<'py>, number: usize) -> Answer<Bound<'py, PyAny>> {
+        Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
-    /// Every tensor's name in its stored form.
-    fn stored_names(&self) -> Vec<&str> {
-        self.file.entries().iter().map(|entry| entry.name.stored()).collect()
+    /// A tensor's name in its stored form.
+    fn stored_name(&self, number: usize) -> Answer<&str> {
+        Ok(self.file.entry(number)?.name.stored())
+    }
+
+    /// The number of the tensor of this name.
+    fn find(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
+        Ok(self.file.find(name_from_python(name)?.stored()))
+    }
+
+    /// First steps of the names of these tensors, each with the number of its tensor or the list of
+    /// those below it.
+    fn top_level<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyDict>> {
+        let entries = self.some(&numbers)?;
+        Ok(top_level(py, numbers.into_iter().zip(entries))?)
+    }
+
+    /// Bytes in the file of these tensors together.
+    fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
+        Ok(self.some(&numbers)?.into_iter().map(|entry| entry.data_len).sum())
+    }
+
+    /// A tensor's number of bytes in memory.
+    fn memory_len(&self, number: usize) -> Answer<u64> {
+        Ok(self.file.entry(number)?.memory_len().unwrap_or_default())
     }
 
     /// Every tensor's number of bytes in memory.
@@ -200,7 +227,7 @@ impl Reader {
     /// `(dtype without "torch.", shape, opaque)` of one tensor.
     fn describe(&self, number: usize) -> Answer<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
-        Ok((entry.dtype.name(), entry.shape.clone(), entry.dtype.is_opaque()))
+        Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
 
     /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor
@@ -271,7 +298,7 @@ impl Reader {
                 let name = entry.name.clone();
                 let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
                 let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                let same = tensor.dtype == entry.dtype && tensor.shape == entry.shape;
+                let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
                 out.push(same && hash::matches(&tensor.data, header, entry, self.file.uri())?);
             }
             Ok(out)
@@ -285,52 +312,4 @@ fn verification(name: &str) -> Verify {
         "crc32" => Verify::Crc32,
         _ => Verify::All,
     }
-}
-
-/// A name as Python callers know it.
-fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAny>> {
-    let Some(path) = name.path() else {
-        return Ok(PyString::new(py, name.stored()).into_any());
-    };
-    let steps = path.iter().map(|component| match component {
-        Component::Index(index) => Ok(index.into_pyobject(py)?.into_any()),
-        Component::Key(key) => match std::str::from_utf8(key) {
-            Ok(text) => Ok(PyString::new(py, text).into_any()),
-            Err(_) => PyBytes::new(py, key).call_method1("decode", ("utf-8", "surrogatepass")),
-        },
-    });
-    let steps = steps.collect::<PyResult<Vec<_>>>()?;
-    match steps.as_slice() {
-        [only] if only.is_instance_of::<PyString>() => Ok(only.clone()),
-        _ => Ok(PyTuple::new(py, steps)?.into_any()),
-    }
-}
-
-/// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
-pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
-    let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
-    if let Ok(text) = name.cast::<PyString>() {
-        return match text.to_str() {
-            Ok(text) => Name::from_key(text).map_err(invalid),
-            Err(_) => Name::from_path(vec![component(name)?]).map_err(invalid),
-        };
-    }
-    let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
-    Name::from_path(steps).map_err(invalid)
-}
-
-fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
-    if step.is_instance_of::<PyInt>() {
-        return Ok(Component::Index(step.extract()?));
-    }
-    let text = step.cast::<PyString>()?;
-    let bytes: Vec<u8> = match text.to_str() {
-        Ok(text) => text.as_bytes().to_vec(),
-        Err(_) => text
-            .call_method1("encode", ("utf-8", "surrogatepass"))?
-            .cast::<PyBytes>()?
-            .as_bytes()
-            .to_vec(),
-    };
-    Ok(Component::Key(bytes.into()))
 }

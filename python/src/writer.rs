@@ -19,7 +19,7 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 use crate::crypt::Encryption;
 use crate::errors::Answer;
 use crate::file::{PyFile, duplicate};
-use crate::reader::name_from_python;
+use crate::names::name_from_python;
 use crate::signals;
 use crate::sink::{Sink, place};
 
