@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,11 +10,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::header::Header;
 use tensorizer::format::index::Entry;
 use tensorizer::read_headers;
 use tensorizer::source::PipeSource;
-use tensorizer::transform::hash;
+use tensorizer::transform::KeptHeader;
 use tensorizer::{LoadOptions, Verify};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
@@ -32,7 +30,8 @@ use crate::source::Source;
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Reader {
     file: TensorFile,
-    headers: Mutex<HashMap<usize, Header>>,
+    /// By number, as far as they were read.
+    headers: Mutex<Vec<Option<KeptHeader>>>,
 }
 
 impl Reader {
@@ -41,11 +40,9 @@ impl Reader {
     }
 
     /// Keeps headers, and gives their module indices.
-    fn keep_all(&self, numbers: &[usize], headers: Vec<Header>) -> Vec<u16> {
+    fn keep_all(&self, numbers: &[usize], headers: Vec<KeptHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
-        for (&number, header) in numbers.iter().zip(headers) {
-            self.keep(number, header);
-        }
+        self.keep(numbers, headers);
         modules
     }
 
@@ -53,8 +50,16 @@ impl Reader {
         numbers.iter().map(|&number| self.file.entry(number)).collect()
     }
 
-    fn keep(&self, number: usize, header: Header) {
-        self.headers.lock().unwrap_or_else(PoisonError::into_inner).insert(number, header);
+    fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
+        let mut known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+        for (&number, header) in numbers.iter().zip(headers) {
+            if known.len() <= number {
+                known.resize_with(number + 1, || None);
+            }
+            if let Some(slot) = known.get_mut(number) {
+                *slot = Some(header);
+            }
+        }
     }
 }
 
@@ -283,13 +288,10 @@ impl Reader {
             let tensors = lent.list()?;
             let missing: Vec<usize> = {
                 let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
-                numbers.iter().copied().filter(|number| !known.contains_key(number)).collect()
+                let missing = |&number: &usize| !matches!(known.get(number), Some(Some(_)));
+                numbers.iter().copied().filter(missing).collect()
             };
-            for (number, header) in
-                missing.iter().zip(read_headers(&self.file, &missing, &signals)?)
-            {
-                self.keep(*number, header);
-            }
+            self.keep(&missing, read_headers(&self.file, &missing, &signals)?);
             let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
             let mut devices = Devices::default();
             let mut out = Vec::with_capacity(numbers.len());
@@ -297,9 +299,10 @@ impl Reader {
                 let entry = self.file.entry(*number)?;
                 let name = entry.name.clone();
                 let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-                let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
+                let header = known.get(*number).and_then(Option::as_ref);
+                let header = header.ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
-                out.push(same && hash::matches(&tensor.data, header, entry, self.file.uri())?);
+                out.push(same && header.matches(&tensor.data, entry, self.file.uri())?);
             }
             Ok(out)
         })?)

@@ -20,7 +20,8 @@ const IDLE: Duration = Duration::from_millis(20);
 
 /// The tensors of one call that are hashed piece by piece.
 pub struct HashPool<'a> {
-    lanes: Vec<Mutex<Lane<'a>>>,
+    /// None for tensors that are not hashed here, which may be many.
+    lanes: Vec<Option<Box<Mutex<Lane<'a>>>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
     sha: bool,
@@ -60,23 +61,28 @@ impl<'a> HashPool<'a> {
     pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
         let mut unfinished = 0;
         let lanes = data_lens.map(|data_len| {
-            unfinished += usize::from(data_len.is_some());
-            Mutex::new(Lane {
-                data_len: data_len.unwrap_or_default(),
+            let data_len = data_len?;
+            unfinished += 1;
+            Some(Box::new(Mutex::new(Lane {
+                data_len,
                 work: None,
                 crc: crc32fast::Hasher::new(),
                 waiting: BTreeMap::new(),
                 next: 0,
-            })
+            })))
         });
         let lanes = lanes.collect();
         let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
         HashPool { lanes, queue, changed: Condvar::new(), sha }
     }
 
+    fn lane(&self, tensor: usize) -> Option<&Mutex<Lane<'a>>> {
+        self.lanes.get(tensor)?.as_deref()
+    }
+
     /// Brings a header's covered bytes.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
-        let Some(lane) = self.lanes.get(tensor) else { return };
+        let Some(lane) = self.lane(tensor) else { return };
         let mut lane = locked(lane);
         lane.crc.update(bytes);
         let mut sha = Sha256::default();
@@ -88,7 +94,7 @@ impl<'a> HashPool<'a> {
 
     /// Brings the data from `start` on.
     pub fn data(&self, tensor: usize, start: u64, bytes: &'a [u8]) {
-        let Some(lane) = self.lanes.get(tensor) else { return };
+        let Some(lane) = self.lane(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(bytes);
         let mut lane = locked(lane);
@@ -122,7 +128,7 @@ impl<'a> HashPool<'a> {
     }
 
     fn take(&self, tensor: usize) -> Option<(usize, Work<'a>)> {
-        Some((tensor, locked(self.lanes.get(tensor)?).work.take()?))
+        Some((tensor, locked(self.lane(tensor)?).work.take()?))
     }
 
     /// Hashes some bytes of one or two tensors and reports those that are complete.
@@ -173,7 +179,7 @@ impl<'a> HashPool<'a> {
             }
         }
         for (tensor, work) in works {
-            let Some(lane) = self.lanes.get(tensor) else { continue };
+            let Some(lane) = self.lane(tensor) else { continue };
             let mut lane = locked(lane);
             if work.rest.is_empty() && lane.next == lane.data_len {
                 let crc = lane.crc.clone().finalize();

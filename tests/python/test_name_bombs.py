@@ -73,6 +73,7 @@ def test_many_entries_take_memory_in_proportion(small, tmp_path):
     index_len = write(tmp_path / "f", [b"%x" % number for number in range(count)])
     assert index_len < 40 * count
     assert growth(small, tmp_path / "f", "lazy") <= 8 * index_len
+    assert growth(small, tmp_path / "f", "eager") <= count + 8 * index_len + 1024 * count
 
 
 def calls(work):

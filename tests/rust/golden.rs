@@ -363,7 +363,7 @@ fn every_bit_of_encryption_counts() {
         let entry = file.entries()[0].clone();
         let raw = &sound[entry.header_offset as usize..entry.data_offset as usize];
         let header = Header::parse(raw.into(), &entry, true).unwrap();
-        let block = header.raw.len() - 8 - (header.raw.len() - header.hashed_bytes().len());
+        let block = header.into_covered().len() - 8;
         let start = entry.header_offset as usize + block;
         let (mut refused, mut bits) = (0, 0);
         for at in start..entry.end() as usize {
