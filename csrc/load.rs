@@ -9,10 +9,10 @@ use tensorizer::cancel::Cancel;
 use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::header::Header;
 use tensorizer::format::index::Entry;
 use tensorizer::plan::{Target, blocks};
 use tensorizer::stats::{Counters, PAGEABLE};
+use tensorizer::transform::KeptHeader;
 use tensorizer::upload::{Destination, Uploaded, copy, upload};
 use tensorizer::{LoadOptions, load, load_into};
 
@@ -36,7 +36,7 @@ pub fn load_tensors(
     to: Where,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<(Loaded, Vec<Header>)> {
+) -> Result<(Loaded, Vec<KeptHeader>)> {
     let counters = Counters::default();
     let found = device::find(to.device).unwrap_or_else(|error| {
         counters.fallback(&format!("through host memory and torch: {error}"));
@@ -168,10 +168,10 @@ pub unsafe fn load_into_tensors(
     out: &bridge::TensorList,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<Header>> {
+) -> Result<Vec<KeptHeader>> {
     let found = Found::check(file, selection, out)?;
-    let mut headers: Vec<Option<Header>> = selection.iter().map(|_| None).collect();
-    let mut keep = |at: &[usize], new: Vec<Header>| {
+    let mut headers: Vec<Option<KeptHeader>> = selection.iter().map(|_| None).collect();
+    let mut keep = |at: &[usize], new: Vec<KeptHeader>| {
         for (&at, header) in at.iter().zip(new) {
             if let Some(slot) = headers.get_mut(at) {
                 *slot = Some(header);

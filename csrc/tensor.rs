@@ -272,7 +272,7 @@ impl AsRef<[u8]> for HostTensor {
 /// Checks that a tensor can take what an entry holds.
 pub fn expect_like(entry: &Entry, found: &TensorInfo) -> Result<()> {
     let dtype = DType::from_code(found.dtype);
-    if dtype != Some(entry.dtype) || found.shape != entry.shape || !found.ready {
+    if dtype != Some(entry.dtype) || found.shape != *entry.shape || !found.ready {
         let found_dtype = dtype.map_or("another type", DType::name);
         return Err(Error::InvalidArgument(format!(
             "tensor `{}`: the file holds {} {:?}, the tensor to load into is torch.{found_dtype} {:?}",

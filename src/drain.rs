@@ -23,7 +23,7 @@ use crate::sink::{WriteAt, write_all_at};
 use crate::stats::Counters;
 use crate::transform::HashPool;
 use crate::transform::encrypt::Seal;
-use crate::transform::hash::{Digests, SMALL, digest_all, digest_large, sha256};
+use crate::transform::hash::{Digests, SMALL, StreamHash, digest_all, sha256};
 use crate::workers::{self, Control};
 
 /// A tensor with its place in the file.
@@ -405,7 +405,9 @@ impl<'p> Pass<'p> {
             return Err(Error::Bug(format!("tensor `{}` changed its size", item.entry.name)));
         }
         let draft = self.draft(tensor)?;
-        let digests = digest_large(&draft.bytes, data, self.sha, control)?;
+        let mut hash = StreamHash::new(&draft.bytes, self.sha);
+        hash.update_large(data, control)?;
+        let digests = hash.finish();
         let Some(seal) = self.seal(tensor)? else {
             let header = self.finish(tensor, draft, &digests)?;
             let mut buffers = [IoSlice::new(&header), IoSlice::new(data)];

@@ -4,6 +4,7 @@ use std::io::IoSliceMut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::buffer::zeroed;
 use crate::cancel::Cancel;
 use crate::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
@@ -15,9 +16,9 @@ use crate::load::{LoadOptions, Verify};
 use crate::plan::Shares;
 use crate::source::{ReadAt, read_exact_at};
 use crate::tensor_file::TensorFile;
-use crate::transform::HashPool;
 use crate::transform::decrypt::{Opener, Plain, how, refused};
-use crate::transform::hash::{Digests, SMALL, digest_all, verify};
+use crate::transform::hash::{Digests, SMALL, digest_all};
+use crate::transform::{HashPool, KeptHeader};
 use crate::workers::{self, Control};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
@@ -28,19 +29,35 @@ const INLINE_LEN: u64 = 1 << 20;
 /// Reads headers and data of tensors into their slots. Headers come back in the same order.
 ///
 /// `source` has the bytes of the file: the file's own source, or a mapping of it.
-pub fn fill<'a>(
+pub fn fill(
+    file: &TensorFile,
+    source: &dyn ReadAt,
+    entries: &[&Entry],
+    slots: Vec<Slot<'_>>,
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
+    fill_and_see(file, source, entries, slots, options, cancel, &|_, _| Ok(()))
+}
+
+/// Sees whole headers, each with the place of its tensor among those asked for, in any order.
+type See<'s> = &'s (dyn Fn(usize, &Header) -> Result<()> + Sync);
+
+fn fill_and_see<'a>(
     file: &TensorFile,
     source: &dyn ReadAt,
     entries: &[&Entry],
     slots: Vec<Slot<'a>>,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<Header>> {
+    see: See<'_>,
+) -> Result<Vec<KeptHeader>> {
     let traits = source.traits();
     let pass = Pass {
         file,
         entries,
         verify: options.verify,
+        see,
         opener: file.decryption().map(|options| Opener::new(options, file.uri(), entries)),
         headers: entries.iter().map(|_| OnceLock::new()).collect(),
         hashes: HashPool::new(
@@ -130,11 +147,21 @@ pub fn read_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-) -> Result<Vec<Header>> {
+) -> Result<Vec<KeptHeader>> {
+    see_headers(file, numbers, cancel, &|_, _| Ok(()))
+}
+
+/// The same, and shows each of them whole while it is in memory.
+pub fn see_headers(
+    file: &TensorFile,
+    numbers: &[usize],
+    cancel: &dyn Cancel,
+    see: See<'_>,
+) -> Result<Vec<KeptHeader>> {
     let entries = numbers.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let slots = entries.iter().map(|_| Slot::InPlace(&[])).collect();
     let options = LoadOptions::default();
-    fill(file, &*file.source(), &entries, slots, &options, cancel)
+    fill_and_see(file, &*file.source(), &entries, slots, &options, cancel, see)
 }
 
 /// What the threads of one pass share.
@@ -142,8 +169,9 @@ struct Pass<'f, 'a> {
     file: &'f TensorFile,
     entries: &'f [&'f Entry],
     verify: Verify,
+    see: See<'f>,
     opener: Option<Opener<'f, 'a>>,
-    headers: Vec<OnceLock<Header>>,
+    headers: Vec<OnceLock<KeptHeader>>,
     hashes: HashPool<&'a [u8]>,
 }
 
@@ -157,19 +185,25 @@ impl<'a> Pass<'_, 'a> {
         control: &Control<'_>,
     ) -> Result<()> {
         let mut gaps: usize = 0;
+        let mut headers = Vec::new();
         for piece in &job.pieces {
-            if let Destination::Gap(len) = piece {
-                gaps += len;
+            match piece {
+                Destination::Gap(len) => gaps += len,
+                Destination::Header { tensor, len, .. } => {
+                    headers.push(header_memory(*len, self.entry(*tensor)?)?);
+                }
+                Destination::Data { .. } => {}
             }
         }
         if gap.len() < gaps {
             gap.resize(gaps, 0);
         }
         let mut unwanted = gap.as_mut_slice();
+        let mut left = headers.iter_mut();
         let mut buffers = Vec::with_capacity(job.pieces.len());
         for piece in &mut job.pieces {
             buffers.push(IoSliceMut::new(match piece {
-                Destination::Header { raw, .. } => raw,
+                Destination::Header { .. } => left.next().map_or(&mut [][..], |raw| raw),
                 Destination::Data { bytes, .. } => bytes,
                 Destination::Gap(len) => {
                     let (now, later) = unwanted.split_at_mut_checked(*len).unwrap_or_default();
@@ -181,21 +215,18 @@ impl<'a> Pass<'_, 'a> {
         let what = || "tensors".to_owned();
         read_exact_at(source, job.offset, &mut buffers, &what, control)?;
         drop(buffers);
+        let mut headers = headers.into_iter();
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
         let mut pieces = job.pieces.into_iter().peekable();
         while let Some(piece) = pieces.next() {
             match piece {
                 Destination::Gap(_) => {}
-                Destination::Header { tensor, raw, in_place } => {
-                    let header = self.header(tensor, raw)?;
-                    if let Some(opener) = &self.opener {
-                        let plain = opener.header(tensor, header, control)?;
-                        self.plain(tensor, plain);
-                    }
+                Destination::Header { tensor, in_place, .. } => {
+                    let covered =
+                        self.header(tensor, headers.next().unwrap_or_default(), control)?;
                     if self.verify == Verify::Nothing {
                         continue;
                     }
-                    let covered = header.hashed_bytes();
                     let data_len = self.entry(tensor)?.data_len;
                     if data_len > SMALL {
                         self.hashes.header(tensor, &covered);
@@ -265,18 +296,31 @@ impl<'a> Pass<'_, 'a> {
         self.entries.get(tensor).copied().ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    fn header(&self, tensor: usize, raw: Box<[u8]>) -> Result<&Header> {
+    /// Takes a header; gives the bytes of it that hashes cover.
+    fn header(&self, tensor: usize, raw: Box<[u8]>, control: &Control<'_>) -> Result<Vec<u8>> {
         let header = parse_header(self.file, self.entry(tensor)?, raw)?;
+        (self.see)(tensor, &header)?;
+        if let Some(opener) = &self.opener {
+            let plain = opener.header(tensor, &header, control)?;
+            self.plain(tensor, plain);
+        }
         let place =
             self.headers.get(tensor).ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        Ok(place.get_or_init(|| header))
+        let (kept, covered) = KeptHeader::of(header);
+        place.get_or_init(|| kept);
+        Ok(covered)
     }
 
     fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let header = self.headers.get(tensor).and_then(OnceLock::get);
         let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        verify(digests, header, self.entry(tensor)?, self.file.uri(), self.verify)
+        header.verify(digests, self.entry(tensor)?, self.file.uri(), self.verify)
     }
+}
+
+/// Memory for a header of a length that the index gives.
+pub fn header_memory(len: usize, entry: &Entry) -> Result<Box<[u8]>> {
+    zeroed(len, || format!("the header of tensor `{}`", entry.name))
 }
 
 /// A header that agrees with the index, and with the seal if there is one.
@@ -300,7 +344,7 @@ pub fn check_key(
     let Some(entry) = first.filter(|_| !file.key_fits()) else { return Ok(()) };
     let uri = file.uri();
     let len = usize::try_from(entry.data_offset - entry.header_offset).unwrap_or(usize::MAX);
-    let mut raw = vec![0; len].into_boxed_slice();
+    let mut raw = header_memory(len, entry)?;
     let what = || "tensors".to_owned();
     read_exact_at(source, entry.header_offset, &mut [IoSliceMut::new(&mut raw)], &what, cancel)?;
     let header = Header::parse(raw, entry, true).map_err(|e| e.of(uri))?;

@@ -83,8 +83,7 @@ impl Cut {
                 PieceKind::Gap => Destination::Gap(len),
                 PieceKind::Header { tensor } => {
                     let wanted = wanted.get(tensor).ok_or_else(bug)?;
-                    let raw = vec![0; len].into_boxed_slice();
-                    Destination::Header { tensor: wanted.tensor, raw, in_place: wanted.in_place }
+                    Destination::Header { tensor: wanted.tensor, len, in_place: wanted.in_place }
                 }
                 PieceKind::Data { tensor, start } => {
                     let wanted = wanted.get_mut(tensor).ok_or_else(bug)?;
@@ -149,17 +148,25 @@ impl<'a> Job<'a> {
 impl Destination<'_> {
     fn len(&self) -> u64 {
         match self {
-            Destination::Header { raw, .. } => raw.len() as u64,
+            Destination::Header { len, .. } | Destination::Gap(len) => *len as u64,
             Destination::Data { bytes, .. } => bytes.len() as u64,
-            Destination::Gap(len) => *len as u64,
         }
     }
 }
 
 /// Where some bytes of a job go.
 pub enum Destination<'a> {
-    Header { tensor: usize, raw: Box<[u8]>, in_place: Option<&'a [u8]> },
-    Data { tensor: usize, start: u64, bytes: &'a mut [u8] },
+    /// Into memory that is taken when it is read.
+    Header {
+        tensor: usize,
+        len: usize,
+        in_place: Option<&'a [u8]>,
+    },
+    Data {
+        tensor: usize,
+        start: u64,
+        bytes: &'a mut [u8],
+    },
     Gap(usize),
 }
 

@@ -6,11 +6,11 @@ use crate::buffer::{Arena, HostBuffer};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::fill::{Slot, fill};
-use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::plan::pack;
 use crate::source::{MemorySource, ReadAt};
 use crate::tensor_file::TensorFile;
+use crate::transform::KeptHeader;
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -52,7 +52,7 @@ pub struct LoadedTensor {
     /// Its number in the file.
     pub number: usize,
     /// Its header, which agrees with the index.
-    pub header: Header,
+    pub header: KeptHeader,
     /// Its bytes.
     pub memory: HostBuffer,
 }
@@ -118,7 +118,7 @@ pub fn load_into(
     mut destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<Header>> {
+) -> Result<Vec<KeptHeader>> {
     check_selection(file, selection)?;
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     if entries.len() != destinations.len() {

@@ -105,6 +105,8 @@ pub struct Writer {
     base: u64,
     options: SaveOptions,
     entries: Vec<Entry>,
+    /// Bytes of their entries in the index, without tags.
+    entries_len: u64,
     /// What stands for their headers in a manifest and in the file's identity.
     digests: Vec<[u8; 32]>,
     names: NameTree,
@@ -133,6 +135,7 @@ impl Writer {
             base,
             options,
             entries: Vec::new(),
+            entries_len: 0,
             digests: Vec::new(),
             names: NameTree::default(),
             index_len: 0,
@@ -212,6 +215,7 @@ impl Writer {
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);
         self.end = layout.end;
+        self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
         if self.sink()?.shows_early() {
             self.write_index(cancel)?;
@@ -288,10 +292,7 @@ impl Writer {
             let inserted = self.names.insert(&tensor.name, first + at);
             if let Err(what) = inserted {
                 // Names of this call that were taken in before must not block a corrected call.
-                self.names = NameTree::default();
-                for (number, entry) in self.entries.iter().enumerate() {
-                    self.names.insert(&entry.name, number).map_err(Error::Bug)?;
-                }
+                tensors.iter().take(at).for_each(|earlier| self.names.remove(&earlier.name));
                 return Err(Error::InvalidArgument(format!("{what} (`{}`)", self.uri)));
             }
         }
@@ -312,8 +313,8 @@ impl Writer {
             encrypted,
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
-        let all = self.entries.iter().chain(&trial.entries);
-        let used: u64 = all.map(|entry| entry.encoded_len(tagged) as u64).sum();
+        let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
+        let used = self.entries_len + tags + encoded_lens(&trial.entries, tagged);
         let pair = self.options.pair.map_or(0, |_| PAIR_LEN);
         let used = used + (self.seal_len() + pair) as u64;
         if self.index_len == 0 {
@@ -379,6 +380,10 @@ impl Writer {
         write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], cancel)?;
         write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], cancel)
     }
+}
+
+fn encoded_lens(entries: &[Entry], tagged: bool) -> u64 {
+    entries.iter().map(|entry| entry.encoded_len(tagged) as u64).sum()
 }
 
 /// Saves tensors to a local path: all of them or, on any error, none.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use crate::cancel::{Cancel, Never};
 use crate::crypt::{DecryptionOptions, MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
+use crate::fill::see_headers;
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PairId};
@@ -149,7 +150,6 @@ impl TensorFile {
             }
             return Ok(());
         };
-        let numbers: Vec<usize> = (0..self.entries.len()).collect();
         if self.source().traits().len.is_none() {
             return Err(Error::Unsupported(format!(
                 "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
@@ -157,17 +157,31 @@ impl TensorFile {
                 self.uri
             )));
         }
-        let headers = crate::fill::read_headers(self, &numbers, cancel)?;
-        let derivation =
-            headers.iter().find_map(|header| header.crypt_info.as_ref()?.key_derivation.as_ref());
-        let encrypts = self.entries.iter().any(|entry| entry.data_len > 0);
-        if !encrypts && derivation.is_none() && options.needs_derivation() {
-            // Nothing is encrypted, so that no header says how the key is derived.
-            return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
+        let mut derivation = None;
+        if options.needs_derivation() {
+            let Some(number) = self.entries.iter().position(|entry| entry.data_len > 0) else {
+                // Nothing is encrypted, so that no header says how the key is derived.
+                return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
+            };
+            let found = OnceLock::new();
+            see_headers(self, &[number], cancel, &|_, header| {
+                found.get_or_init(|| header.crypt_info.as_ref()?.key_derivation.clone());
+                Ok(())
+            })?;
+            derivation = found.into_inner().flatten();
         }
-        let manifest = Manifest::new(&options.key(derivation, &self.uri, cancel)?)?;
-        let digests: Vec<[u8; 32]> =
-            headers.iter().map(|header| manifest.digest(&header.raw)).collect();
+        let manifest = Manifest::new(&options.key(derivation.as_ref(), &self.uri, cancel)?)?;
+        let numbers: Vec<usize> = (0..self.entries.len()).collect();
+        let digests = Mutex::new(vec![[0; 32]; numbers.len()]);
+        see_headers(self, &numbers, cancel, &|number, header| {
+            let digest = manifest.digest(&header.raw);
+            let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = digests.get_mut(number) {
+                *slot = digest;
+            }
+            Ok(())
+        })?;
+        let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
         let (prologue, index) = head.split_at_checked(PROLOGUE_LEN).unwrap_or_default();
         if !manifest.verifies(prologue, index, &digests)? {
             return Err(self.unsealed());

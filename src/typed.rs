@@ -113,7 +113,7 @@ impl TensorFile {
             .into_iter()
             .map(|loaded| {
                 let Entry { name, dtype, shape, .. } = self.entry(loaded.number)?;
-                let (name, shape) = (name.clone(), shape.clone());
+                let (name, shape) = (name.clone(), shape.to_vec());
                 Ok(Tensor { name, dtype: *dtype, shape, memory: loaded.memory })
             })
             .collect()

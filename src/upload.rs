@@ -24,14 +24,14 @@ use crate::crypt::{Key, PIECE_LEN, Pieces};
 use crate::device::{Consumer, Device, DeviceMemory, Streams};
 use crate::error::{Error, Result};
 use crate::fill::check_key;
-use crate::format::header::Header;
 use crate::format::index::Entry;
 use crate::load::{LoadOptions, Verify, check_selection};
 use crate::plan::{Extent, Part, PieceKind, Shares, Target, partition};
 use crate::source::ReadAt;
 use crate::stats::Counters;
 use crate::tensor_file::TensorFile;
-use crate::transform::hash::{Digests, SMALL, verify};
+use crate::transform::KeptHeader;
+use crate::transform::hash::{Digests, SMALL};
 use crate::workers::{self, Control};
 
 /// How long a reader waits for another's header before it looks whether the call was given up.
@@ -139,7 +139,7 @@ pub fn upload(
 /// What is known after a load to a device.
 pub struct Uploaded {
     /// The header of each tensor.
-    pub headers: Vec<Header>,
+    pub headers: Vec<KeptHeader>,
     /// The streams on which copies may be under way, as the driver knows them.
     pub streams: Vec<usize>,
 }
@@ -152,7 +152,7 @@ struct Run {
 /// What is known of one tensor.
 #[derive(Default)]
 struct Lane {
-    header: OnceLock<Header>,
+    header: OnceLock<KeptHeader>,
     /// How it is decrypted.
     how: OnceLock<Option<(Pieces, Key)>>,
     crc: Mutex<Crc>,
@@ -210,7 +210,7 @@ impl<'p> Pass<'p> {
         target.ok_or_else(|| Error::Bug("no target".to_owned()))
     }
 
-    fn headers(self) -> Result<Vec<Header>> {
+    fn headers(self) -> Result<Vec<KeptHeader>> {
         let headers = self.lanes.into_iter().zip(&self.entries).map(|(lane, entry)| {
             let header = lane.header.into_inner();
             header.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
@@ -310,7 +310,7 @@ impl<'p> Pass<'p> {
     fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let header = self.lane(tensor)?.header.get();
         let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
-        verify(digests, header, self.entry(tensor)?, self.file.uri(), self.verify)
+        header.verify(digests, self.entry(tensor)?, self.file.uri(), self.verify)
     }
 }
 

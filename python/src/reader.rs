@@ -2,20 +2,18 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::header::Header;
-use tensorizer::format::name::{Component, Name};
+use tensorizer::format::index::Entry;
 use tensorizer::read_headers;
 use tensorizer::source::PipeSource;
-use tensorizer::transform::hash;
+use tensorizer::transform::KeptHeader;
 use tensorizer::{LoadOptions, Verify};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
@@ -26,6 +24,7 @@ use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
+use crate::names::{name_from_python, name_to_python, top_level};
 use crate::signals;
 use crate::source::Source;
 
@@ -33,7 +32,8 @@ use crate::source::Source;
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Reader {
     file: TensorFile,
-    headers: Mutex<HashMap<usize, Header>>,
+    /// By number, as far as they were read.
+    headers: Mutex<Vec<Option<KeptHeader>>>,
 }
 
 impl Reader {
@@ -42,16 +42,26 @@ impl Reader {
     }
 
     /// Keeps headers, and gives their module indices.
-    fn keep_all(&self, numbers: &[usize], headers: Vec<Header>) -> Vec<u16> {
+    fn keep_all(&self, numbers: &[usize], headers: Vec<KeptHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
-        for (&number, header) in numbers.iter().zip(headers) {
-            self.keep(number, header);
-        }
+        self.keep(numbers, headers);
         modules
     }
 
-    fn keep(&self, number: usize, header: Header) {
-        self.headers.lock().unwrap_or_else(PoisonError::into_inner).insert(number, header);
+    fn some(&self, numbers: &[usize]) -> Result<Vec<&Entry>> {
+        numbers.iter().map(|&number| self.file.entry(number)).collect()
+    }
+
+    fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
+        let mut known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+        for (&number, header) in numbers.iter().zip(headers) {
+            if known.len() <= number {
+                known.resize_with(number + 1, || None);
+            }
+            if let Some(slot) = known.get_mut(number) {
+                *slot = Some(header);
+            }
+        }
     }
 }
 
@@ -158,14 +168,36 @@ impl Reader {
         self.file.entries().len()
     }
 
-    /// Every tensor's name: `str` for a path of one string, else a tuple of `str` and `int`.
-    fn names<'py>(&self, py: Python<'py>) -> Answer<Vec<Bound<'py, PyAny>>> {
-        self.file.entries().iter().map(|entry| Ok(name_to_python(py, &entry.name)?)).collect()
+    /// A tensor's name.
+    fn name<'py>(&self, py: Python<'py>, number: usize) -> Answer<Bound<'py, PyAny>> {
+        Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
-    /// Every tensor's name in its stored form.
-    fn stored_names(&self) -> Vec<&str> {
-        self.file.entries().iter().map(|entry| entry.name.stored()).collect()
+    /// A tensor's name in its stored form.
+    fn stored_name(&self, number: usize) -> Answer<&str> {
+        Ok(self.file.entry(number)?.name.stored())
+    }
+
+    /// The number of the tensor of this name.
+    fn find(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
+        Ok(self.file.find(name_from_python(name)?.stored()))
+    }
+
+    /// First steps of the names of these tensors, each with the number of its tensor or the list of
+    /// those below it.
+    fn top_level<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyDict>> {
+        let entries = self.some(&numbers)?;
+        Ok(top_level(py, numbers.into_iter().zip(entries))?)
+    }
+
+    /// Bytes in the file of these tensors together.
+    fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
+        Ok(self.some(&numbers)?.into_iter().map(|entry| entry.data_len).sum())
+    }
+
+    /// A tensor's number of bytes in memory.
+    fn memory_len(&self, number: usize) -> Answer<u64> {
+        Ok(self.file.entry(number)?.memory_len().unwrap_or_default())
     }
 
     /// Every tensor's number of bytes in memory.
@@ -202,7 +234,7 @@ impl Reader {
     /// `(dtype without "torch.", shape, opaque)` of one tensor.
     fn describe(&self, number: usize) -> Answer<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
-        Ok((entry.dtype.name(), entry.shape.clone(), entry.dtype.is_opaque()))
+        Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
 
     /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor
@@ -258,13 +290,10 @@ impl Reader {
             let tensors = lent.list()?;
             let missing: Vec<usize> = {
                 let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
-                numbers.iter().copied().filter(|number| !known.contains_key(number)).collect()
+                let missing = |&number: &usize| !matches!(known.get(number), Some(Some(_)));
+                numbers.iter().copied().filter(missing).collect()
             };
-            for (number, header) in
-                missing.iter().zip(read_headers(&self.file, &missing, &signals)?)
-            {
-                self.keep(*number, header);
-            }
+            self.keep(&missing, read_headers(&self.file, &missing, &signals)?);
             let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
             let mut devices = Devices::default();
             let mut out = Vec::with_capacity(numbers.len());
@@ -272,11 +301,10 @@ impl Reader {
                 let entry = self.file.entry(*number)?;
                 let name = entry.name.clone();
                 let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-                let header = known.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                let same = tensor.dtype == entry.dtype && tensor.shape == entry.shape;
-                out.push(
-                    same && hash::matches(&tensor.data, header, entry, self.file.uri(), &signals)?,
-                );
+                let header = known.get(*number).and_then(Option::as_ref);
+                let header = header.ok_or_else(|| Error::Bug("no header".to_owned()))?;
+                let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
+                out.push(same && header.matches(&tensor.data, entry, self.file.uri(), &signals)?);
             }
             Ok(out)
         })?)
@@ -289,52 +317,4 @@ fn verification(name: &str) -> Verify {
         "crc32" => Verify::Crc32,
         _ => Verify::All,
     }
-}
-
-/// A name as Python callers know it.
-fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAny>> {
-    let Some(path) = name.path() else {
-        return Ok(PyString::new(py, name.stored()).into_any());
-    };
-    let steps = path.iter().map(|component| match component {
-        Component::Index(index) => Ok(index.into_pyobject(py)?.into_any()),
-        Component::Key(key) => match std::str::from_utf8(key) {
-            Ok(text) => Ok(PyString::new(py, text).into_any()),
-            Err(_) => PyBytes::new(py, key).call_method1("decode", ("utf-8", "surrogatepass")),
-        },
-    });
-    let steps = steps.collect::<PyResult<Vec<_>>>()?;
-    match steps.as_slice() {
-        [only] if only.is_instance_of::<PyString>() => Ok(only.clone()),
-        _ => Ok(PyTuple::new(py, steps)?.into_any()),
-    }
-}
-
-/// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
-pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
-    let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
-    if let Ok(text) = name.cast::<PyString>() {
-        return match text.to_str() {
-            Ok(text) => Name::from_key(text).map_err(invalid),
-            Err(_) => Name::from_path(vec![component(name)?]).map_err(invalid),
-        };
-    }
-    let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
-    Name::from_path(steps).map_err(invalid)
-}
-
-fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
-    if step.is_instance_of::<PyInt>() {
-        return Ok(Component::Index(step.extract()?));
-    }
-    let text = step.cast::<PyString>()?;
-    let bytes: Vec<u8> = match text.to_str() {
-        Ok(text) => text.as_bytes().to_vec(),
-        Err(_) => text
-            .call_method1("encode", ("utf-8", "surrogatepass"))?
-            .cast::<PyBytes>()?
-            .as_bytes()
-            .to_vec(),
-    };
-    Ok(Component::Key(bytes.into()))
 }

@@ -21,7 +21,7 @@ use crate::errors::Answer;
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
-use crate::reader::name_from_python;
+use crate::names::name_from_python;
 use crate::signals;
 use crate::sink::{Sink, place};
 

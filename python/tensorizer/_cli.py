@@ -51,7 +51,6 @@ class _File:
         except BaseException:
             self._close()
             raise
-        self.names: list[Name] = self.reader.names()
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
@@ -69,7 +68,7 @@ class _File:
         self._close()
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.reader)
 
     def batches(self) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -164,7 +163,8 @@ def _ls(options: argparse.Namespace) -> int:
     with _File(options.file) as file:
         offsets = file.reader.offsets()
         rows: list[dict[str, Any]] = []
-        for number, name in enumerate(file.names):
+        for number in range(len(file)):
+            name = file.reader.name(number)
             dtype, shape, _ = file.reader.describe(number)
             rows.append(
                 {
@@ -239,7 +239,7 @@ def _copy(file: _File, target: str, encryption: EncryptionParams | None, alignme
         for batch in file.batches():
             tensors, modules = file.load(batch, "nothing")
             serializer._write(
-                [file.names[n] for n in batch],
+                [file.reader.name(n) for n in batch],
                 [TensorType(file.kinds[n]) for n in batch],
                 modules,
                 tensors,
@@ -293,22 +293,26 @@ def _diff(options: argparse.Namespace) -> int:
         _File(options.target, params, None) as right,
         Progress(left.total) as progress,
     ):
-        numbers = {name: number for number, name in enumerate(right.names)}
-        for name in set(right.names) - set(left.names):
-            say(f"only in {right.uri}: {_text(name)}")
-            different += 1
-        for batch in left.batches():
-            common = [n for n in batch if left.names[n] in numbers]
-            for n in set(batch) - set(common):
-                say(f"only in {left.uri}: {_text(left.names[n])}")
+        for name in map(right.reader.name, range(len(right))):
+            if left.reader.find(name) is None:
+                say(f"only in {right.uri}: {_text(name)}")
                 different += 1
-            pairs = [(n, numbers[left.names[n]]) for n in common]
+        for batch in left.batches():
+            pairs: list[tuple[int, int]] = []
+            for number in batch:
+                name = left.reader.name(number)
+                same = right.reader.find(name)
+                if same is None:
+                    print(f"only in {left.uri}: {_text(name)}")
+                    different += 1
+                else:
+                    pairs.append((number, same))
             ours, _ = left.load([a for a, _ in pairs], "nothing")
             theirs, _ = right.load([b for _, b in pairs], "nothing")
             for (a, b), one, other in zip(pairs, ours, theirs, strict=True):
                 what = _difference(left.reader.describe(a), one, right.reader.describe(b), other)
                 if what:
-                    say(f"{_text(left.names[a])}: {what}")
+                    say(f"{_text(left.reader.name(a))}: {what}")
                     different += 1
             progress.add(sum(left.data_lens[n] for n in batch))
     print(f"{different} differences" if different else "the tensors are the same")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from ._reading import (
     resolve_device,
 )
 from ._redis import copy_to_redis
-from ._tree import leaves, top_level
+from ._tree import LEFT_OUT, converted, nested, path_of, plain
 from ._types import FilterFuncType, Name, TensorType
 
 if TYPE_CHECKING:
@@ -124,11 +125,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             self._reader = open_reader(file_obj)
             self._check_source(decryption)
             self._loader = Loader(self._reader, self._dtype, num_readers, mmap, clone)
-            self._names: list[Name] = self._reader.names()
             self._selection = self._choose(filter_func)
-            self._top = top_level(self._names, self._selection)
-            lens = self._reader.data_lens()
-            self.total_tensor_bytes: int = sum(lens[number] for number in self._selection)
+            self.total_tensor_bytes = self._reader.data_len(self._selection)
             if not lazy_load:
                 self._load(self._selection, self._verify_hash)
                 self.close()
@@ -151,10 +149,16 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
     def _verification(self, verify_hash: bool | str | None) -> str:
         return self._verify_hash if verify_hash is None else checked_verification(verify_hash)
 
-    def _choose(self, filter_func: FilterFuncType | None) -> list[int]:
+    def _choose(self, filter_func: FilterFuncType | None) -> Sequence[int]:
+        every = range(len(self._reader))
         if filter_func is None:
-            return list(range(len(self._names)))
-        return [number for number, name in enumerate(self._names) if filter_func(name)]
+            return every
+        return [number for number in every if filter_func(self._reader.name(number))]
+
+    @functools.cached_property
+    def _top(self) -> dict[Any, int | list[int]]:
+        """The keys at the top, each with the number of its tensor or those of what is below."""
+        return self._reader.top_level(self._selection)
 
     # The file
 
@@ -219,7 +223,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             self._module_indices.update(zip(batch, modules, strict=True))
 
     def _plain_tensors(
-        self, numbers: list[int] | None = None, device: torch.device | None = None
+        self, numbers: Sequence[int] | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[Name, torch.Tensor]]:
         """Load some tensors, or all; yield names and tensors that are not parameters."""
         numbers = self._selection if numbers is None else numbers
@@ -227,7 +231,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         for batch in self._loader.batches(numbers, device):
             tensors, _ = self._loader.read(batch, self._verify_hash, device)
             for number, tensor in zip(batch, self._loader.placed(tensors, device), strict=True):
-                yield self._names[number], tensor
+                yield self._reader.name(number), tensor
 
     # Mapping
 
@@ -239,13 +243,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             raise KeyError(f"Tensor {name!r} not found in {self._reader.uri}") from None
         if isinstance(node, int) and node in self._cache:
             return self._cache[node]
-        self._load(leaves(node), self._verify_hash)
-        return self._value(node)
-
-    def _value(self, node: Any) -> Any:
         if isinstance(node, int):
+            self._load([node], self._verify_hash)
             return self._cache[node]
-        return MappingProxyType({key: self._value(child) for key, child in node.items()})
+        self._load(node, self._verify_hash)
+        below = ((path_of(self._reader.name(n))[1:], self._cache[n]) for n in node)
+        return converted(nested(below), MappingProxyType)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._top)
@@ -282,28 +285,31 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             prefix is not None and not isinstance(prefix, collections.abc.Iterable)
         ):
             raise TypeError(f"prefix must be an iterable of keys and indices, not {prefix!r}")
-        node: Any = self._top
-        for component in prefix or ():
-            if isinstance(node, int) or component not in node:
-                return default
-            node = node[component]
-        wanted = [n for n in leaves(node) if filter_func is None or filter_func(self._names[n])]
+        above = () if prefix is None else tuple(prefix)
+        below: list[tuple[tuple[str | int, ...], int]] = []
+        wanted: list[int] = []
+        for number in self._below(above):
+            name = self._reader.name(number)
+            path = path_of(name)
+            if path[: len(above)] == above:
+                below.append((path[len(above) :], number))
+                if filter_func is None or filter_func(name):
+                    wanted.append(number)
         if not wanted:
             return default
         self._load(wanted, self._verify_hash)
-        return self._plain(node, set(wanted))
+        if below == [((), wanted[0])]:
+            return self._cache[wanted[0]]
+        chosen = set(wanted)
+        found = ((path, self._cache[n] if n in chosen else LEFT_OUT) for path, n in below)
+        return converted(nested(found), plain)
 
-    def _plain(self, node: Any, wanted: set[int]) -> Any:
-        if isinstance(node, int):
-            return self._cache[node]
-        children = {
-            key: self._plain(child, wanted)
-            for key, child in node.items()
-            if not wanted.isdisjoint(leaves(child))
-        }
-        if children and all(isinstance(key, int) for key in children):
-            return [children[index] for index in sorted(children)]
-        return children
+    def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
+        """Return the tensors whose names begin like this, and perhaps others."""
+        if not above:
+            return self._selection
+        node = self._top.get(above[0], ())
+        return [node] if isinstance(node, int) else node
 
     # Reading one after another
 
@@ -314,7 +320,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         while self._cursor < len(self._selection) and given != num_tensors:
             number = self._selection[self._cursor]
             self._cursor += 1
-            if filter_func is None or filter_func(self._names[number]):
+            if filter_func is None or filter_func(self._reader.name(number)):
                 given += 1
                 yield number
 
@@ -340,7 +346,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         for number in self._next(filter_func, num_tensors):
             self._load([number], verify)
             kind = TensorType(kinds[number])
-            yield self._module_indices[number], kind, self._names[number], self._cache[number]
+            yield self._module_indices[number], kind, self._reader.name(number), self._cache[number]
 
     def read_numpy_arrays(
         self,
@@ -365,7 +371,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         verify = self._verification(verify_hash)
         kinds = self._reader.kinds()
         for number in self._next(filter_func, num_tensors):
-            name = self._names[number]
+            name = self._reader.name(number)
             dtype, _, opaque = self._reader.describe(number)
             if opaque and not allow_raw_data:
                 raise ValueError(
@@ -429,12 +435,17 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
         """
         verify = self._verification(verify_hash)
-        chosen = [n for n in self._selection if filter_func is None or filter_func(self._names[n])]
+        name_of = self._reader.name
+        chosen = [n for n in self._selection if filter_func is None or filter_func(name_of(n))]
         kinds = self._reader.kinds()
-        places = [_modules.Place.find(m, self._names[n], TensorType(kinds[n])) for n in chosen]
+        names = [name_of(n) for n in chosen]
+        places = [
+            _modules.Place.find(m, name, TensorType(kinds[n]))
+            for name, n in zip(names, chosen, strict=True)
+        ]
         shapes = [self._reader.describe(n)[1] for n in chosen]
-        everything = [str(name) for name in self._names] if strict else None
-        _modules.check(m, places, [str(self._names[n]) for n in chosen], shapes, everything)
+        everything = [str(name_of(n)) for n in range(len(self._reader))] if strict else None
+        _modules.check(m, places, [str(name) for name in names], shapes, everything)
         with self._one_load():
             here = self._fill(places, chosen, verify)
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
@@ -503,7 +514,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
         """
         own = _modules.tensors_of(m)
-        chosen = [(n, str(self._names[n])) for n in self._selection]
+        chosen = [(n, str(self._reader.name(n))) for n in self._selection]
         common = [(n, name) for n, name in chosen if name in own]
         handle = lend([own[name] for _, name in common])
         matches = self._reader.matches(handle, [n for n, _ in common])

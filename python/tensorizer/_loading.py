@@ -73,20 +73,20 @@ class Loader:
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
         return modules
 
-    def batches(self, numbers: list[int], device: torch.device) -> Iterator[list[int]]:
+    def batches(self, numbers: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
         """Split a load whose tensors are copied once more, to bound what is held twice."""
         if self._unchanged(device):
             if numbers:
                 yield numbers
             return
-        lens = self._reader.memory_lens()
         batch: list[int] = []
         size = 0
         for number in numbers:
-            if batch and size + lens[number] > _BATCH_BYTES:
+            length = self._reader.memory_len(number)
+            if batch and size + length > _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
             batch.append(number)
-            size += lens[number]
+            size += length
         if batch:
             yield batch

@@ -257,13 +257,13 @@ class Loading(Storages):
     def _numbers(self, file: TensorDeserializer) -> list[int]:
         """Return which tensor of the file is which storage."""
         reader = file._reader
-        names = {name: number for number, name in enumerate(reader.names())}
-        self._check_count(len(names), repr(reader.uri))
-        numbers = [names.get((index,)) for index in range(len(names))]
+        count = len(reader)
+        self._check_count(count, repr(reader.uri))
+        numbers = [reader.find((index,)) for index in range(count)]
         known = [number for number in numbers if number is not None]
-        if len(known) < len(names):
+        if len(known) < count:
             raise FormatError(
-                f"expected a list of storages in {reader.uri!r}, found {len(names)} tensors, only "
+                f"expected a list of storages in {reader.uri!r}, found {count} tensors, only "
                 f"{len(known)} of them storages"
             )
         for number in known:

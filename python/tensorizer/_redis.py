@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._native import Reader
-    from ._types import Name
 
 #: Redis has no longer values (``proto-max-bulk-len``).
 _LONGEST_VALUE = 512 << 20
@@ -44,19 +43,19 @@ def copy_to_redis(
     client.set(f"{prefix}:header:0", head)
 
 
-def _key(prefix: str, name: Name, offset: int) -> str:
+def _key(prefix: str, name: str, offset: int) -> str:
     return f"{prefix}:{name}:{offset}"
 
 
 def _missing(reader: Reader, numbers: Sequence[int], client: Any, prefix: str) -> list[int]:
     """Return the tensors whose headers are not stored yet."""
-    names, offsets = reader.stored_names(), reader.offsets()
+    offsets = reader.offsets()
     missing: list[int] = []
     for start in range(0, len(numbers), _BATCH_COMMANDS):
         some = numbers[start : start + _BATCH_COMMANDS]
         pipeline = client.pipeline(transaction=False)
         for number in some:
-            pipeline.exists(_key(prefix, names[number], offsets[number][0]))
+            pipeline.exists(_key(prefix, reader.stored_name(number), offsets[number][0]))
         missing += [
             number for number, found in zip(some, pipeline.execute(), strict=True) if not found
         ]
@@ -65,14 +64,15 @@ def _missing(reader: Reader, numbers: Sequence[int], client: Any, prefix: str) -
 
 def _values(reader: Reader, numbers: Sequence[int], prefix: str) -> Iterator[_Value]:
     """Yield key, position and length of each value, in the order of the file."""
-    names, offsets, lens = reader.stored_names(), reader.offsets(), reader.data_lens()
+    offsets, lens = reader.offsets(), reader.data_lens()
     for number in sorted(numbers, key=offsets.__getitem__):
         header, data = offsets[number]
-        yield _key(prefix, names[number], header), header, data - header
+        name = reader.stored_name(number)
+        yield _key(prefix, name, header), header, data - header
         # Tensors without data have no value: it would share the next one's position.
         for at in range(data, data + lens[number], _LONGEST_VALUE):
             length = min(_LONGEST_VALUE, data + lens[number] - at)
-            yield _key(prefix, names[number], at), at, length
+            yield _key(prefix, name, at), at, length
 
 
 def _batches(values: Iterator[_Value]) -> Iterator[list[_Value]]:

@@ -367,7 +367,7 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
             else:
                 rest[key] = value
         state_dict = rest
-    yield from _flatten(state_dict, (), set())
+    yield from _flatten(state_dict)
 
 
 def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
@@ -379,22 +379,36 @@ def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
     return path
 
 
-def _flatten(
-    value: Any, path: tuple[str | int, ...], above: set[int]
-) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
+def _flatten(top: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+    # Containers from the top down to where we are, each with what is left of it; and their path.
+    open_ = [(top, _items(top, []))]
+    above = {id(top)}
+    path: list[str | int] = [""]
+    while open_:
+        container, items = open_[-1]
+        for path[-1], value in items:
+            if isinstance(value, torch.Tensor):
+                yield tuple(path), value
+                continue
+            if not _is_container(value):
+                raise TypeError(f"expected a tensor at {path}, found {type(value).__name__}")
+            if id(value) in above:
+                raise ValueError(f"the container at {path} contains itself")
+            above.add(id(value))
+            open_.append((value, _items(value, path)))
+            path.append("")
+            break
+        else:
+            above.discard(id(container))
+            open_.pop()
+            path.pop()
+
+
+def _items(container: Any, path: list[str | int]) -> Iterator[tuple[str | int, Any]]:
+    if not isinstance(container, Mapping):
+        yield from enumerate(container)
         return
-    if not _is_container(value):
-        raise TypeError(f"expected a tensor at {list(path)}, found {type(value).__name__}")
-    if id(value) in above:
-        raise ValueError(f"the container at {list(path)} contains itself")
-    above = above | {id(value)}
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be str, found {key!r} at {list(path)}")
-            yield from _flatten(child, (*path, key), above)
-    else:
-        for index, child in enumerate(value):
-            yield from _flatten(child, (*path, index), above)
+    for key, value in container.items():
+        if not isinstance(key, str):
+            raise TypeError(f"keys must be str, found {key!r} at {path[:-1]}")
+        yield key, value

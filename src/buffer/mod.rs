@@ -3,5 +3,7 @@
 mod arena;
 pub mod mapped;
 pub mod pinned;
+mod zeroed;
 
 pub use arena::{ALIGNMENT, Arena, HostBuffer};
+pub use zeroed::zeroed;

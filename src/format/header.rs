@@ -140,8 +140,8 @@ impl Header {
     }
 
     /// The header's part of what hashes cover: hash values zeroed, encryption block cut out.
-    pub fn hashed_bytes(&self) -> Vec<u8> {
-        let mut bytes = self.raw.to_vec();
+    pub fn into_covered(self) -> Vec<u8> {
+        let mut bytes = self.raw.into_vec();
         for hash in &self.hashes {
             if let Some(value) = bytes.get_mut(hash.at.clone()) {
                 value.fill(0);

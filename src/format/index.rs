@@ -8,6 +8,8 @@ use super::prologue::{PROLOGUE_LEN, Prologue};
 use super::{TensorKind, element_count};
 use crate::error::{Error, Malformed, Result};
 
+/// Bytes of the version tag that entries may have.
+pub const TAG_LEN: u64 = size_of::<u32>() as u64;
 const TAG_SHORT: u32 = 1;
 const TAG_LONG: u32 = 5;
 /// The most dimensions that torch and numpy allow.
@@ -25,7 +27,7 @@ pub struct Entry {
     /// Its element type.
     pub dtype: DType,
     /// Its dimensions.
-    pub shape: Vec<u64>,
+    pub shape: Box<[u64]>,
     /// Dimensions are stored in eight bytes, here and in the tensor's header.
     pub long: bool,
     /// File position of its header.
@@ -71,12 +73,11 @@ impl Entry {
 
     /// Bytes that [`Entry::encode`] appends.
     pub fn encoded_len(&self, tagged: bool) -> usize {
-        let tag = if tagged { 4 } else { 0 };
-        tag + 2
-            + self.name.stored().len()
+        2 + self.name.stored().len()
             + 1
             + dtype_and_shape_len(self.dtype, &self.shape, self.long)
             + 24
+            + if tagged { size_of::<u32>() } else { 0 }
     }
 }
 
@@ -122,7 +123,7 @@ pub(super) fn encode_dtype_and_shape(
 pub(super) fn parse_dtype_and_shape(
     cursor: &mut Cursor<'_>,
     long: bool,
-) -> Result<(DType, Vec<u64>), Malformed> {
+) -> Result<(DType, Box<[u64]>), Malformed> {
     let at = cursor.offset();
     let len = cursor.u8("dtype length")?;
     let dtype = DType::parse(cursor.take(usize::from(len), "dtype")?)
@@ -131,17 +132,15 @@ pub(super) fn parse_dtype_and_shape(
     if dims > MAX_DIMS {
         return Err(cursor.error(format!("expected at most {MAX_DIMS} dimensions, found {dims}")));
     }
-    let shape =
-        (0..dims)
-            .map(|_| {
-                if long {
-                    cursor.u64("dimensions")
-                } else {
-                    cursor.u32("dimensions").map(u64::from)
-                }
-            })
-            .collect::<Result<_, _>>()?;
-    Ok((dtype, shape))
+    let mut shape = Vec::with_capacity(dims);
+    for _ in 0..dims {
+        shape.push(if long {
+            cursor.u64("dimensions")?
+        } else {
+            cursor.u32("dimensions").map(u64::from)?
+        });
+    }
+    Ok((dtype, shape.into()))
 }
 
 /// Reads a tensor kind.
@@ -254,7 +253,9 @@ fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> 
 
 impl Entry {
     fn path_needs_state_dict(&self) -> bool {
-        self.name.path().is_some_and(|path| !matches!(path, [Component::Key(_)]))
+        self.name.path().is_some_and(|mut path| {
+            !matches!((path.next(), path.next()), (Some(Component::Key(_)), None))
+        })
     }
 }
 
@@ -266,7 +267,7 @@ const fn longest_header(data_len: u64) -> u64 {
 
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
     let mut order: Vec<&Entry> = entries.iter().collect();
-    order.sort_by_key(|entry| entry.header_offset);
+    order.sort_unstable_by_key(|entry| entry.header_offset);
     let mut end = first;
     for entry in order {
         let malformed = |what: String| {

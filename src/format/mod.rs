@@ -17,6 +17,7 @@ pub mod index;
 pub mod name;
 pub mod name_tree;
 pub mod pair;
+mod path;
 pub mod prologue;
 
 /// What a tensor was in the object that was saved.

@@ -89,7 +89,7 @@ pub fn place(
             name,
             kind,
             dtype,
-            shape,
+            shape: shape.into(),
             long,
             header_offset,
             data_offset,

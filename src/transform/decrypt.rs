@@ -246,7 +246,7 @@ mod tests {
                 name: Name::from_key("a").unwrap(),
                 kind: TensorKind::StateDict,
                 dtype: DType::from_name("uint8").unwrap(),
-                shape: vec![len as u64],
+                shape: [len as u64].into(),
                 long: false,
                 header_offset: 0,
                 data_offset: 4096 + block.len() as u64,

@@ -2,14 +2,7 @@
 
 use super::sha256::Sha256;
 use crate::cancel::Cancel;
-use crate::device::Streams;
-use crate::drain::staged::each_unit;
-use crate::error::{Error, Result};
-use crate::format::header::{Algorithm, Header, StoredHash};
-use crate::format::index::Entry;
-use crate::load::Verify;
-use crate::save::Data;
-use crate::stats::Counters;
+use crate::error::Result;
 
 /// Both hashes of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,17 +76,8 @@ pub fn digest(header: &[u8], data: &[u8], sha: bool) -> Digests {
     hash.finish()
 }
 
-/// The same for a tensor of any size, unless the call is to end before.
-pub fn digest_large(header: &[u8], data: &[u8], sha: bool, cancel: &dyn Cancel) -> Result<Digests> {
-    let mut hash = StreamHash::new(header, sha);
-    for step in data.chunks(STEP) {
-        cancel.check()?;
-        hash.update(step);
-    }
-    Ok(hash.finish())
-}
-
 /// The hashes of a tensor whose bytes come front to back.
+#[derive(Clone)]
 pub struct StreamHash {
     crc: crc32fast::Hasher,
     sha: Option<Sha256>,
@@ -116,6 +100,15 @@ impl StreamHash {
         }
     }
 
+    /// The same for bytes of any number, unless the call is to end before.
+    pub fn update_large(&mut self, bytes: &[u8], cancel: &dyn Cancel) -> Result<()> {
+        for step in bytes.chunks(STEP) {
+            cancel.check()?;
+            self.update(step);
+        }
+        Ok(())
+    }
+
     /// The hashes of all bytes.
     pub fn finish(self) -> Digests {
         let sha = self.sha.map(Sha256::finish).unwrap_or_default();
@@ -128,79 +121,6 @@ pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     let mut sha = Sha256::default();
     sha.update(bytes);
     sha.finish()
-}
-
-/// Compares what was computed with what the header says. A header without the hash fails.
-pub fn verify(
-    digests: &Digests,
-    header: &Header,
-    entry: &Entry,
-    uri: &str,
-    which: Verify,
-) -> Result<()> {
-    let wanted = |hash: &&StoredHash| which == Verify::All || hash.algorithm == Algorithm::Crc32;
-    if !header.hashes.iter().any(|hash| wanted(&hash)) {
-        return Err(Error::NoHash { name: entry.name.to_string(), uri: uri.to_owned() });
-    }
-    for hash in header.hashes.iter().filter(wanted) {
-        let expected = header.hash_value(hash);
-        let crc = digests.crc.to_le_bytes();
-        let found: &[u8] = match hash.algorithm {
-            Algorithm::Crc32 => &crc,
-            Algorithm::Sha256 => &digests.sha,
-        };
-        if expected != found {
-            return Err(Error::HashMismatch {
-                name: entry.name.to_string(),
-                algorithm: hash.algorithm.name(),
-                expected: display(hash.algorithm, expected),
-                found: display(hash.algorithm, found),
-            });
-        }
-    }
-    Ok(())
-}
-
-/// Whether a tensor in memory has the header's hashes.
-pub fn matches(
-    data: &Data<'_>,
-    header: &Header,
-    entry: &Entry,
-    uri: &str,
-    cancel: &dyn Cancel,
-) -> Result<bool> {
-    let covered = header.hashed_bytes();
-    let digests = match data {
-        // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
-        _ if entry.is_meta() => digest(&covered, &[], true),
-        Data::Meta => return Ok(false),
-        Data::Bytes(bytes) => digest_large(&covered, bytes, true, cancel)?,
-        Data::Device(bytes) => {
-            let streams = Streams::open(&bytes.device, bytes.consumer)?;
-            let mut hash = StreamHash::new(&covered, true);
-            let counters = Counters::default();
-            let range = 0..bytes.memory.size();
-            each_unit(bytes, range, streams.next(), &counters, cancel, |_, bytes| {
-                hash.update(bytes);
-                Ok(())
-            })?;
-            hash.finish()
-        }
-        Data::Deferred(bring) => digest_large(&covered, (*bring()?).as_ref(), true, cancel)?,
-    };
-    match verify(&digests, header, entry, uri, Verify::All) {
-        Ok(()) => Ok(true),
-        Err(Error::HashMismatch { .. }) => Ok(false),
-        Err(other) => Err(other),
-    }
-}
-
-/// CRC-32 in decimal and SHA-256 in hexadecimal, as the old package's messages have them.
-fn display(algorithm: Algorithm, value: &[u8]) -> String {
-    match (algorithm, value.first_chunk()) {
-        (Algorithm::Crc32, Some(bytes)) => u32::from_le_bytes(*bytes).to_string(),
-        _ => value.iter().map(|b| format!("{b:02x}")).collect(),
-    }
 }
 
 #[cfg(test)]

@@ -20,7 +20,8 @@ const IDLE: Duration = Duration::from_millis(20);
 
 /// The tensors of one call that are hashed piece by piece. Pieces are kept until they were hashed.
 pub struct HashPool<B> {
-    lanes: Vec<Mutex<Lane<B>>>,
+    /// None for tensors that are not hashed here, which may be many.
+    lanes: Vec<Option<Box<Mutex<Lane<B>>>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
     sha: bool,
@@ -78,23 +79,28 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
         let mut unfinished = 0;
         let lanes = data_lens.map(|data_len| {
-            unfinished += usize::from(data_len.is_some());
-            Mutex::new(Lane {
-                data_len: data_len.unwrap_or_default(),
+            let data_len = data_len?;
+            unfinished += 1;
+            Some(Box::new(Mutex::new(Lane {
+                data_len,
                 work: None,
                 crc: crc32fast::Hasher::new(),
                 waiting: BTreeMap::new(),
                 next: 0,
-            })
+            })))
         });
         let lanes = lanes.collect();
         let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
         HashPool { lanes, queue, changed: Condvar::new(), sha }
     }
 
+    fn lane(&self, tensor: usize) -> Option<&Mutex<Lane<B>>> {
+        self.lanes.get(tensor)?.as_deref()
+    }
+
     /// Brings a header's covered bytes.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
-        let Some(lane) = self.lanes.get(tensor) else { return };
+        let Some(lane) = self.lane(tensor) else { return };
         let mut lane = locked(lane);
         lane.crc.update(bytes);
         let mut sha = Sha256::default();
@@ -106,7 +112,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
 
     /// Brings the data from `start` on.
     pub fn data(&self, tensor: usize, start: u64, piece: B) {
-        let Some(lane) = self.lanes.get(tensor) else { return };
+        let Some(lane) = self.lane(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(piece.as_ref());
         let mut lane = locked(lane);
@@ -141,7 +147,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     }
 
     fn take(&self, tensor: usize) -> Option<(usize, Work<B>)> {
-        Some((tensor, locked(self.lanes.get(tensor)?).work.take()?))
+        Some((tensor, locked(self.lane(tensor)?).work.take()?))
     }
 
     /// Hashes some bytes of one or two tensors and reports those that are complete.
@@ -187,7 +193,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             }
         }
         for (tensor, work) in works {
-            let Some(lane) = self.lanes.get(tensor) else { continue };
+            let Some(lane) = self.lane(tensor) else { continue };
             let mut lane = locked(lane);
             if work.left() == 0 && lane.next == lane.data_len {
                 let crc = lane.crc.clone().finalize();

@@ -4,7 +4,9 @@ pub mod decrypt;
 pub mod encrypt;
 pub mod hash;
 mod hash_pool;
+mod kept;
 mod sha256;
 mod sha256_pair;
 
 pub use hash_pool::HashPool;
+pub use kept::KeptHeader;

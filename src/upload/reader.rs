@@ -9,11 +9,12 @@ use super::{Crc, Pass, Run};
 use crate::buffer::pinned::{Lease, Ticket};
 use crate::device::{DeviceFile, Stream};
 use crate::error::{Error, Result};
-use crate::fill::parse_header;
+use crate::fill::{header_memory, parse_header};
 use crate::load::Verify;
 use crate::plan::{Grain, Part, PieceKind, Staging, stage};
 use crate::source::{ReadAt, read_exact_at};
 use crate::stats::Stage;
+use crate::transform::KeptHeader;
 use crate::transform::decrypt::{how, refused};
 use crate::transform::hash::{Digests, StreamHash};
 use crate::workers::Control;
@@ -133,7 +134,9 @@ impl<'r, 'p> Reader<'r, 'p> {
             match piece.kind {
                 PieceKind::Gap => gaps += len,
                 PieceKind::Data { .. } => {}
-                PieceKind::Header { .. } => headers.push(vec![0; len].into_boxed_slice()),
+                PieceKind::Header { tensor } => {
+                    headers.push(header_memory(len, pass.entry(pass.tensor(tensor)?)?)?);
+                }
             }
         }
         if self.gap.len() < gaps {
@@ -194,11 +197,11 @@ impl<'r, 'p> Reader<'r, 'p> {
             let _came = pass.header_came.0.lock().unwrap_or_else(PoisonError::into_inner);
             pass.header_came.1.notify_all();
         }
-        let header = lane.header.get_or_init(|| parsed);
+        let (kept, covered) = KeptHeader::of(parsed);
+        lane.header.get_or_init(|| kept);
         if pass.verify == Verify::Nothing {
             return Ok(None);
         }
-        let covered = header.hashed_bytes();
         if pass.in_order {
             let hash = StreamHash::new(&covered, pass.verify == Verify::All);
             if entry.data_len == 0 {

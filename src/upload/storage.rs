@@ -8,6 +8,7 @@ use super::reader::Reader;
 use crate::cancel::Cancel;
 use crate::device::{DeviceFile, Streams};
 use crate::error::{Error, Result};
+use crate::fill::header_memory;
 use crate::load::Verify;
 use crate::plan::{Part, PieceKind, Target};
 use crate::source::{ReadAt, read_exact_at};
@@ -110,7 +111,8 @@ impl Reader<'_, '_> {
                 PieceKind::Header { tensor } => {
                     let len = usize::try_from(piece.len);
                     let len = len.map_err(|_| Error::Bug("a header's length".to_owned()))?;
-                    let mut raw = vec![0; len].into_boxed_slice();
+                    let entry = pass.entry(pass.tensor(tensor)?)?;
+                    let mut raw = header_memory(len, entry)?;
                     let mut buffers = [IoSliceMut::new(&mut raw)];
                     let what = || "tensors".to_owned();
                     read_exact_at(self.source, position, &mut buffers, &what, self.control)?;

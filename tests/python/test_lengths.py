@@ -2,13 +2,14 @@
 
 import io
 import struct
+import zlib
 
 import pytest
 import tensorizer
 import torch
 from conftest import run_python
 from servers import FaultServer
-from tensorizer import TensorDeserializer
+from tensorizer import EncryptionParams, TensorDeserializer
 from tensorizer.serialization import FormatError
 from tensorizer.stream_io import open_stream
 
@@ -92,3 +93,112 @@ def test_a_read_of_more_than_there_is():
     with FaultServer(b"x" * 1000, ranges=False) as server, open_stream(server.url) as stream:
         assert stream.read(2**50) == b"x" * 1000
     assert isinstance(stream, io.BufferedIOBase)
+
+
+def write_long_headers(path, count, length):
+    """Write scalars of type uint8 behind headers of this length, most of it padding. Sparse."""
+    end = struct.pack("<Q", 1)
+    shared = struct.pack("<B3sB", 3, b"|u1", 0)
+    names = [b"m.%06d" % number for number in range(count)]
+    at = 73 + count * (2 + 8 + 1 + len(shared) + 24)
+    index = bytearray()
+    with open(path, "wb") as out:
+        for name in names:
+            record = struct.pack("<H", len(name)) + name
+            start = struct.pack("<QHB", length, 0, 2) + record + shared
+            start += struct.pack("<HB", 7, 1) + bytes((0, 4))
+            padding = bytes(length - len(start) - 4 - len(end))
+            crc = zlib.crc32(
+                b"\x05", zlib.crc32(end, zlib.crc32(padding, zlib.crc32(start + bytes(4))))
+            )
+            index += record + b"\2" + shared + struct.pack("<QQQ", at, at + length, 1)
+            out.seek(at)
+            out.write(start + struct.pack("<I", crc))
+            out.seek(at + length - len(end))
+            out.write(end + b"\x05")
+            at += length + 1
+        out.write(bytes(8))
+        out.seek(0)
+        out.write(b"|TZR|" + struct.pack("<I32xQ8xQQ", 1, count, count, len(index)) + index)
+
+
+#: Does something with a file; prints by how many bytes the peak of memory grew.
+PEAK = """
+import sys, torch, tensorizer
+from tensorizer import DecryptionParams, TensorDeserializer
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+path, small = sys.argv[1:]
+def module_of(tensors):
+    module = torch.nn.Module()
+    module.m = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.m.register_buffer(name.removeprefix("m."), tensor.detach().clone())
+    return module
+before = [TensorDeserializer(small, "cpu", verify_hash=True), peak()][1]
+{}
+print(peak() - before)
+"""
+MANY_HEADERS = {
+    "eager": "TensorDeserializer(path, 'cpu')",
+    "verified": "TensorDeserializer(path, 'cpu', verify_hash=True)",
+    "one by one": "for _ in TensorDeserializer(path, 'cpu', lazy_load=True).values(): pass",
+    "module": """
+with TensorDeserializer(path, 'cpu', lazy_load=True) as file:
+    module = module_of(dict.fromkeys(file, torch.tensor(5, dtype=torch.uint8)))
+    assert file.verify_module(module)[0]
+    getattr(module.m, "000007").zero_()
+    found, each = file.verify_module(module)
+    assert not found and [name for name, same in each if not same] == ["m.000007"]
+""",
+}
+
+
+@pytest.mark.parametrize("way", MANY_HEADERS)
+def test_long_headers_are_not_kept(way, saved, tmp_path):
+    path = tmp_path / "long"
+    write_long_headers(path, 300, 4 << 20)
+    done = run_python(PEAK.replace("{}", MANY_HEADERS[way]), path, saved)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 300 << 20
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_headers_of_huge_pages_are_not_kept(encrypted, saved, tmp_path):
+    path = tmp_path / "aligned"
+    params = EncryptionParams(b"k" * 32, manifest=True) if encrypted else None
+    tensors = {f"m.t{n}": torch.tensor([n, 7]) for n in range(100)}
+    tensorizer.save(tensors, path, alignment=2 << 20, encryption=params)
+    code = """
+key = DecryptionParams.from_key(b"k" * 32) if {} else None
+file = TensorDeserializer(path, "cpu", encryption=key, verify_hash=True)
+module = module_of(file)
+assert file.verify_module(module)[0]
+module.m.t50[1] = 8
+found, each = file.verify_module(module)
+assert not found and [name for name, same in each if not same] == ["m.t50"]
+"""
+    done = run_python(PEAK.replace("{}", code.replace("{}", str(encrypted))), path, saved)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100 << 20
+
+
+def test_a_header_without_memory_for_it(saved, tmp_path):
+    path = tmp_path / "long"
+    write_long_headers(path, 2, 4 << 20)
+    code = """
+import resource, sys, torch, tensorizer
+from tensorizer import TensorDeserializer
+file = TensorDeserializer(sys.argv[1], "cpu", lazy_load=True)
+small = TensorDeserializer(sys.argv[2], "cpu", lazy_load=True)
+small["a"]
+with open("/proc/self/statm") as statm:
+    mapped = int(statm.read().split()[0]) * resource.getpagesize()
+# Less than a header.
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 20),) * 2)
+try: file["m.000000"]
+except MemoryError as error: print(error)
+"""
+    done = run_python(code, path, saved)
+    assert "4194304 bytes for the header of tensor `m.000000`" in done.stdout, done.stderr

@@ -38,7 +38,7 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
             kind: entry.kind,
             module_index: tensor.header.module_index,
             dtype: entry.dtype,
-            shape: entry.shape.clone(),
+            shape: entry.shape.to_vec(),
             data: if entry.is_meta() { Data::Meta } else { Data::Bytes(tensor.memory.bytes()) },
         })
         .collect();

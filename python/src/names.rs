@@ -1,0 +1,101 @@
+//! Names of tensors as Python callers know them: `str` for a path of one string, else a tuple of
+//! `str` and `int`.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
+use tensorizer::error::Error;
+use tensorizer::format::index::Entry;
+use tensorizer::format::name::{Component, Name};
+
+use crate::errors::Raised;
+
+/// First steps of the names of numbered entries, in their order: each with the number of its entry
+/// or, where paths go on below it, with the list of theirs.
+pub fn top_level<'e, 'py>(
+    py: Python<'py>,
+    entries: impl Iterator<Item = (usize, &'e Entry)>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let top = PyDict::new(py);
+    // What belongs together mostly stands together.
+    let mut last: Option<(Component, Bound<'py, PyList>)> = None;
+    for (number, entry) in entries {
+        let Some(mut steps) = entry.name.path() else {
+            top.set_item(entry.name.stored(), number)?;
+            continue;
+        };
+        let (Some(first), below) = (steps.next(), steps.next().is_some()) else { continue };
+        if !below {
+            top.set_item(step_to_python(py, &first)?, number)?;
+            continue;
+        }
+        let numbers = match last.take() {
+            Some((step, numbers)) if step == first => numbers,
+            _ => {
+                let key = step_to_python(py, &first)?;
+                match top.get_item(&key)? {
+                    Some(numbers) => numbers.cast_into()?,
+                    None => {
+                        let numbers = PyList::empty(py);
+                        top.set_item(key, &numbers)?;
+                        numbers
+                    }
+                }
+            }
+        };
+        numbers.append(number)?;
+        last = Some((first, numbers));
+    }
+    Ok(top)
+}
+
+/// A name as Python callers know it.
+pub fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAny>> {
+    let Some(path) = name.path() else {
+        return Ok(PyString::new(py, name.stored()).into_any());
+    };
+    let steps = path.map(|component| step_to_python(py, &component));
+    let steps = steps.collect::<PyResult<Vec<_>>>()?;
+    match steps.as_slice() {
+        [only] if only.is_instance_of::<PyString>() => Ok(only.clone()),
+        _ => Ok(PyTuple::new(py, steps)?.into_any()),
+    }
+}
+
+fn step_to_python<'py>(py: Python<'py>, step: &Component) -> PyResult<Bound<'py, PyAny>> {
+    match step {
+        Component::Index(index) => Ok(index.into_pyobject(py)?.into_any()),
+        Component::Key(key) => match std::str::from_utf8(key) {
+            Ok(text) => Ok(PyString::new(py, text).into_any()),
+            Err(_) => PyBytes::new(py, key).call_method1("decode", ("utf-8", "surrogatepass")),
+        },
+    }
+}
+
+/// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
+pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
+    let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
+    if let Ok(text) = name.cast::<PyString>() {
+        return match text.to_str() {
+            Ok(text) => Name::from_key(text).map_err(invalid),
+            Err(_) => Name::from_path(vec![component(name)?]).map_err(invalid),
+        };
+    }
+    let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
+    Name::from_path(steps).map_err(invalid)
+}
+
+fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
+    if step.is_instance_of::<PyInt>() {
+        return Ok(Component::Index(step.extract()?));
+    }
+    let text = step.cast::<PyString>()?;
+    let bytes: Vec<u8> = match text.to_str() {
+        Ok(text) => text.as_bytes().to_vec(),
+        Err(_) => text
+            .call_method1("encode", ("utf-8", "surrogatepass"))?
+            .cast::<PyBytes>()?
+            .as_bytes()
+            .to_vec(),
+    };
+    Ok(Component::Key(bytes.into()))
+}
