@@ -87,7 +87,9 @@ fn find() -> Result<PathBuf, String> {
     let script = "import importlib.util as u; s = u.find_spec('torch'); \
                   print(s.submodule_search_locations[0] if s else '')";
     let output = Command::new(&python).args(["-I", "-c", script]).output();
-    let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok()).unwrap_or_default();
+    let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok());
+    // No answer is told as one without a path.
+    let found = found.unwrap_or(String::new());
     match found.trim() {
         "" => Err("torch was not found: install it first (pip install torch), or set \
                    TENSORIZER_TORCH to a libtorch folder"
@@ -98,7 +100,7 @@ fn find() -> Result<PathBuf, String> {
 
 fn version(root: &Path) -> Result<String, String> {
     // The Python package has version.py, a libtorch archive build-version.
-    let python = fs::read_to_string(root.join("version.py")).unwrap_or_default();
+    let python = fs::read_to_string(root.join("version.py")).unwrap_or(String::new());
     let quoted = python.lines().find_map(|line| line.strip_prefix("__version__ = "));
     if let Some(version) = quoted {
         return Ok(version.trim_matches(['\'', '"']).to_owned());

@@ -265,7 +265,10 @@ impl HostTensor {
 impl AsRef<[u8]> for HostTensor {
     fn as_ref(&self) -> &[u8] {
         // Checked when the copy was made.
-        self.bytes().unwrap_or_default()
+        match self.bytes() {
+            Ok(bytes) => bytes,
+            Err(error) => panic!("{error}"),
+        }
     }
 }
 

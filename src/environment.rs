@@ -16,12 +16,21 @@ pub fn set_guard(guard: Guard) {
 }
 
 /// Runs what reads the environment.
-pub fn reading<T>(mut body: impl FnMut() -> T) -> T {
-    let mut result = None;
+pub fn reading<T>(body: impl FnOnce() -> T) -> T {
+    let (mut body, mut result) = (Some(body), None);
+    let mut run = || {
+        if let Some(body) = body.take() {
+            result = Some(body());
+        }
+    };
     if let Some(guard) = GUARD.get() {
-        guard(&mut || result = Some(body()));
+        guard(&mut run);
     }
-    result.unwrap_or_else(body)
+    run();
+    match result {
+        Some(result) => result,
+        None => unreachable!("it has run"),
+    }
 }
 
 /// An environment variable that holds a whole number. It is read once, at its first use.

@@ -184,6 +184,7 @@ impl<'a> Pass<'_, 'a> {
         gap: &mut Vec<u8>,
         control: &Control<'_>,
     ) -> Result<()> {
+        let missing = || Error::Bug("a header without memory".to_owned());
         let mut gaps: usize = 0;
         let mut headers = Vec::new();
         for piece in &job.pieces {
@@ -203,10 +204,10 @@ impl<'a> Pass<'_, 'a> {
         let mut buffers = Vec::with_capacity(job.pieces.len());
         for piece in &mut job.pieces {
             buffers.push(IoSliceMut::new(match piece {
-                Destination::Header { .. } => left.next().map_or(&mut [][..], |raw| raw),
+                Destination::Header { .. } => left.next().ok_or_else(missing)?,
                 Destination::Data { bytes, .. } => bytes,
                 Destination::Gap(len) => {
-                    let (now, later) = unwanted.split_at_mut_checked(*len).unwrap_or_default();
+                    let (now, later) = unwanted.split_at_mut(*len);
                     unwanted = later;
                     now
                 }
@@ -223,7 +224,7 @@ impl<'a> Pass<'_, 'a> {
                 Destination::Gap(_) => {}
                 Destination::Header { tensor, in_place, .. } => {
                     let covered =
-                        self.header(tensor, headers.next().unwrap_or_default(), control)?;
+                        self.header(tensor, headers.next().ok_or_else(missing)?, control)?;
                     if self.verify == Verify::Nothing {
                         continue;
                     }

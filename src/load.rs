@@ -87,7 +87,7 @@ pub fn load(
     let mut arena = Arena::new(packed_len)?;
     let mut mapping = map_tensors(file, &entries, &in_place)?;
 
-    let mapped: &[u8] = mapping.as_mut().map(|m| &*m.bytes_mut()).unwrap_or_default();
+    let mapped: &[u8] = mapping.as_mut().map_or(&[][..], |m| &*m.bytes_mut());
     let slots = slots(arena.bytes_mut(), &packed, mapped, &entries, &in_place)?;
     let (of_file, of_mapping) = (file.source(), MemorySource::new(mapped, file.uri()));
     let source: &dyn ReadAt = if mapped.is_empty() { &*of_file } else { &of_mapping };

@@ -72,5 +72,5 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
 #[pyfunction]
 pub fn release_pinned(py: Python<'_>) -> Answer<usize> {
     let pool = Pool::global()?;
-    Ok(gil::without(py, || pool.release()))
+    Ok(gil::without(py, || Ok(pool.release()))?)
 }

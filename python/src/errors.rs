@@ -79,7 +79,7 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
     match (error.raw_os_error(), error.kind()) {
         (Some(code), _) => {
             let message = io::Error::from_raw_os_error(code).to_string();
-            let message = message.split(" (os error").next().unwrap_or_default().to_owned();
+            let message = message.split(" (os error").next().unwrap_or(&message).to_owned();
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }
         (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),

@@ -13,18 +13,17 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
+use tensorizer_torch::guard::guard;
 
 /// How often a thread looks for signals: that takes the GIL, which others may have for long.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The thread that ends the interpreter, as it began it.
-static MAIN: OnceLock<usize> = OnceLock::new();
+static MAIN: OnceLock<libc::pthread_t> = OnceLock::new();
 
-fn this_thread() -> usize {
+fn this_thread() -> libc::pthread_t {
     // SAFETY: takes nothing, and names the thread that calls.
-    let this = unsafe { libc::pthread_self() };
-    // A number on Linux, an address elsewhere.
-    this as usize
+    unsafe { libc::pthread_self() }
 }
 
 /// Notes which thread is the interpreter's main one.
@@ -53,10 +52,10 @@ fn wait_for_the_end() -> ! {
     }
 }
 
-/// Runs what may take long without the GIL.
-pub fn without<T: Send>(py: Python<'_>, body: impl FnOnce() -> T + Send) -> T {
+/// Runs what may take long without the GIL. A panic is an error.
+pub fn without<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     py.detach(|| {
-        let result = body();
+        let result = guard(body);
         if is_ending() && !is_main() {
             wait_for_the_end();
         }

@@ -197,12 +197,12 @@ impl Reader {
 
     /// A tensor's number of bytes in memory.
     fn memory_len(&self, number: usize) -> Answer<u64> {
-        Ok(self.file.entry(number)?.memory_len().unwrap_or_default())
+        Ok(self.file.entry(number)?.memory_len().unwrap_or(u64::MAX))
     }
 
     /// Every tensor's number of bytes in memory.
     fn memory_lens(&self) -> Vec<u64> {
-        self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or_default()).collect()
+        self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or(u64::MAX)).collect()
     }
 
     /// Every tensor's number of bytes in the file: 0 for tensors of the `meta` device.

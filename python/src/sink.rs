@@ -38,7 +38,12 @@ pub struct Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         // Giving an object up may wait for others who need the GIL.
-        Python::try_attach(|py| gil::without(py, || self.sink = None));
+        Python::try_attach(|py| {
+            gil::without(py, || {
+                self.sink = None;
+                Ok(())
+            })
+        });
     }
 }
 
@@ -91,10 +96,12 @@ impl Sink {
     }
 
     /// Gives the object up.
-    fn abandon(&self, py: Python<'_>) {
-        if let Some(sink) = &self.sink {
-            gil::without(py, || sink.abandon(&signals));
-        }
+    fn abandon(&self, py: Python<'_>) -> Answer<()> {
+        let sink = self.shared()?;
+        Ok(gil::without(py, || {
+            sink.abandon(&signals);
+            Ok(())
+        })?)
     }
 
     /// The address.

@@ -150,7 +150,7 @@ impl Source {
                     })?;
                     bytes.resize(done + more, 0);
                 }
-                let rest = bytes.get_mut(done..).unwrap_or_default();
+                let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
                 match source.read_at(at, &mut [IoSliceMut::new(rest)], &signals)? {
                     0 => break,

@@ -62,7 +62,12 @@ impl Drop for Writer {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         // Giving a file up may wait for others who need the GIL.
-        Python::try_attach(|py| gil::without(py, || inner.abandon()));
+        Python::try_attach(|py| {
+            gil::without(py, || {
+                inner.abandon();
+                Ok(())
+            })
+        });
     }
 }
 

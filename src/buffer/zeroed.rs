@@ -20,7 +20,7 @@ mod tests {
 
     #[test]
     fn lengths_beyond_memory_are_errors() {
-        let most = usize::try_from(isize::MAX).unwrap_or_default();
+        let most = isize::MAX.unsigned_abs();
         let error = zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("for a header")));
         assert_eq!(zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));

@@ -24,7 +24,7 @@ impl Copies {
     /// Copies bytes.
     pub fn of(&self, bytes: &[u8]) -> Copy<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut copy = free.unwrap_or_default();
+        let mut copy = free.unwrap_or(Vec::new());
         copy.clear();
         copy.extend_from_slice(bytes);
         self.held.fetch_add(copy.len(), Ordering::Relaxed);

@@ -28,7 +28,7 @@ impl<'a> Cursor<'a> {
 
     /// Bytes not yet consumed.
     pub fn rest(&self) -> &'a [u8] {
-        self.bytes.get(self.position..).unwrap_or_default()
+        self.bytes.split_at(self.position).1
     }
 
     /// The next `len` bytes.

@@ -135,17 +135,17 @@ impl Header {
     }
 
     /// The value of a hash.
+    #[allow(clippy::indexing_slicing)] // Where the parser has found it.
     pub fn hash_value(&self, hash: &StoredHash) -> &[u8] {
-        self.raw.get(hash.at.clone()).unwrap_or_default()
+        &self.raw[hash.at.clone()]
     }
 
     /// The header's part of what hashes cover: hash values zeroed, encryption block cut out.
+    #[allow(clippy::indexing_slicing)] // Where the parser has found them.
     pub fn into_covered(self) -> Vec<u8> {
         let mut bytes = self.raw.into_vec();
         for hash in &self.hashes {
-            if let Some(value) = bytes.get_mut(hash.at.clone()) {
-                value.fill(0);
-            }
+            bytes[hash.at.clone()].fill(0);
         }
         if let Some(cut) = &self.crypt_at {
             bytes.drain(cut.clone());

@@ -120,7 +120,7 @@ impl Path {
 
     fn bytes(&self) -> &[u8] {
         let len = self.0.len() - usize::from(!self.is_plain());
-        self.0.as_bytes().get(..len).unwrap_or_default()
+        self.0.as_bytes().split_at(len).0
     }
 
     fn get(&self, at: usize) -> Option<&u8> {
@@ -145,8 +145,7 @@ fn kinds_differ(path: &[u8], other: &Path) -> bool {
         Some(b'0'..=b'9') => Some(true),
         _ => None,
     });
-    matches!(kinds, [Some(a), Some(b)] if a != b)
-        && !ends_in_string(path.get(..common).unwrap_or_default())
+    matches!(kinds, [Some(a), Some(b)] if a != b) && !ends_in_string(path.split_at(common).0)
 }
 
 fn ends_in_string(beginning: &[u8]) -> bool {

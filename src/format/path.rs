@@ -85,7 +85,7 @@ fn utf16_units(bytes: &[u8]) -> Vec<u16> {
             units.push(0xfffd);
             after
         } else {
-            rest.get(valid.len()..).unwrap_or(&[])
+            rest.split_at(valid.len()).1
         };
     }
     units
@@ -215,9 +215,9 @@ impl<'a> Steps<'a> {
                 0..=0x1f => return Err(format!("control character {byte:#04x} is not escaped")),
                 _ => {
                     flush(&mut pending, &mut out);
-                    let rest = self.text.as_bytes().get(self.at - 1..).unwrap_or_default();
+                    let rest = self.text.as_bytes().split_at(self.at - 1).1;
                     let special = |b: &u8| matches!(b, b'"' | b'\\' | 0..=0x1f);
-                    let verbatim = rest.split(special).next().unwrap_or_default();
+                    let verbatim = rest.split(special).next().unwrap_or(rest);
                     out.extend_from_slice(verbatim);
                     self.at += verbatim.len() - 1;
                     continue;

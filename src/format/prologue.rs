@@ -46,7 +46,7 @@ impl Prologue {
     pub fn parse(bytes: &[u8], base: u64, uri: &str) -> Result<Self> {
         let malformed = |e: Malformed| e.of(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
-        let magic = bytes.get(..MAGIC.len().min(bytes.len())).unwrap_or_default();
+        let magic = bytes.split_at(MAGIC.len().min(bytes.len())).0;
         if magic != MAGIC {
             return Err(cursor
                 .error(format!(

@@ -14,7 +14,7 @@ pub(crate) use retry::{Failure, Tries};
 
 /// An address as messages show it: queries, fragments and users may be secrets.
 pub(crate) fn show_text(address: &str) -> &str {
-    let address = address.split(['?', '#']).next().unwrap_or_default();
+    let address = address.split(['?', '#']).next().unwrap_or(address);
     if address.contains('@') { "..." } else { address }
 }
 

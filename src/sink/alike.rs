@@ -55,7 +55,7 @@ fn copy_acl(new: &File, old: &File) -> io::Result<()> {
 
 /// Copies attributes that say something about the file, and not about the bytes in it.
 fn copy_attributes(new: &File, old: &File) {
-    for name in sys::attribute_names(old).unwrap_or_default() {
+    for name in sys::attribute_names(old).unwrap_or(Vec::new()) {
         let text = name.to_bytes();
         let label = matches!(text, b"security.selinux" | b"security.SMACK64");
         if (label || text.starts_with(b"user."))

@@ -103,8 +103,8 @@ impl Hidden {
 
     fn name(&self, attempt: u32, ending: &str) -> PathBuf {
         let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        let unique = clock.map(|t| t.subsec_nanos()).unwrap_or_default().wrapping_add(attempt);
-        let origin = self.origin.unwrap_or_default();
+        let unique = clock.map_or(0, |t| t.subsec_nanos()).wrapping_add(attempt);
+        let origin = self.origin.unwrap_or(0);
         self.folder.join(format!("{}{origin:08x}-{unique:08x}{ending}", self.prefix))
     }
 

@@ -74,10 +74,10 @@ impl DirectReader {
         let memory = memory.bytes_mut();
         let Some(ring) = ring else {
             let len = (skip + wanted).next_multiple_of(BLOCK).min(memory.len());
-            let buffer = memory.get_mut(..len).unwrap_or_default();
+            let buffer = &mut memory[..len];
             let read = self.file.read_at(buffer, first)?;
             let end = read.min(skip + wanted);
-            return Ok(into.put(buffer.get(skip..end).unwrap_or_default()));
+            return Ok(into.put(&buffer[skip.min(end)..end]));
         };
         let blocks = (skip + wanted).div_ceil(BLOCK);
         let mut reads = Reads { ring, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
@@ -92,8 +92,8 @@ impl DirectReader {
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
                 let from = if done == 0 { skip } else { 0 };
                 let end = read.min(skip + wanted - done * BLOCK);
-                let block = memory.chunks(BLOCK).nth(done % DEPTH).unwrap_or_default();
-                put += into.put(block.get(from..end).unwrap_or_default());
+                let block = &memory[done % DEPTH * BLOCK..][..BLOCK];
+                put += into.put(&block[from.min(end)..end]);
                 if read < BLOCK {
                     // The end of the file, or a read that was cut short.
                     return Ok(put);
@@ -117,8 +117,8 @@ struct Reads<'r> {
 impl Reads<'_> {
     fn begin(&mut self, file: &File, memory: &mut [u8], first: u64) -> io::Result<()> {
         let number = self.begun;
-        let block = memory.chunks_mut(BLOCK).nth(number % DEPTH).unwrap_or_default();
-        let len = u32::try_from(block.len()).unwrap_or(0);
+        let block = &mut memory[number % DEPTH * BLOCK..][..BLOCK];
+        let len = u32::try_from(block.len()).map_err(io::Error::other)?;
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block.as_mut_ptr(), len)
             .offset(first + (number * BLOCK) as u64)
             .build()
@@ -190,7 +190,8 @@ impl ReadAt for DirectReader {
         if wanted == 0 {
             return Ok(0);
         }
-        let skip = usize::try_from(offset % ALIGNMENT).unwrap_or_default();
+        let skip = usize::try_from(offset % ALIGNMENT);
+        let skip = skip.map_err(|_| Error::Bug("an alignment beyond memory".to_owned()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut into = Scatter::new(buffers);
         let first = offset - skip as u64;

@@ -58,7 +58,7 @@ async fn sign(
 
 /// The address of a public object.
 fn plain(resolved: &Resolved, bucket: &str, key: &str, uri: &str) -> Result<String> {
-    let host = resolved.endpoint.host_str().unwrap_or_default();
+    let host = resolved.endpoint.host_str().unwrap_or("");
     let bad = || {
         let what =
             format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");

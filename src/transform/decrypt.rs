@@ -168,7 +168,7 @@ impl<'o, 'a> Opener<'o, 'a> {
             if len < end - start {
                 return Ok(());
             }
-            lane.fragments.remove(&number).unwrap_or_default()
+            lane.fragments.remove(&number).ok_or_else(|| Error::Bug("no fragments".to_owned()))?
         };
         parts.sort_unstable_by_key(|(at, _)| *at);
         let mut whole = Vec::new();

@@ -65,7 +65,7 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
     tensors
         .iter()
         .zip(shas)
-        .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or_default() })
+        .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or([0; 32]) })
         .collect()
 }
 
@@ -111,7 +111,7 @@ impl StreamHash {
 
     /// The hashes of all bytes.
     pub fn finish(self) -> Digests {
-        let sha = self.sha.map(Sha256::finish).unwrap_or_default();
+        let sha = self.sha.map_or([0; 32], Sha256::finish);
         Digests { crc: self.crc.finalize(), sha }
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! One stream leaves a core's SHA unit waiting for the previous round; a second stream fills the
 //! gaps. Measured on one core: one stream 1.43 GB/s, two streams together 1.68 GB/s.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
 
 use sha2::block_api::compress256;
 
@@ -69,13 +71,9 @@ impl Sha256 {
         let bits = (self.total + self.rest_len as u64) * 8;
         let mut padding = [0u8; 2 * BLOCK];
         let zeros = (2 * BLOCK - 9 - self.rest_len) % BLOCK;
-        if let Some(first) = padding.first_mut() {
-            *first = 0x80;
-        }
-        if let Some(length) = padding.get_mut(1 + zeros..9 + zeros) {
-            length.copy_from_slice(&bits.to_be_bytes());
-        }
-        self.update(padding.get(..9 + zeros).unwrap_or_default());
+        padding[0] = 0x80;
+        padding[1 + zeros..9 + zeros].copy_from_slice(&bits.to_be_bytes());
+        self.update(&padding[..9 + zeros]);
         let mut out = [0u8; 32];
         for (bytes, word) in out.as_chunks_mut::<4>().0.iter_mut().zip(self.state) {
             *bytes = word.to_be_bytes();

@@ -88,7 +88,8 @@ impl<'r, 'p> Reader<'r, 'p> {
             match piece.kind {
                 PieceKind::Gap => {}
                 PieceKind::Header { tensor } => {
-                    let raw = headers.next().unwrap_or_default();
+                    let raw = headers.next();
+                    let raw = raw.ok_or_else(|| Error::Bug("a header of a part".to_owned()))?;
                     *watched = self.header(pass.tensor(tensor)?, raw)?;
                 }
                 PieceKind::Data { tensor, start } => {
@@ -157,7 +158,7 @@ impl<'r, 'p> Reader<'r, 'p> {
                 }
                 PieceKind::Gap => {
                     let len = usize::try_from(piece.len).map_err(|_| bug("the length"))?;
-                    let (now, later) = unwanted.split_at_mut_checked(len).unwrap_or_default();
+                    let (now, later) = unwanted.split_at_mut(len);
                     unwanted = later;
                     buffers.push(IoSliceMut::new(now));
                 }

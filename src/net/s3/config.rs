@@ -75,6 +75,12 @@ struct S3Cfg {
     use_https: Option<bool>,
 }
 
+impl S3Cfg {
+    fn empty() -> Self {
+        Self::default()
+    }
+}
+
 fn read_s3cfg(path: &Path) -> std::io::Result<S3Cfg> {
     let mut found = S3Cfg::default();
     let mut within = false;
@@ -103,7 +109,8 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
         return read_s3cfg(path).map_err(|e| Error::io("reading", &shown, e));
     }
     let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
-    Ok(home.and_then(|path| read_s3cfg(&path).ok()).unwrap_or_default())
+    let found = home.and_then(|path| read_s3cfg(&path).ok());
+    Ok(found.unwrap_or_else(S3Cfg::empty))
 }
 
 /// Finds out everything.
@@ -144,7 +151,7 @@ pub async fn resolve(
     let endpoint = named.or(of_aws).unwrap_or_else(|| default.to_owned());
     let endpoint = endpoint_url(&endpoint, force_http, trusted)?;
 
-    let host = endpoint.host_str().unwrap_or_default().to_ascii_lowercase();
+    let host = endpoint.host_str().unwrap_or("").to_ascii_lowercase();
     let is_aws = host.ends_with(".amazonaws.com");
     let path_style =
         !is_aws && (endpoint.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
@@ -171,7 +178,7 @@ fn endpoint_url(endpoint: &str, force_http: bool, trusted: bool) -> Result<Url> 
             ));
         }
         Some(("http" | "https", rest)) => {
-            endpoint.get(endpoint.len() - rest.len()..).unwrap_or_default()
+            endpoint.get(endpoint.len() - rest.len()..).unwrap_or(rest)
         }
         Some(_) => return Err(bad("expected https:// or http://")),
     };

@@ -14,8 +14,8 @@ use crate::net::{EventLoop, NetOptions, Tries};
 
 /// Bucket and key of `s3://bucket/key`.
 pub(crate) fn parse(uri: &str) -> Result<(&str, &str)> {
-    let rest = uri.split_once("://").map(|(_, rest)| rest).unwrap_or_default();
-    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
+    let rest = rest.split(['?', '#']).next().unwrap_or(rest);
     let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
     let key = key.trim_start_matches('/');
     if bucket.is_empty() || key.is_empty() {

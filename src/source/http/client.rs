@@ -120,13 +120,13 @@ pub fn connect(options: &NetOptions, certificates: &Certificates) -> reqwest::Re
         .tcp_nodelay(true)
         .tcp_user_timeout(options.stall)
         .pool_max_idle_per_host(1);
-    let mut builder = Some(match options.trust {
+    let builder = match options.trust {
         Trust::System => builder,
         Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
         Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(certificates.trusted.clone()),
-    });
+    };
     // Proxies, and where the system's certificates are.
-    reading(|| builder.take().unwrap_or_default().build())
+    reading(|| builder.build())
 }
 
 /// The certificates that a caller has named.
@@ -211,7 +211,7 @@ impl OneClient {
         response: &mut Response,
         tries: &Tries<'_>,
     ) -> std::result::Result<Bytes, Failure> {
-        let bytes = timed(self.stall, response.chunk()).await??.unwrap_or_default();
+        let bytes = timed(self.stall, response.chunk()).await??.unwrap_or(Bytes::new());
         tries.moved(bytes.len() as u64);
         // Bytes that never cease to come would not let the event loop look.
         tries.check()?;

@@ -215,7 +215,7 @@ pub fn first(response: &Response, wanted: Range) -> Result<First, Failure> {
             format!(
                 "asked for {}, the server's Content-Range is {:?}",
                 wanted.field(),
-                text(headers, &CONTENT_RANGE).unwrap_or_default()
+                text(headers, &CONTENT_RANGE)
             ),
         )),
         None if ranged => Err(Failure::passing(

@@ -37,11 +37,11 @@ impl Address {
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("no host"))?;
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = url.port().unwrap_or(DEFAULT_PORT);
-        let shown_port = url.port().map(|port| format!(":{port}")).unwrap_or_default();
+        let shown_port = url.port().map_or(String::new(), |port| format!(":{port}"));
         // As it is written: a parsed path would have its special characters encoded.
-        let (_, rest) = address.split_once("://").unwrap_or_default();
-        let rest = rest.split(['?', '#']).next().unwrap_or_default();
-        let prefix = rest.split_once('/').map(|(_, path)| path.to_owned()).unwrap_or_default();
+        let (_, rest) = address.split_once("://").unwrap_or(("", address));
+        let rest = rest.split(['?', '#']).next().unwrap_or(rest);
+        let prefix = rest.split_once('/').map_or("", |(_, path)| path).to_owned();
         let mut settings = RedisConnectionInfo::default();
         let decoded = |text: &str| {
             percent_decode_str(text).decode_utf8().map(|text| text.into_owned()).map_err(|_| {
