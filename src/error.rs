@@ -174,6 +174,25 @@ impl Error {
     }
 }
 
+/// Text that a file or a server has chosen, in a message: what a terminal would act on is escaped.
+/// Those are control characters, and marks that turn the direction of text or are not seen.
+pub struct Shown<'t>(pub &'t str);
+
+impl std::fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.chars().try_for_each(|letter| match letter {
+            '\0'..='\x1f' | '\x7f'..='\u{9f}' => write!(f, "\\x{:02x}", u32::from(letter)),
+            '\u{61c}'
+            | '\u{200e}'
+            | '\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2066}'..='\u{2069}'
+            | '\u{feff}' => write!(f, "\\u{:04x}", u32::from(letter)),
+            letter => write!(f, "{letter}"),
+        })
+    }
+}
+
 /// What is wrong with some bytes, before it is known which file they came from.
 #[derive(Debug)]
 pub struct Malformed {

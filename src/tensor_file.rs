@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::cancel::{Cancel, Never};
 use crate::crypt::{DecryptionOptions, MANIFEST_LEN, Manifest};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::fill::see_headers;
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
@@ -310,7 +310,7 @@ impl TensorFile {
                 let name = name.as_ref();
                 let number = self.find(name).ok_or_else(|| Error::TensorNotFound {
                     uri: self.uri().to_owned(),
-                    name: name.trim_start_matches('\u{1e}').to_owned(),
+                    name: Shown(name.trim_start_matches('\u{1e}')).to_string(),
                 })?;
                 if seen.insert(number) {
                     Ok(number)

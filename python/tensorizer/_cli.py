@@ -303,7 +303,7 @@ def _diff(options: argparse.Namespace) -> int:
                 name = left.reader.name(number)
                 same = right.reader.find(name)
                 if same is None:
-                    print(f"only in {left.uri}: {_text(name)}")
+                    say(f"only in {left.uri}: {_text(name)}")
                     different += 1
                 else:
                     pairs.append((number, same))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -28,13 +29,13 @@ class Loader:
         reader: Reader,
         dtype: torch.dtype | None,
         num_readers: int | None,
-        mmap: bool,
+        maps: bool,
         clone: bool,
     ) -> None:
         self._reader = reader
         self._dtype = dtype
         self._num_readers = num_readers
-        self.maps = bool(mmap)
+        self.maps = bool(maps)
         self._clone = clone
         self.bytes_read = 0
 
@@ -47,6 +48,21 @@ class Loader:
         if self._unchanged(device):
             return tensors
         return (tensor.to(device, cast_dtype(tensor.dtype, self._dtype)) for tensor in tensors)
+
+    def _zeros(self, number: int) -> torch.Tensor | None:
+        """Return a tensor without data in the dtype that was asked for; None for others.
+
+        Its memory is that of the system's page of zeros until somebody writes to it: a file of
+        some bytes may name a tensor of any size.
+        """
+        size = self._reader.memory_len(number)
+        if self._dtype is None or size == 0 or self._reader.data_len([number]) > 0:
+            return None
+        name, shape, _ = self._reader.describe(number)
+        dtype: torch.dtype = getattr(torch, name)
+        wanted = cast_dtype(dtype, self._dtype)
+        memory = mmap.mmap(-1, size // dtype.itemsize * wanted.itemsize, mmap.MAP_PRIVATE)
+        return torch.frombuffer(memory, dtype=wanted).reshape(shape)
 
     def read(
         self, numbers: Sequence[int], verify: str, device: torch.device
@@ -62,6 +78,10 @@ class Loader:
         )
         tensors = take(handle)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        if self._dtype is not None:
+            for at, number in enumerate(numbers):
+                zeros = self._zeros(number)
+                tensors[at] = tensors[at] if zeros is None else zeros
         return tensors, modules
 
     def fill(

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Bytes of copies beyond which threads hash before they write more.
-const ENOUGH: usize = 64 << 20;
+const ENOUGH: usize = 8 << 20;
 
 /// Memory for copies, used again and again.
 #[derive(Default)]

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::path::{Steps, encode, has_split_pair, is_encoded};
+use crate::error::Shown;
 
 /// The first character of a stored path.
 pub(super) const MARK: char = '\u{1e}';
@@ -140,7 +141,7 @@ impl Name {
 
 impl std::fmt::Display for Name {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.trim_start_matches(MARK))
+        Shown(self.0.trim_start_matches(MARK)).fmt(f)
     }
 }
 

@@ -171,14 +171,11 @@ impl<'o, 'a> Opener<'o, 'a> {
             lane.fragments.remove(&number).ok_or_else(|| Error::Bug("no fragments".to_owned()))?
         };
         parts.sort_unstable_by_key(|(at, _)| *at);
-        let mut whole = Vec::new();
+        let (mut whole, entry) = (Vec::new(), self.entry(tensor)?);
         let len = usize::try_from(end - start).unwrap_or(usize::MAX);
         whole.try_reserve_exact(len).map_err(|_| Error::OutOfMemory {
             bytes: end - start,
-            what: format!(
-                "a piece of tensor `{}`",
-                self.entries.get(tensor).map_or("", |e| e.name.stored())
-            ),
+            what: format!("a piece of tensor `{}`", entry.name),
             error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
         })?;
         for (_, bytes) in &parts {

@@ -1,7 +1,8 @@
 """Daemon threads that load or save while the interpreter ends: we abort no process.
 
 Threads that come back from torch's own calls then, before Python 3.14, abort it: ``torch.save``
-in a daemon thread is enough. So may the operators, which torch calls.
+in a daemon thread is enough. So may the operators, which torch calls, and file objects in Python,
+which end inside of our calls.
 """
 
 import signal
@@ -17,16 +18,10 @@ import tensorizer, torch
 path, way = sys.argv[1:]
 tensors = {str(n): torch.ones(200_000) for n in range(40)}
 begun = threading.Barrier(4)
-class Slow:
-    def __init__(self): self.file = open(path, "rb")
-    def read(self, n=-1): time.sleep(0.001); return self.file.read(min(n, 65536))
-    def seek(self, *a): return self.file.seek(*a)
-    def tell(self): return self.file.tell()
 def work(number):
     begun.wait()
     while True:
         if way == "load": tensorizer.load(path, verify_hash=True)
-        elif way == "file": tensorizer.TensorDeserializer(Slow(), "cpu")
         elif way == "operator": torch.ops.tensorizer.load(path)
         elif way == "save": tensorizer.save(tensors, f"{path}.{number}")
 for number in range(3):
@@ -37,7 +32,7 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("way", ["load", "file", "operator", "save"])
+@pytest.mark.parametrize("way", ["load", "operator", "save"])
 def test_daemon_threads(tmp_path, way):
     tensorizer.save({str(n): torch.ones(300_000) for n in range(60)}, tmp_path / "f")
     for _ in range(5):

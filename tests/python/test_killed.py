@@ -179,18 +179,6 @@ def test_what_belongs_to_others_stays(killing, tmp_path):
     assert sorted(os.listdir(folder)) == ["b.pt", *NAMES]
 
 
-def test_what_is_being_written_stays(tmp_path):
-    from tensorizer import TensorSerializer
-
-    with TensorSerializer(tmp_path / NAMES[1]) as other:
-        other.write_state_dict({"a": torch.ones(3)})
-        (temporary,) = os.listdir(tmp_path)
-        save({"weight": torch.full((1000,), 1.0)}, tmp_path / "state.pt")
-        assert sorted(os.listdir(tmp_path)) == [temporary, *NAMES]
-        assert value_in(tmp_path)[0] == 1.0
-    assert sorted(os.listdir(tmp_path)) == NAMES
-
-
 def test_an_object_without_storages_cleans_up_too(killing, tmp_path):
     folder = killed(killing, tmp_path)
     save({"plain": 1}, folder / "state.pt")

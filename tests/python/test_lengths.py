@@ -202,3 +202,33 @@ except MemoryError as error: print(error)
 """
     done = run_python(code, path, saved)
     assert "4194304 bytes for the header of tensor `m.000000`" in done.stdout, done.stderr
+
+
+META = """
+import resource, sys, tensorizer, torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for dtype in (torch.bfloat16, torch.float64):
+    for lazy in (True, False):
+        opened = tensorizer.TensorDeserializer(sys.argv[1], "cpu", dtype=dtype, lazy_load=lazy)
+        tensor = opened["large"]
+        assert tensor.dtype == dtype and tensor.shape == (1 << 29, 2), tensor.shape
+        assert tensor[12345].tolist() == [0, 0] and opened["small"].tolist() == [1, 1, 1]
+        assert opened["numbers"].dtype == torch.int32 and not opened["numbers"].any()
+        tensor.data[0] = 1
+        del opened, tensor
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_a_large_tensor_without_data_takes_no_memory_in_another_dtype(tmp_path):
+    tensors = {
+        "large": torch.empty(1 << 29, 2, device="meta"),
+        "small": torch.ones(3),
+        "numbers": torch.empty(4, dtype=torch.int32, device="meta"),
+    }
+    tensorizer.save(tensors, tmp_path / "f")
+    assert (tmp_path / "f").stat().st_size < 300_000
+    done = run_python(META, tmp_path / "f")
+    assert done.returncode == 0, done.stderr
+    # 4 GB as they are in the file, 8 in the larger dtype.
+    assert int(done.stdout) < 200

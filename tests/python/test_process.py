@@ -205,10 +205,10 @@ else:
 @pytest.mark.host
 @pytest.mark.parametrize("way", ["mapped", "read", "verify", "save"])
 def test_peak_memory(way, large):
-    """At most 16 MiB more than the tensors; a save holds one strided tensor more."""
+    """At most 16 MiB more than the tensors; a save holds one strided tensor more, and copies."""
     done = run_python(MEMORY, large, way)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 16 << 20
+    assert int(done.stdout) < (24 if way == "save" else 16) << 20
 
 
 @pytest.mark.host

@@ -195,7 +195,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, start, large, tmp_path):
             data = large.read_bytes()
             for at in range(0, len(data), 1 << 15):
                 pipe.write(data[at : at + (1 << 15)])
-                if at > 1 << 20 and (target not in arguments or len(os.listdir(tmp_path)) > 2):
+                if at > 1 << 21:
                     begun.set()
                 time.sleep(0.01)
 

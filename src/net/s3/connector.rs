@@ -21,6 +21,7 @@ use http_body::{Frame, SizeHint};
 use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{Body, Client, Request, StatusCode};
 
+use crate::error::Shown;
 use crate::net::{Failure, NetOptions, Trust};
 use crate::source::http::client;
 use crate::source::http::reply::refusal;
@@ -215,8 +216,8 @@ where
             headers.insert(RETRY_AFTER, after);
         }
         let said = match (error.code(), error.message()) {
-            (Some(code), Some(message)) => format!(": {code}: {message}"),
-            (Some(text), None) | (None, Some(text)) => format!(": {text}"),
+            (Some(code), Some(message)) => format!(": {}: {}", Shown(code), Shown(message)),
+            (Some(text), None) | (None, Some(text)) => format!(": {}", Shown(text)),
             (None, None) => String::new(),
         };
         let what = format!("the server answered {status}{said}");

@@ -11,6 +11,7 @@ use rustls::ClientConfig;
 use url::Url;
 
 use super::stream::{Allowance, Bounded, tls};
+use crate::error::Shown;
 use crate::net::{Failure, Lanes, NetOptions, Tries, show_text};
 
 /// The port that servers listen on unless they are told otherwise.
@@ -161,7 +162,7 @@ fn refused(error: io::Error) -> Failure {
 }
 
 fn failure(error: RedisError) -> Failure {
-    let text = error.to_string();
+    let text = Shown(&error.to_string()).to_string();
     let refused = error.kind() == redis::ErrorKind::AuthenticationFailed;
     if refused || matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOPERM")) {
         let what = format!("{text}; check user and password");
