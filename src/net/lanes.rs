@@ -12,6 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{Failure, Tries};
 use crate::cancel::POLL;
+use crate::environment::reading;
 use crate::sys::process::Inherited;
 
 /// An event loop of the thread that runs it.
@@ -20,7 +21,7 @@ pub struct EventLoop(Option<Runtime>);
 impl EventLoop {
     /// A new one.
     pub fn new() -> Result<Self, Failure> {
-        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = reading(|| Builder::new_current_thread().enable_all().build());
         let failed = |e: io::Error| Failure::lasting(e.kind(), format!("an event loop: {e}"));
         Ok(EventLoop(Some(runtime.map_err(failed)?)))
     }

@@ -13,6 +13,7 @@ use bytes::Bytes;
 
 use crate::cancel::Cancel;
 use crate::crypt::random;
+use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::net::s3::{
     Connector, DEFAULT_WRITE_ENDPOINT, Resolved, S3Options, failure, parse, resolve, wait_for,
@@ -77,7 +78,7 @@ impl Object {
         // Tries are counted here, as for all other requests.
         let config =
             self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
-        Ok((Client::from_conf(config.build()), sent))
+        Ok((reading(|| Client::from_conf(config.build())), sent))
     }
 
     /// Makes a request until it succeeds, or why it does not.
@@ -92,7 +93,16 @@ impl Object {
             let outcome = lane.and_then(|lane| {
                 let (client, sent) = lane.client();
                 tries.watch(sent);
-                let outcome = lane.run(&tries, make(client.clone()));
+                // The SDK looks into the environment before it sends anything.
+                let mut request = std::pin::pin!(make(client.clone()));
+                let mut begun = false;
+                let request = std::future::poll_fn(|context| {
+                    if std::mem::replace(&mut begun, true) {
+                        return request.as_mut().poll(context);
+                    }
+                    reading(|| request.as_mut().poll(context))
+                });
+                let outcome = lane.run(&tries, request);
                 self.lanes.put(lane);
                 outcome
             });

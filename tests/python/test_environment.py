@@ -1,0 +1,74 @@
+"""The environment is read at the first use of a variable, and never while somebody changes it."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, run_python
+from servers import FaultServer
+
+#: torch and the SDK of S3 look for these once in the life of a process.
+ONCE = {"ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE", "LOG_SENSITIVE_BODIES"}
+
+CODE = """
+import os, sys, threading, tensorizer, torch
+from tensorizer.stream_io import open_stream
+path, http, s3 = sys.argv[1:]
+os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = "key", "secret"
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+# What is set now counts, although the process began without it.
+os.environ["AWS_ENDPOINT_URL_S3"] = "http://" + s3
+tensorizer.load(path)
+torch.ops.tensorizer.load(path)
+tensorizer.load(http)
+for address in (http.replace("http", "redis") + "/x", "https://127.0.0.1:1/f"):
+    try:
+        tensorizer.load(address)
+    except OSError:
+        pass
+tensorizer.save({"a": torch.ones(3)}, "s3://bucket/environment")
+print(tensorizer.load("s3://bucket/environment")["a"].sum().item())
+"""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """Return an environment in which looks into it that may race are noted, and where."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("environment")
+    library = folder / "watched_environment.so"
+    source = ROOT / "tests/python/watched_environment.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    return env | {"LD_PRELOAD": str(library), "NOTED": str(folder / "noted")}
+
+
+def test_no_look_without_the_gil(watched, tmp_path, moto):
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
+    with FaultServer((tmp_path / "f").read_bytes()) as server:
+        done = run_python(CODE, tmp_path / "f", server.url, moto.host, env=watched)
+    assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
+    noted = []
+    if os.path.exists(watched["NOTED"]):
+        with open(watched["NOTED"], encoding="utf-8") as file:
+            noted = sorted(set(file.read().splitlines()) - ONCE)
+    assert noted == []
+
+
+def test_variables_are_read_once(tmp_path):
+    code = """
+import os, sys, tensorizer, torch
+path = sys.argv[1]
+os.environ["TENSORIZER_STALL_SECONDS"] = "7"
+try: tensorizer.load("http://127.0.0.1:1/f")
+except OSError: pass
+os.environ["TENSORIZER_STALL_SECONDS"] = "nothing"
+try: tensorizer.load("http://127.0.0.1:1/f")
+except OSError: print("as before")
+"""
+    assert run_python(code, tmp_path).stdout == "as before\n"
