@@ -45,14 +45,14 @@ mod ffi {
         fn size(self: &TensorList) -> usize;
         fn info(self: &TensorList, at: usize) -> Result<TensorInfo>;
         fn bytes(self: &TensorList, at: usize) -> Result<&[u8]>;
-        fn host_copy(self: &TensorList, at: usize) -> Result<UniquePtr<TensorList>>;
+        /// This thread's stream of a tensor's device, for `host_copy` on another thread.
+        fn stream(self: &TensorList, at: usize) -> Result<i64>;
+        fn host_copy(self: &TensorList, at: usize, stream: i64) -> Result<UniquePtr<TensorList>>;
 
         /// Uninitialised blocks of so many bytes each.
         fn new_blocks(device: i16, lens: &[u64]) -> Result<UniquePtr<TensorList>>;
         /// The stream that the driver knows as this thread's current one of a device.
         fn current_stream(device: i16) -> Result<usize>;
-        /// Tells the allocator that a stream uses the tensors.
-        fn used_by_stream(self: &TensorList, stream: usize) -> Result<()>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
         fn writable(self: &TensorList, at: usize) -> Result<usize>;
         fn len(self: &TensorList, at: usize) -> Result<u64>;

@@ -70,9 +70,6 @@ pub fn load_tensors(
     let blocks = memory.collect::<Result<Vec<_>>>()?;
     let at = (&device, consumer, blocks.as_slice(), targets.as_slice());
     let uploaded = run(file, selection, at, options, &counters, cancel)?;
-    for &stream in &uploaded.streams {
-        tensors.used_by_stream(stream).map_err(thrown)?;
-    }
     let placed =
         selection.iter().zip(&entries).zip(&places).map(|((&number, entry), &(block, offset))| {
             let zeros = entry.is_meta();
@@ -95,7 +92,7 @@ fn run(
 ) -> Result<Uploaded> {
     let direct_storage = GDS.value()? != 0;
     let to = &Destination { device, consumer, blocks, targets, direct_storage };
-    let pool = Pool::global()?;
+    let pool = Pool::of(device)?;
     let named = |error: Error| error.with_file("loading", file.uri());
     let uploaded = match upload(file, selection, to, pool, options, counters, cancel)
         .map_err(named)?
@@ -109,9 +106,9 @@ fn run(
                 Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
                 _ => &[],
             });
-            let streams = copy(bytes, to, pool, counters, cancel).map_err(named)?;
+            copy(bytes, to, pool, counters, cancel).map_err(named)?;
             let headers = loaded.into_iter().map(|tensor| tensor.header).collect();
-            Uploaded { headers, streams }
+            Uploaded { headers }
         }
     };
     if pool.is_pageable() {

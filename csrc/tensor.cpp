@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <torch/version.h>
 
+#include <optional>
 #include <utility>
 
 #include "tensorizer-torch/bridge.rs.h"
@@ -38,6 +39,29 @@ at::Tensor view(const at::Tensor& block, std::int64_t offset, at::ScalarType dty
   impl->set_storage_offset(offset / static_cast<std::int64_t>(type.itemsize()));
   return tensor;
 }
+
+bool has_streams(const at::Device& device) {
+  return !device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
+}
+
+// Has this thread use the stream of another one, on which the tensors' last changes may be.
+class OnStream {
+ public:
+  OnStream(const at::Device& device, std::int64_t stream) {
+    if (!has_streams(device)) return;
+    guard_.emplace(device.type());
+    before_ = guard_->exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, stream));
+  }
+  ~OnStream() {
+    if (guard_) guard_->exchangeStream(*before_);
+  }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::optional<c10::Stream> before_;
+};
 
 at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
   const auto shape = loaded.shape(at);
@@ -124,15 +148,10 @@ void TensorList::fill_zero(std::size_t at) const {
   view(tensor, start, at::kByte, {static_cast<std::int64_t>(tensor.nbytes())}).zero_();
 }
 
-void TensorList::used_by_stream(std::size_t stream) const {
-  for (const auto& tensor : tensors_) {
-    const auto device = tensor.device();
-    if (!device.is_cuda()) continue;
-    // torch knows streams that it has not made by the driver's own handle.
-    const c10::Stream foreign(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream));
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    guard.recordDataPtrOnStream(tensor.storage().data_ptr(), foreign);
-  }
+std::int64_t TensorList::stream(std::size_t at) const {
+  const auto device = tensors_.at(at).device();
+  if (!has_streams(device)) return 0;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
 void TensorList::changed() const {
@@ -177,8 +196,9 @@ std::size_t current_stream(std::int16_t device) {
 #endif
 }
 
-std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at) const {
+std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at, std::int64_t stream) const {
   const c10::NoGradGuard no_grad;
+  const OnStream on_stream(tensors_.at(at).device(), stream);
   at::Tensor copy = tensors_.at(at).detach().resolve_conj().resolve_neg();
   if (copy._is_zerotensor()) copy = copy.clone();
   copy = copy.to(at::kCPU).contiguous();

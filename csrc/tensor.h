@@ -42,14 +42,15 @@ class TensorList {
   // Fills a tensor with zeros, on its device's current stream.
   void fill_zero(std::size_t at) const;
 
-  // Tells the allocator of CUDA memory that a stream uses these tensors, as the driver knows it.
-  void used_by_stream(std::size_t stream) const;
+  // The stream of this thread on a tensor's device, for host_copy on another thread.
+  std::int64_t stream(std::size_t at) const;
 
   // Tells autograd that the tensors were changed.
   void changed() const;
 
-  // The tensor in row-major order in host memory, conjugation and negation carried out.
-  std::unique_ptr<TensorList> host_copy(std::size_t at) const;
+  // The tensor in row-major order in host memory, conjugation and negation carried out, as what was
+  // begun on a stream leaves it.
+  std::unique_ptr<TensorList> host_copy(std::size_t at, std::int64_t stream) const;
 
  private:
   std::vector<at::Tensor> tensors_;

@@ -233,8 +233,9 @@ pub fn data_of<'t>(
     if info.ready && info.device == CPU {
         return Ok(Data::Bytes(tensors.bytes(at).map_err(thrown)?));
     }
+    let stream = tensors.stream(at).map_err(thrown)?;
     Ok(Data::Deferred(Box::new(move || {
-        let copy = HostTensor(tensors.host_copy(at).map_err(thrown)?);
+        let copy = HostTensor(tensors.host_copy(at, stream).map_err(thrown)?);
         copy.bytes()?;
         Ok(Box::new(copy) as HostCopy)
     })))

@@ -58,7 +58,11 @@ pub fn detached<T: Send + 'static>(
     let thread = thread.map_err(|e| Error::io("starting", "a thread", e))?;
     loop {
         match receive.recv_timeout(POLL) {
-            Ok(done) => return Ok(done),
+            Ok(done) => {
+                // It has nothing left to do but to end.
+                let _ = thread.join();
+                return Ok(done);
+            }
             Err(RecvTimeoutError::Timeout) => cancel.check()?,
             Err(RecvTimeoutError::Disconnected) => match thread.join() {
                 Err(panic) => std::panic::resume_unwind(panic),

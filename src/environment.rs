@@ -106,7 +106,7 @@ variables! {
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
         "how long the tries of one request may take together, and a second more for each 64 KiB of it";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
-        "pinned host memory that all loads to and saves from CUDA share, in MiB";
+        "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
         "whether loads to CUDA read files around the page cache that are not in it: 1 or 0";
     GDS = "TENSORIZER_GDS", 0,

@@ -133,15 +133,14 @@ pub fn upload(
         Err(Error::Cancelled) if pass.unsuitable.load(Ordering::Relaxed) => return Ok(None),
         outcome => outcome?,
     }
-    Ok(Some(Uploaded { streams: streams.hand_over()?, headers: pass.headers()? }))
+    streams.hand_over()?;
+    Ok(Some(Uploaded { headers: pass.headers()? }))
 }
 
 /// What is known after a load to a device.
 pub struct Uploaded {
     /// The header of each tensor.
     pub headers: Vec<KeptHeader>,
-    /// The streams on which copies may be under way, as the driver knows them.
-    pub streams: Vec<usize>,
 }
 
 /// Parts that one reader reads one after another.

@@ -28,7 +28,7 @@ pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
     let Some(report) = last() else { return Ok(None) };
     let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, reading, fallbacks } =
         report;
-    let pool = Pool::global()?;
+    let pinned: usize = Pool::all().into_iter().map(Pool::size).sum();
     let stages: HashMap<&str, f64> = Stage::ALL
         .iter()
         .zip(stages)
@@ -45,15 +45,14 @@ pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
     out.set_item("stages", stages)?;
     out.set_item("reading", reading)?;
     out.set_item("fallbacks", fallbacks)?;
-    out.set_item("pinned_bytes", pool.size())?;
+    out.set_item("pinned_bytes", pinned)?;
     Ok(Some(out))
 }
 
-/// The most bytes of staging memory that all loads and saves together take.
+/// The most bytes of staging memory that all loads to and saves from one device take.
 #[pyfunction]
-pub fn set_pinned_limit(bytes: u64) -> Answer<()> {
-    Pool::global()?.set_limit(bytes);
-    Ok(())
+pub fn set_pinned_limit(bytes: u64) {
+    Pool::limit_all(bytes);
 }
 
 /// Copies lent tensors, which are on devices, into host memory. Returns the handle with which
@@ -71,6 +70,5 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
 /// Gives staging memory that is not in use back, and says how many bytes.
 #[pyfunction]
 pub fn release_pinned(py: Python<'_>) -> Answer<usize> {
-    let pool = Pool::global()?;
-    Ok(gil::without(py, || Ok(pool.release()))?)
+    Ok(gil::without(py, || Ok(Pool::all().into_iter().map(Pool::release).sum()))?)
 }

@@ -44,7 +44,7 @@ def stats() -> dict[str, Any] | None:
 
 
 def set_pinned_limit(limit: int) -> None:
-    """Set the most staging memory that all loads and saves of this process take together.
+    """Set the most staging memory that the loads to and saves from one device take together.
 
     Args:
         limit: In bytes; at least 16 MiB are taken if they are needed. The default is 256 MiB, or

@@ -100,6 +100,8 @@ def save_pair(
             else:
                 side.withdraw()
         raise
+    finally:
+        collector.forget()
     for side in sides:
         side.forget()
     clean_up(target, file)
@@ -182,6 +184,10 @@ class Loading(Storages):
                 f"{self._name()} asks for storage {index}, found {len(self._loaded)} storages"
             )
         return self._loaded[index]
+
+    def forget(self) -> None:
+        """Let the storages go."""
+        self._loaded = None
 
     def _name(self) -> str:
         try:

@@ -127,6 +127,10 @@ class Collector:
             self.storages.append(storage)
         return (_TAG, _VERSION, _KIND, index, dtype)
 
+    def forget(self) -> None:
+        """Let the storages go: a pickler's class, which is collected later, still knows this."""
+        self.storages.clear()
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the bytes of the storages, where they are."""
         return [
@@ -183,6 +187,10 @@ class Storages:
             IndexError: There is none of this number.
 
         """
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Let them go: an unpickler's class, which is collected later, still knows this."""
         raise NotImplementedError
 
     def persistent_load(self, pid: tuple[Any, ...]) -> torch.storage.TypedStorage:

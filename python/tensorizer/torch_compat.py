@@ -132,17 +132,18 @@ class _Loading:
         arguments.pop("pickle_module", None)
         if self.any_code:
             arguments["weights_only"] = False
+        outer = _restricted.get()
         if not _weights_only(arguments.get("weights_only")):
             arguments["pickle_module"] = loading_module(storages)
-            return original(*call.args, **call.kwargs)
-        # Said outright, so that torch cannot come to another conclusion than we did.
-        arguments["weights_only"] = True
-        outer = _restricted.get()
-        _restricted.set(restricted_unpickler(storages))
+        else:
+            # Said outright, so that torch cannot come to another conclusion than we did.
+            arguments["weights_only"] = True
+            _restricted.set(restricted_unpickler(storages))
         try:
             return original(*call.args, **call.kwargs)
         finally:
             _restricted.set(outer)
+            storages.forget()
 
 
 def _check_pickle_module(module: Any, doing: str) -> None:

@@ -1,6 +1,6 @@
 //! Host memory through which bytes go to and from a device. One of the few doors to `unsafe`.
 //!
-//! One pool serves the whole process. Its units are leased, filled, copied from while the host
+//! One pool serves each device. Its units are leased, filled, copied from while the host
 //! goes on, and come back by themselves when the event after the copies has passed: nobody waits
 //! for a copy unless the pool is used up. Memory is taken in segments as it is needed, up to a
 //! limit, pinned for the device, and kept for the next load.
@@ -10,7 +10,7 @@ mod lease;
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use super::arena::Arena;
 use crate::cancel::Cancel;
 use crate::device::{Device, Event};
 use crate::environment::PINNED_MB;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Bytes of a unit: so long that starting a copy costs nothing beside it (a bus of 55 GB/s takes
 /// 76 µs), so short that the units in use stay in a processor's last cache.
@@ -38,7 +38,8 @@ const POLL: Duration = Duration::from_micros(20);
 /// How often a reader that waits for others looks whether its call was given up.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// Units of host memory, shared by all loads and saves.
+/// Units of host memory, shared by all loads to and saves from one device: who waits for another
+/// device's copies could wait for ever, for these may wait for what comes after the load.
 pub struct Pool {
     unit_len: usize,
     state: Mutex<State>,
@@ -60,6 +61,8 @@ struct State {
 /// Units from or to which copies may be under way.
 struct Flight {
     event: Box<dyn Event>,
+    /// Whose copies pass one after another.
+    stream: usize,
     units: Vec<Unit>,
 }
 
@@ -109,14 +112,30 @@ impl Pool {
         Pool { unit_len, state: Mutex::new(state) }
     }
 
-    /// The pool of this process.
-    pub fn global() -> Result<&'static Pool> {
-        static POOL: OnceLock<Pool> = OnceLock::new();
-        if POOL.get().is_none() {
-            let limit = units_of(PINNED_MB.value()?.saturating_mul(1 << 20));
-            POOL.get_or_init(|| Pool::new(UNIT_LEN, limit));
+    /// The pool of a device, which lives as long as the process.
+    pub fn of(device: &Arc<dyn Device>) -> Result<&'static Pool> {
+        let limit = limit()?;
+        let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, pool)) = pools.iter().find(|(name, _)| name == device.name()) {
+            return Ok(pool);
         }
-        POOL.get().ok_or_else(|| Error::Bug("no pool".to_owned()))
+        let pool: &Pool = Box::leak(Box::new(Pool::new(UNIT_LEN, units_of(limit))));
+        pools.push((device.name().to_owned(), pool));
+        Ok(pool)
+    }
+
+    /// The pools of all devices that were used.
+    pub fn all() -> Vec<&'static Pool> {
+        let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.iter().map(|(_, pool)| *pool).collect()
+    }
+
+    /// Sets the most bytes that the pool of each device may take.
+    pub fn limit_all(bytes: u64) {
+        *LIMIT.lock().unwrap_or_else(PoisonError::into_inner) = Some(bytes);
+        for pool in Pool::all() {
+            pool.set_limit(bytes);
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -152,7 +171,8 @@ impl Pool {
     /// Gives memory that is not in use back to the system, and says how many bytes.
     pub fn release(&self) -> usize {
         let mut state = self.state();
-        state.reap_all();
+        // A device that was lost is told of by the next load.
+        let _ = state.reap();
         let mut idle: HashMap<usize, usize> = HashMap::new();
         for unit in &state.free {
             *idle.entry(unit.segment.base).or_default() += 1;
@@ -236,43 +256,45 @@ impl Pool {
     }
 }
 
+static POOLS: Mutex<Vec<(String, &'static Pool)>> = Mutex::new(Vec::new());
+static LIMIT: Mutex<Option<u64>> = Mutex::new(None);
+
+/// The most bytes of each pool.
+fn limit() -> Result<u64> {
+    let set = *LIMIT.lock().unwrap_or_else(PoisonError::into_inner);
+    set.map_or_else(|| Ok(PINNED_MB.value()?.saturating_mul(1 << 20)), Ok)
+}
+
 fn units_of(bytes: u64) -> usize {
     usize::try_from(bytes / UNIT_LEN as u64).unwrap_or(usize::MAX).max(MIN_UNITS)
 }
 
 impl State {
-    /// Takes back the units whose copies have ended, as far as they come first. An error is that
-    /// of a device, whose units are never used again.
+    /// Takes back the units whose copies have ended. An error is that of the device, whose units are
+    /// never used again.
     fn reap(&mut self) -> Result<()> {
-        while let Some(flight) = self.in_flight.front() {
-            match flight.event.passed() {
-                Ok(false) => break,
-                Ok(true) => {
-                    if let Some(flight) = self.in_flight.pop_front() {
-                        self.free.extend(flight.units);
-                    }
-                }
-                Err(error) => {
-                    if let Some(flight) = self.in_flight.pop_front() {
-                        self.abandon(flight.units);
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The same, in any order.
-    fn reap_all(&mut self) {
+        let mut waiting: Vec<usize> = Vec::new();
+        let mut outcome = Ok(());
         for _ in 0..self.in_flight.len() {
             let Some(flight) = self.in_flight.pop_front() else { break };
+            // What was begun later on a stream ends later.
+            if waiting.contains(&flight.stream) {
+                self.in_flight.push_back(flight);
+                continue;
+            }
             match flight.event.passed() {
                 Ok(true) => self.free.extend(flight.units),
-                Ok(false) => self.in_flight.push_back(flight),
-                Err(_) => self.abandon(flight.units),
+                Ok(false) => {
+                    waiting.push(flight.stream);
+                    self.in_flight.push_back(flight);
+                }
+                Err(error) => {
+                    self.abandon(flight.units);
+                    outcome = outcome.and(Err(error));
+                }
             }
         }
+        outcome
     }
 
     /// Nobody knows whether a copy still uses these: their memory is never freed.

@@ -75,6 +75,18 @@ impl CudaDevice {
         check(&self.name, what, code)
     }
 
+    /// A stream that nobody uses and on which nothing is left to be done: who got another would wait
+    /// for what its last user waits for. So many are kept; beyond that, the oldest one serves.
+    fn idle(&self) -> Option<RawStream> {
+        const MOST: usize = 64;
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the stream is open, and of the device that was entered.
+        let has_ended = |stream: &RawStream| unsafe { sys::cuStreamQuery(stream.0) };
+        let ended = |stream: &RawStream| has_ended(stream) == sys::CUresult::CUDA_SUCCESS;
+        let found = idle.iter().rposition(ended);
+        found.or((idle.len() >= MOST).then_some(0)).map(|at| idle.remove(at))
+    }
+
     /// Calls something with the device's context as the current one.
     pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
         let _entered = self.enter()?;
@@ -173,8 +185,7 @@ impl Device for CudaDevice {
                 self.name
             )));
         }
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let own = match idle {
+        let own = match self.idle() {
             Some(own) => own,
             None => {
                 let mut own = ptr::null_mut();
@@ -223,7 +234,7 @@ impl CudaStream {
 }
 
 impl Drop for CudaStream {
-    /// The next one who gets the stream waits for its own consumer, whatever is still under way.
+    /// Copies may still be under way: the stream is given to nobody before they have ended.
     fn drop(&mut self) {
         self.device.idle.lock().unwrap_or_else(PoisonError::into_inner).push(self.own);
     }

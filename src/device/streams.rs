@@ -40,12 +40,11 @@ impl Streams {
         self.streams.iter().try_for_each(|stream| stream.finish())
     }
 
-    /// Has the consumer's stream wait for everything that was begun. Gives the streams as the
-    /// driver knows them.
-    pub fn hand_over(mut self) -> Result<Vec<usize>> {
+    /// Has the consumer's stream wait for everything that was begun.
+    pub fn hand_over(mut self) -> Result<()> {
         self.streams.iter().try_for_each(|stream| stream.hand_over())?;
         self.handed_over = true;
-        Ok(self.streams.iter().map(|stream| stream.handle()).collect())
+        Ok(())
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Bytes, Item, Pass};
-use crate::buffer::pinned::{Lease, Pool};
+use crate::buffer::pinned::{Lease, Pool, UNIT_LEN};
 use crate::cancel::Cancel;
 use crate::device::{OnDevice, Stream};
 use crate::error::{Error, Result};
@@ -28,7 +28,7 @@ pub fn each_unit(
     cancel: &dyn Cancel,
     mut each: impl FnMut(u64, &[u8]) -> Result<()>,
 ) -> Result<()> {
-    let pool = Pool::global()?;
+    let pool = Pool::of(&from.device)?;
     let (end, step) = (range.end, pool.unit_len());
     let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
         let now = step.min(end - at);
@@ -65,7 +65,7 @@ impl<'p> Pass<'p> {
     pub fn report(&self, threads: usize) {
         let devices = self.streams.names();
         let device = if devices.is_empty() { "cpu" } else { &devices };
-        if !devices.is_empty() && Pool::global().is_ok_and(Pool::is_pageable) {
+        if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {
             self.counters.fallback(PAGEABLE);
         }
         self.counters.threads(threads);
@@ -120,9 +120,9 @@ impl<'p> Pass<'p> {
         let all = all.collect::<Result<Vec<_>>>()?;
         let Some((_, (_, first))) = all.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
-        let mut lease = self
-            .counters
-            .time(Stage::Memory, || Pool::global()?.enter().lease(1, &first.device, control))?;
+        let mut lease = self.counters.time(Stage::Memory, || {
+            Pool::of(&first.device)?.enter().lease(1, &first.device, control)
+        })?;
         let mut ranges = Vec::with_capacity(all.len());
         let mut end = 0usize;
         self.counters.time(Stage::Copy, || {
@@ -173,7 +173,7 @@ const MOST: usize = crate::sys::MAX_VECTORS / 2;
 /// Groups tensors that are on a device for [`Pass::write_staged`]: neighbours in the file that fit
 /// into a unit together.
 pub fn group(items: &[Item<'_>], from: usize) -> Result<Vec<usize>> {
-    let unit = Pool::global()?.unit_len();
+    let unit = UNIT_LEN;
     let mut group: Vec<usize> = Vec::new();
     let (mut used, mut end) = (0usize, None);
     let mut device = None;

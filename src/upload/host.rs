@@ -14,7 +14,7 @@ pub fn copy<'b>(
     pool: &Pool,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<usize>> {
+) -> Result<()> {
     let streams = Streams::open(to.device, to.consumer)?;
     let stream = streams.next();
     for (bytes, target) in from.zip(to.targets) {

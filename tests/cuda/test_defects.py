@@ -1,7 +1,4 @@
-"""Defects of loading to and saving from CUDA, by number; each in a process of its own.
-
-Strict: whoever mends one removes its mark.
-"""
+"""Defects that loading to and saving from CUDA had; each in a process of its own."""
 
 import pytest
 from emulated import run
@@ -23,16 +20,11 @@ def load_once(*devices):
 """
 
 
-def defect(number, what):
-    return pytest.mark.xfail(strict=True, reason=f"CUDA defect {number}: {what}")
-
-
 def succeeds(tmp_path, code, **env):
     done = run(HEAD + code, tmp_path, FAKE_CUDA_POISON="0", **env)
     assert done.returncode == 0, (done.returncode, done.stdout[-1500:] + done.stderr[-1500:])
 
 
-@defect(1, "tensors that are not in row-major order are copied on the null stream, too early")
 @pytest.mark.parametrize("view", ["t()", "view(500, 2000).t()", "[:, ::2]"])
 def test_views_are_saved_as_the_current_stream_leaves_them(tmp_path, view):
     code = f"""
@@ -49,7 +41,6 @@ assert tensorizer.load(path, "cpu")["weight"].eq(5).all(), "old bytes were saved
     succeeds(tmp_path, code, FAKE_CUDA_STRICT="0")
 
 
-@defect(2, "a load waits for staging memory that only another device's progress sets free")
 def test_loads_to_devices_do_not_wait_for_each_other(tmp_path):
     code = """
 save(12, 10_000_000)
@@ -80,7 +71,6 @@ assert not deadlock, "work on cuda:0 that waits for the load to cuda:1"
     succeeds(tmp_path, code)
 
 
-@defect(3, "a stream is given to the next call while it waits for somebody else's work")
 def test_a_stream_is_not_given_to_others_while_it_waits(tmp_path):
     code = """
 save(1, 4000)
@@ -100,7 +90,6 @@ assert took < 1, f"{took:.1f} s behind work on a stream of somebody else"
     succeeds(tmp_path, code)
 
 
-@defect(4, "a load to one device raises the error of another device's copies")
 def test_an_error_of_another_device_is_not_ours(tmp_path):
     code = """
 save(8, 5_000_000)
@@ -121,7 +110,6 @@ os._exit(0)  # at its usual end, it would meet defect 5
     succeeds(tmp_path, code)
 
 
-@defect(5, "a process that holds loaded tensors of a lost device is aborted when it ends")
 def test_a_lost_device_aborts_no_process(tmp_path):
     code = """
 save(1, 20_000_000)
@@ -139,7 +127,6 @@ else:
     succeeds(tmp_path, code)
 
 
-@defect(6, "memory that is freed is kept from torch until our streams have passed")
 def test_freed_memory_can_be_used_at_once(tmp_path):
     code = """
 save(1, 40_000_000)
@@ -157,7 +144,6 @@ assert peak < 60, f"{peak} MiB for one tensor of 38 MiB at a time"
     succeeds(tmp_path, code)
 
 
-@defect(7, "pickling leaves tensors in cycles of references, until these are collected")
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_pickles_leave_no_memory(tmp_path, what):
     code = f"""
@@ -179,7 +165,6 @@ assert torch.cuda.memory_allocated() == 0, torch.cuda.memory_allocated()
     succeeds(tmp_path, code)
 
 
-@defect(8, "a load waits behind the oldest copies in the staging memory, whoever's they are")
 def test_a_small_load_that_waits_does_not_hold_up_a_large_one(tmp_path):
     code = """
 save(1, 4000)

@@ -6,6 +6,7 @@ import pytest
 import tensorizer
 import torch
 from emulated import run
+from tensorizer import _C
 
 TENSORS = {"large": torch.arange(3_000_000), "small": torch.arange(5.0), "empty": torch.empty(0)}
 _library = ctypes.CDLL(None)
@@ -21,8 +22,11 @@ def reads():
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORIZER_GDS", "1")
+    _C.forget_environment()
     tensorizer.save(TENSORS, tmp_path / "f.tensors")
-    return tmp_path / "f.tensors"
+    yield tmp_path / "f.tensors"
+    monkeypatch.undo()
+    _C.forget_environment()
 
 
 def load(path):

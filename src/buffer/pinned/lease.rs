@@ -122,12 +122,15 @@ impl Drop for Lease<'_> {
         // Recorded before the lock is taken: that may take long.
         let ended = match self.stream.take() {
             None => Ok(None),
-            Some(stream) => stream.record().map(Some).or_else(|_| stream.finish().map(|()| None)),
+            Some(stream) => stream
+                .record()
+                .map(|event| Some((event, stream.handle())))
+                .or_else(|_| stream.finish().map(|()| None)),
         };
         let mut state = self.pool.state();
         match ended {
             Ok(None) => state.free.extend(units),
-            Ok(Some(event)) => state.in_flight.push_back(Flight { event, units }),
+            Ok(Some((event, stream))) => state.in_flight.push_back(Flight { event, stream, units }),
             Err(_) => state.abandon(units),
         }
         state.wake_first();

@@ -4,6 +4,7 @@ use super::*;
 use crate::cancel::Never;
 use crate::device::fake::{FakeDevice, Faults};
 use crate::device::{Consumer, DeviceMemory};
+use crate::error::Error;
 
 fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
     let fake = FakeDevice::new(7, faults);
