@@ -15,7 +15,7 @@ pub mod tensor;
 
 pub use bridge::{TensorList, current_stream};
 pub use on_load::registered;
-pub use operators::set_interrupt;
+pub use operators::{set_interrupt, set_unlocked};
 
 /// The `major.minor` of the torch that this was built against.
 pub const TORCH_VERSION: &str = env!("TENSORIZER_TORCH_VERSION");

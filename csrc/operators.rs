@@ -25,6 +25,33 @@ pub fn set_interrupt(hook: fn() -> Result<()>) {
     INTERRUPT.get_or_init(|| hook);
 }
 
+/// Runs a function without the lock that its caller may hold.
+type Unlocked = fn(&mut dyn FnMut());
+
+/// Around the body of every operator; set by the Python module: who calls one with the GIL must not
+/// keep it from threads that need it for a moment.
+static UNLOCKED: OnceLock<Unlocked> = OnceLock::new();
+
+/// Sets what runs the operators.
+pub fn set_unlocked(hook: Unlocked) {
+    UNLOCKED.get_or_init(|| hook);
+}
+
+/// The body of an operator.
+fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let (mut body, mut result) = (Some(body), None);
+    let mut run = || {
+        if let Some(body) = body.take() {
+            result = Some(guard(body));
+        }
+    };
+    match UNLOCKED.get() {
+        Some(unlocked) => unlocked(&mut run),
+        None => run(),
+    }
+    result.unwrap_or_else(|| Err(Error::Bug("an operator did not run".to_owned())))
+}
+
 fn interrupt() -> Result<()> {
     INTERRUPT.get().map_or(Ok(()), |hook| hook())
 }
@@ -73,7 +100,7 @@ pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -
 }
 
 pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
-    guard(|| {
+    operator(|| {
         let file = open(uri, &mut options)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
         loaded(&file, &all, options.device, options.into()).map(Box::new)
@@ -81,7 +108,7 @@ pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
 }
 
 pub fn op_load(uri: &str, names: Vec<String>, mut options: OpOptions) -> Result<Box<Loaded>> {
-    guard(|| {
+    operator(|| {
         let file = open(uri, &mut options)?;
         loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
     })
@@ -94,7 +121,7 @@ fn describe(entry: &Entry) -> String {
 }
 
 pub fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>> {
-    guard(|| {
+    operator(|| {
         let file = TensorFile::open_uri(uri, &interrupt)?;
         file.select(&names)?.into_iter().map(|number| file.entry(number).map(describe)).collect()
     })
@@ -106,7 +133,7 @@ pub fn op_load_checked(
     expected: Vec<String>,
     mut options: OpOptions,
 ) -> Result<Box<Loaded>> {
-    guard(|| {
+    operator(|| {
         if names.len() != expected.len() {
             let (names, expected) = (names.len(), expected.len());
             return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
@@ -145,7 +172,7 @@ pub fn op_load_into(
     out: &TensorList,
     mut options: OpOptions,
 ) -> Result<()> {
-    guard(|| {
+    operator(|| {
         let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
         // SAFETY: the operator's caller hands `out` over for the length of the call.
@@ -159,7 +186,7 @@ pub fn reaches(device: Index) -> bool {
 }
 
 pub fn op_names(uri: &str) -> Result<Vec<String>> {
-    guard(|| {
+    operator(|| {
         Ok(TensorFile::open_uri(uri, &interrupt)?
             .entries()
             .iter()
@@ -169,7 +196,7 @@ pub fn op_names(uri: &str) -> Result<Vec<String>> {
 }
 
 pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>) -> Result<()> {
-    guard(|| {
+    operator(|| {
         let mut seen = HashSet::new();
         if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
             return Err(Error::InvalidArgument(format!("tensor `{name}` is given twice")));

@@ -4,6 +4,7 @@
 //! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
 
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -51,11 +52,21 @@ pub fn detached<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
     let (send, receive) = sync_channel(1);
+    let work = Arc::new(Mutex::new(Some(work)));
+    let take = |work: &Mutex<Option<_>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let theirs = Arc::clone(&work);
     let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
-        // An error is that nobody waits any more.
-        let _ = send.send(work());
+        if let Some(work) = take(&theirs) {
+            drop(theirs);
+            // An error is that nobody waits any more.
+            let _ = send.send(work());
+        }
     });
-    let thread = thread.map_err(|e| Error::io("starting", "a thread", e))?;
+    // A process that may not have more threads waits by itself.
+    let Ok(thread) = thread else {
+        let work = take(&work).ok_or_else(|| Error::Bug("work without a thread".to_owned()))?;
+        return Ok(work());
+    };
     loop {
         match receive.recv_timeout(POLL) {
             Ok(done) => {

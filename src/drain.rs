@@ -9,17 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 mod copies;
+mod jobs;
 pub mod staged;
 
 use crate::cancel::Cancel;
 use copies::{Copies, Copy};
+use jobs::{Job, jobs};
 
 use crate::crypt::{Manifest, PIECE_LEN};
 use crate::device::StreamsByDevice;
 use crate::error::{Error, Result};
 use crate::format::header::{Draft, Hashes};
 use crate::format::index::Entry;
-use crate::plan::{Extent, Part, PieceKind, partition};
+use crate::plan::{Extent, Part, PieceKind};
 use crate::save::{Data, HostCopy, SaveOptions};
 use crate::sink::{WriteAt, write_all_at};
 use crate::stats::Counters;
@@ -59,8 +61,6 @@ impl Item<'_> {
     }
 }
 
-/// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
-const PART_LEN: u64 = 4 << 20;
 /// Less than this is written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 
@@ -95,19 +95,19 @@ pub fn drain(
             data_len: item.entry.data_len,
         })
         .collect();
-    let jobs = jobs(&items, &extents)?;
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let wanted = options
         .threads
         .unwrap_or_else(|| sink.default_writers())
         .clamp(1, sink.max_writers().max(1));
+    let sha = options.hashes == Hashes::All;
+    let jobs = jobs(&items, &extents, if sha { wanted } else { 1 })?;
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(jobs.len()) };
     let seals = items
         .iter()
         .map(|item| encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose());
     let manifest = encryption.filter(|options| options.manifest);
-    let sha = options.hashes == Hashes::All;
-    let copies = Copies::default();
+    let copies = Copies::new(threads);
     let pass = Pass {
         sink,
         progress,
@@ -129,7 +129,7 @@ pub fn drain(
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
-            if pass.hash(!copies.are_enough(), control)? {
+            if pass.hash(&|| !copies.are_enough(), control)? {
                 continue;
             }
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -141,7 +141,7 @@ pub fn drain(
                     let data_len = pass.item(tensor)?.entry.data_len;
                     progress.fetch_add(data_len, Ordering::Relaxed);
                 }
-                None if pass.hash(false, control)? => {}
+                None if pass.hash(&|| false, control)? => {}
                 None => break,
             }
         }
@@ -150,52 +150,6 @@ pub fn drain(
     .map_err(|error| error.with_file("saving", sink.uri()))?;
     pass.report(threads);
     Ok(pass.digests.into_inner().unwrap_or_else(PoisonError::into_inner))
-}
-
-enum Job {
-    Part(Part),
-    /// A tensor that must be brought into memory first, by itself.
-    Deferred(usize),
-    /// Tensors that are on a device.
-    Staged(Vec<usize>),
-}
-
-/// In file order. Runs of tensors in memory are cut into parts; the others are jobs of their own.
-fn jobs(items: &[Item<'_>], extents: &[Extent]) -> Result<Vec<Job>> {
-    let mut jobs = Vec::new();
-    let mut first = 0;
-    let flush = |from: usize, to: usize, jobs: &mut Vec<Job>| {
-        let run = &extents[from..to];
-        for mut part in partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS, PIECE_LEN) {
-            for piece in &mut part.pieces {
-                match &mut piece.kind {
-                    PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } => {
-                        *tensor += from
-                    }
-                    PieceKind::Gap => {}
-                }
-            }
-            jobs.push(Job::Part(part));
-        }
-    };
-    for (tensor, item) in items.iter().enumerate() {
-        if matches!(item.data, Data::Deferred(_)) {
-            flush(first, tensor, &mut jobs);
-            jobs.push(Job::Deferred(tensor));
-            first = tensor + 1;
-        }
-        if matches!(item.data, Data::Device(_)) {
-            // A tensor that was not grouped with those before begins a group.
-            if tensor >= first {
-                flush(first, tensor, &mut jobs);
-                let group = staged::group(items, tensor)?;
-                first = tensor + group.len();
-                jobs.push(Job::Staged(group));
-            }
-        }
-    }
-    flush(first, items.len(), &mut jobs);
-    Ok(jobs)
 }
 
 struct Pass<'p> {
@@ -290,7 +244,7 @@ impl<'p> Pass<'p> {
             self.hashes.header(tensor, &covered);
         }
         for (tensor, start, copy) in large {
-            self.hashes.data(tensor, start, copy);
+            self.hashes.data(tensor, start, copy.waiting());
         }
         Ok(())
     }
@@ -374,8 +328,8 @@ impl<'p> Pass<'p> {
     }
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be
-    /// written. Writes the headers of tensors whose hashes have become complete.
-    fn hash(&self, more_to_write: bool, control: &Control<'_>) -> Result<bool> {
+    /// written, as `more_to_write` says. Writes the headers of tensors whose hashes have become complete.
+    fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
         let mut outcome = Ok(());
         let busy = self.hashes.step(
             more_to_write,

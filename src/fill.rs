@@ -282,7 +282,7 @@ impl<'a> Pass<'_, 'a> {
     fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
         let mut outcome = Ok(());
         let busy = self.hashes.step(
-            more_to_read,
+            || more_to_read,
             || control.stopped(),
             |tensor, digests| {
                 if outcome.is_ok() {

@@ -137,6 +137,7 @@ impl TensorFile {
         if !self.prologue.encrypted {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri)));
         }
+        options.opened(&self.uri);
         self.check_seal(&options, cancel)?;
         let set = self.decryption.set(options);
         set.map_err(|_| Error::InvalidArgument(format!("`{}` has a key already", self.uri)))

@@ -130,7 +130,7 @@ pub fn upload(
     });
     match outcome {
         // Only the marker of what cannot go on this way; what else went wrong is told.
-        Err(Error::Cancelled) if pass.unsuitable.load(Ordering::Relaxed) => return Ok(None),
+        Err(Error::Bug(_)) if pass.unsuitable.load(Ordering::Relaxed) => return Ok(None),
         outcome => outcome?,
     }
     streams.hand_over()?;

@@ -32,9 +32,15 @@ impl Control<'_> {
             && !self.stopped.load(Ordering::Relaxed)
             && let Err(error) = self.caller.check()
         {
-            self.fail(error);
+            self.interrupt(error);
         }
         self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// The caller's own error is told before any other: it was taken from where it came from.
+    fn interrupt(&self, error: Error) {
+        *self.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.stopped.store(true, Ordering::Relaxed);
     }
 
     fn fail(&self, error: Error) {
@@ -102,7 +108,7 @@ pub fn run(
                 if !control.stopped()
                     && let Err(error) = cancel.check()
                 {
-                    control.fail(error);
+                    control.interrupt(error);
                 }
             }
             // The scope would only wait for the work; joined threads are gone from the process.

@@ -63,6 +63,37 @@ pub fn without<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send)
     })
 }
 
+/// Whether this thread has the GIL. Not part of Python's stable interface, so looked for.
+fn is_held() -> bool {
+    static CHECK: OnceLock<Option<extern "C" fn() -> libc::c_int>> = OnceLock::new();
+    let check = CHECK.get_or_init(|| {
+        // SAFETY: a string that ends in a zero.
+        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"PyGILState_Check".as_ptr()) };
+        // SAFETY: a function that takes nothing and returns an int, in every Python there is; or
+        // null, which is none.
+        unsafe {
+            std::mem::transmute::<*mut libc::c_void, Option<extern "C" fn() -> libc::c_int>>(found)
+        }
+    });
+    check.is_some_and(|check| check() == 1)
+}
+
+/// Runs the body of an operator without the GIL, if its caller has it: torch gives it away, but code
+/// that is compiled ahead of time may not. The body does not panic.
+pub fn unlocked(body: &mut dyn FnMut()) {
+    if !is_held() {
+        return body();
+    }
+    // SAFETY: the GIL is held, is given away, and taken back by the same thread.
+    let state = unsafe { pyo3::ffi::PyEval_SaveThread() };
+    body();
+    if is_ending() && !is_main() {
+        wait_for_the_end();
+    }
+    // SAFETY: as above.
+    unsafe { pyo3::ffi::PyEval_RestoreThread(state) };
+}
+
 /// Runs something with the GIL; an error on the thread that ends the interpreter.
 pub fn with<T>(body: impl FnOnce(Python<'_>) -> T) -> Result<T> {
     match Python::try_attach(body) {

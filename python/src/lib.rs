@@ -14,7 +14,7 @@ mod writer;
 
 use pyo3::prelude::*;
 use tensorizer::environment::{self, set_guard};
-use tensorizer_torch::{registered, set_interrupt};
+use tensorizer_torch::{registered, set_interrupt, set_unlocked};
 
 use crate::gil::signals;
 
@@ -29,6 +29,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
     gil::note_main(module.py())?;
     set_interrupt(gil::signals_in_operator);
+    set_unlocked(gil::unlocked);
     // Who changes `os.environ` holds the GIL.
     set_guard(|body| {
         Python::try_attach(|_| body());
@@ -36,6 +37,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TORCH_VERSION", tensorizer_torch::TORCH_VERSION)?;
     module.add("DEFAULT_S3_READ_ENDPOINT", tensorizer::net::s3::DEFAULT_READ_ENDPOINT)?;
     module.add("DEFAULT_S3_WRITE_ENDPOINT", tensorizer::net::s3::DEFAULT_WRITE_ENDPOINT)?;
+    module.add("MAX_DEPTH", tensorizer::format::name::MAX_DEPTH)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;

@@ -98,10 +98,7 @@ impl Sink {
     /// Gives the object up.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         let sink = self.shared()?;
-        Ok(gil::without(py, || {
-            sink.abandon(&signals);
-            Ok(())
-        })?)
+        Ok(gil::without(py, || sink.abandon(&signals))?)
     }
 
     /// The address.

@@ -4,6 +4,7 @@ from typing import Any, final
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "MAX_DEPTH",
     "TORCH_VERSION",
     "Decryption",
     "Encryption",
@@ -26,6 +27,7 @@ __all__ = [
 
 DEFAULT_S3_READ_ENDPOINT: str
 DEFAULT_S3_WRITE_ENDPOINT: str
+MAX_DEPTH: int
 TORCH_VERSION: str
 __version__: str
 cpu_count: int

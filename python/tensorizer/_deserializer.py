@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import functools
 import logging
 import os
 import threading
@@ -114,6 +113,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         self._cache: dict[int, torch.nn.Parameter] = {}
         self._process, self._loading = os.getpid(), threading.RLock()
         self._module_indices: dict[int, int] = {}
+        self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
         self._verify_hash = checked_verification(verify_hash)
         self._num_readers = num_readers
@@ -155,10 +155,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             return every
         return [number for number in every if filter_func(self._reader.name(number))]
 
-    @functools.cached_property
+    @property
     def _top(self) -> dict[Any, int | list[int]]:
         """The keys at the top, each with the number of its tensor or those of what is below."""
-        return self._reader.top_level(self._selection)
+        # Without a lock, which a process that is forked off could inherit: two make the same.
+        if self._keys is None:
+            self._keys = self._reader.top_level(self._selection)
+        return self._keys
 
     # The file
 
@@ -217,7 +220,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             missing = [number for number in self._selection if number not in self._cache]
         for batch in self._loader.batches(missing, self._device):
             tensors, modules = self._loader.read(batch, verify, self._device)
-            placed = self._loader.placed(tensors, self._device)
+            placed = self._loader.placed(tensors, batch, self._device)
             for number, tensor in zip(batch, placed, strict=True):
                 self._cache[number] = parameter(tensor)
             self._module_indices.update(zip(batch, modules, strict=True))
@@ -230,7 +233,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         device = device or self._device
         for batch in self._loader.batches(numbers, device):
             tensors, _ = self._loader.read(batch, self._verify_hash, device)
-            for number, tensor in zip(batch, self._loader.placed(tensors, device), strict=True):
+            for number, tensor in zip(
+                batch, self._loader.placed(tensors, batch, device), strict=True
+            ):
                 yield self._reader.name(number), tensor
 
     # Mapping

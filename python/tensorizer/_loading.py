@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -43,26 +44,19 @@ class Loader:
         """Tell whether tensors are used as they come, without a copy."""
         return self._dtype is None and (device.type == "cpu" or _device.is_native(device))
 
-    def placed(self, tensors: list[torch.Tensor], device: torch.device) -> Iterable[torch.Tensor]:
+    def placed(
+        self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
+    ) -> Iterable[torch.Tensor]:
         """Return tensors on a device and in the dtype that was asked for, one by one."""
         if self._unchanged(device):
             return tensors
-        return (tensor.to(device, cast_dtype(tensor.dtype, self._dtype)) for tensor in tensors)
+        return map(self._cast, tensors, numbers, itertools.repeat(device))
 
-    def _zeros(self, number: int) -> torch.Tensor | None:
-        """Return a tensor without data in the dtype that was asked for; None for others.
-
-        Its memory is that of the system's page of zeros until somebody writes to it: a file of
-        some bytes may name a tensor of any size.
-        """
-        size = self._reader.memory_len(number)
-        if self._dtype is None or size == 0 or self._reader.data_len([number]) > 0:
-            return None
-        name, shape, _ = self._reader.describe(number)
-        dtype: torch.dtype = getattr(torch, name)
-        wanted = cast_dtype(dtype, self._dtype)
-        memory = mmap.mmap(-1, size // dtype.itemsize * wanted.itemsize, mmap.MAP_PRIVATE)
-        return torch.frombuffer(memory, dtype=wanted).reshape(shape)
+    def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
+        wanted = cast_dtype(tensor.dtype, self._dtype)
+        if wanted is not tensor.dtype and tensor.numel() and not self._reader.data_len([number]):
+            tensor = _zeros(tensor.shape, wanted)
+        return tensor.to(device, wanted)
 
     def read(
         self, numbers: Sequence[int], verify: str, device: torch.device
@@ -78,10 +72,6 @@ class Loader:
         )
         tensors = take(handle)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
-        if self._dtype is not None:
-            for at, number in enumerate(numbers):
-                zeros = self._zeros(number)
-                tensors[at] = tensors[at] if zeros is None else zeros
         return tensors, modules
 
     def fill(
@@ -110,3 +100,16 @@ class Loader:
             size += length
         if batch:
             yield batch
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose memory is the system's page of zeros until somebody writes to them.
+
+    A file of some bytes may name a tensor of any size.
+    """
+    size = shape.numel() * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {size} bytes for zeros: {error}") from error
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)

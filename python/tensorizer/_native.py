@@ -21,6 +21,7 @@ if _found != TORCH_MINOR:
 from ._C import (  # noqa: E402
     DEFAULT_S3_READ_ENDPOINT,
     DEFAULT_S3_WRITE_ENDPOINT,
+    MAX_DEPTH,
     Decryption,
     Encryption,
     Handle,
@@ -42,6 +43,7 @@ from ._C import (  # noqa: E402
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "MAX_DEPTH",
     "Decryption",
     "Encryption",
     "Handle",

@@ -13,7 +13,7 @@ import torch
 from . import _files, _modules
 from ._encryption import EncryptionParams, native_encryption
 from ._exchange import lend
-from ._native import Writer, cpu_count
+from ._native import MAX_DEPTH, Writer, cpu_count
 from ._streams import AtomicRandom, UploadFile
 from ._types import Name, TensorType
 
@@ -394,6 +394,10 @@ def _flatten(top: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
                 raise TypeError(f"expected a tensor at {path}, found {type(value).__name__}")
             if id(value) in above:
                 raise ValueError(f"the container at {path} contains itself")
+            if len(path) == MAX_DEPTH:
+                raise ValueError(
+                    f"nested too deeply: expected at most {MAX_DEPTH} levels, below {path[:9]}"
+                )
             above.add(id(value))
             open_.append((value, _items(value, path)))
             path.append("")

@@ -1,7 +1,7 @@
 //! What a caller says about encryption, and the keys that follow from it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use zeroize::Zeroizing;
@@ -11,6 +11,7 @@ use super::{Key, sodium};
 use crate::cancel::{self, Cancel, detached};
 use crate::error::{Error, Result};
 use crate::format::crypt_info::KeyDerivation;
+use crate::sys::process::Maker;
 
 /// libsodium's limits of Argon2id.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -56,20 +57,21 @@ pub struct DecryptionOptions {
     max_work: u128,
     /// Refuse a file whose names, shapes, order and tags are not sealed.
     pub require_manifest: bool,
-    derived: Mutex<Derived>,
+    derived: Mutex<Vec<(KeyDerivation, Key)>>,
+    /// By what files are called.
+    asked: Mutex<HashMap<String, Asked>>,
 }
 
-/// The keys that were derived, and what each file has asked for.
-#[derive(Default)]
-struct Derived {
-    keys: Vec<(KeyDerivation, Key)>,
-    files: HashMap<String, Asked>,
-}
+/// What a file has asked for.
 
-#[derive(Default)]
+#[derive(Clone, Copy)]
 struct Asked {
     keys: usize,
     work: u128,
+}
+
+impl Asked {
+    const NOTHING: Self = Asked { keys: 0, work: 0 };
 }
 
 impl DecryptionOptions {
@@ -82,6 +84,7 @@ impl DecryptionOptions {
             max_work: USUAL_WORK,
             require_manifest: false,
             derived: Mutex::default(),
+            asked: Mutex::default(),
         }
     }
 
@@ -93,6 +96,15 @@ impl DecryptionOptions {
             self.max_memlimit = memlimit.unwrap_or(self.max_memlimit);
             self.max_work = u128::from(self.max_opslimit) * u128::from(self.max_memlimit);
         }
+    }
+
+    fn asked(&self) -> MutexGuard<'_, HashMap<String, Asked>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A file of this name was opened: what an earlier one has asked for is not counted.
+    pub fn opened(&self, uri: &str) {
+        self.asked().remove(uri);
     }
 
     /// Whether there is no key without a derivation.
@@ -125,7 +137,7 @@ impl DecryptionOptions {
                 Err(TryLockError::WouldBlock) => cancel::sleep(TURN, cancel)?,
             }
         };
-        if let Some((_, key)) = derived.keys.iter().find(|(known, _)| known == derivation) {
+        if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
             return Ok(key.clone());
         }
         let limits = [
@@ -146,29 +158,42 @@ impl DecryptionOptions {
                 )));
             }
         }
-        let asked = derived.files.entry(uri.to_owned()).or_default();
-        asked.keys += 1;
-        asked.work += u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
-        if asked.keys > MAX_KEYS {
+        let Asked { keys, work } = self.asked().get(uri).copied().unwrap_or(Asked::NOTHING);
+        let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
+        if keys >= MAX_KEYS {
             return Err(Error::Crypt(format!("`{uri}` asks for more than {MAX_KEYS} keys")));
         }
-        if asked.work > self.max_work {
+        if work > self.max_work {
             return Err(Error::Crypt(format!(
-                "`{uri}`: its {} keys ask for {} bytes to be passed over, and at most {} are \
+                "`{uri}`: its {} keys ask for {work} bytes to be passed over, and at most {} are \
                  allowed: raise max_opslimit or max_memlimit if you trust the file",
-                asked.keys, asked.work, self.max_work
+                keys + 1,
+                self.max_work
             )));
         }
         let key = derive(source, derivation, cancel)?;
-        derived.keys.push((derivation.clone(), key.clone()));
+        self.asked().insert(uri.to_owned(), Asked { keys: keys + 1, work });
+        derived.push((derivation.clone(), key.clone()));
         Ok(key)
     }
 }
 
 /// How long who waits for another's key waits before it looks again.
 const TURN: Duration = Duration::from_millis(10);
-/// One derivation at a time: it takes as much memory as a file asks for.
-static DERIVING: Mutex<()> = Mutex::new(());
+/// One derivation at a time: it takes as much memory as a file asks for. A process that was forked
+/// off has a lock of its own, for nobody in it would give the parent's back.
+fn deriving() -> Arc<Mutex<()>> {
+    static DERIVING: Mutex<Option<(Maker, Arc<Mutex<()>>)>> = Mutex::new(None);
+    let mut deriving = DERIVING.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*deriving {
+        Some((maker, lock)) if maker.is_here() => Arc::clone(lock),
+        _ => {
+            let lock = Arc::default();
+            *deriving = Some((Maker::this(), Arc::clone(&lock)));
+            lock
+        }
+    }
+}
 
 /// Derives a key from a passphrase. That cannot be stopped: when the call is to end before, it ends
 /// by itself, and the next one waits for it.
@@ -183,8 +208,9 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
         (Zeroizing::new(source.to_vec()), derivation.clone());
     let wanted = Arc::new(());
     let asks = Arc::downgrade(&wanted);
+    let lock = deriving();
     let derived = detached(cancel, move || {
-        let _turn = DERIVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock.lock().unwrap_or_else(PoisonError::into_inner);
         asks.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)

@@ -4,36 +4,59 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of copies beyond which threads hash before they write more.
-const ENOUGH: usize = 8 << 20;
+/// Bytes of copies for each thread that wait to be hashed; beyond, threads hash before they write
+/// more. Two of the longest parts, so that one is there when another was hashed.
+const WAITING: usize = 8 << 20;
+/// Bytes of shorter copies are not worth to be kept.
+const SHORT: usize = 64 << 10;
 
 /// Memory for copies, used again and again.
-#[derive(Default)]
 pub struct Copies {
     free: Mutex<Vec<Vec<u8>>>,
-    held: AtomicUsize,
+    /// Bytes that wait to be hashed.
+    waiting: AtomicUsize,
+    enough: usize,
 }
 
 /// Bytes as they were when they were copied.
 pub struct Copy<'c> {
     bytes: Vec<u8>,
     of: &'c Copies,
+    waits: bool,
 }
 
 impl Copies {
-    /// Copies bytes.
-    pub fn of(&self, bytes: &[u8]) -> Copy<'_> {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut copy = free.unwrap_or(Vec::new());
-        copy.clear();
-        copy.extend_from_slice(bytes);
-        self.held.fetch_add(copy.len(), Ordering::Relaxed);
-        Copy { bytes: copy, of: self }
+    /// For so many threads.
+    pub fn new(threads: usize) -> Self {
+        let enough = WAITING.saturating_mul(threads.max(1));
+        Copies { free: Mutex::default(), waiting: AtomicUsize::new(0), enough }
     }
 
-    /// Whether there are enough of them.
+    /// Copies bytes.
+    pub fn of(&self, bytes: &[u8]) -> Copy<'_> {
+        let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
+        copy.clear();
+        copy.extend_from_slice(bytes);
+        Copy { bytes: copy, of: self, waits: false }
+    }
+
+    fn free(&self) -> Vec<u8> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        free.unwrap_or(Vec::new())
+    }
+
+    /// Whether enough of them wait to be hashed.
     pub fn are_enough(&self) -> bool {
-        self.held.load(Ordering::Relaxed) >= ENOUGH
+        self.waiting.load(Ordering::Relaxed) >= self.enough
+    }
+}
+
+impl Copy<'_> {
+    /// The same, which waits to be hashed from now on.
+    pub fn waiting(mut self) -> Self {
+        self.waits = true;
+        self.of.waiting.fetch_add(self.bytes.len(), Ordering::Relaxed);
+        self
     }
 }
 
@@ -45,8 +68,12 @@ impl AsRef<[u8]> for Copy<'_> {
 
 impl Drop for Copy<'_> {
     fn drop(&mut self) {
-        self.of.held.fetch_sub(self.bytes.len(), Ordering::Relaxed);
-        let bytes = std::mem::take(&mut self.bytes);
-        self.of.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
+        if self.waits {
+            self.of.waiting.fetch_sub(self.bytes.len(), Ordering::Relaxed);
+        }
+        if self.bytes.len() >= SHORT {
+            let bytes = std::mem::take(&mut self.bytes);
+            self.of.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
+        }
     }
 }

@@ -32,6 +32,8 @@ impl EventLoop {
         tries: &Tries<'_>,
         request: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
+        // Answers that come at once would never let the loop below look.
+        tries.check()?;
         let ended = || Failure::lasting(io::ErrorKind::Other, "an event loop that has ended");
         self.0.as_ref().ok_or_else(ended)?.block_on(async {
             let mut request = std::pin::pin!(request);

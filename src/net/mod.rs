@@ -14,8 +14,10 @@ pub(crate) use retry::{Failure, Tries};
 
 /// An address as messages show it: queries, fragments and users may be secrets.
 pub(crate) fn show_text(address: &str) -> &str {
-    let address = address.split(['?', '#']).next().unwrap_or(address);
-    if address.contains('@') { "..." } else { address }
+    if address.contains('@') {
+        return "...";
+    }
+    address.split(['?', '#']).next().unwrap_or(address)
 }
 
 /// Has rustls use the provider of cryptography that is compiled in, unless the program has chosen

@@ -50,6 +50,11 @@ impl Failure {
         Failure { again: self.again || (elsewhere && refused), ..self }
     }
 
+    /// Whether the call is to end.
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.is_some()
+    }
+
     /// The call is to end.
     pub fn given_up(error: Error) -> Self {
         let given_up = Some(error);

@@ -22,6 +22,8 @@ pub(super) struct Temporary {
     hidden: Hidden,
     /// None for a file without any name, which ends with the last process that has it open.
     path: Option<PathBuf>,
+    /// Holds the lock of a copy with a hidden name.
+    copy: Option<File>,
 }
 
 impl Temporary {
@@ -39,7 +41,7 @@ impl Temporary {
                 (file, Some(path))
             }
         };
-        Ok((file, Temporary { maker: Maker::this(), target, hidden, path }))
+        Ok((file, Temporary { maker: Maker::this(), target, hidden, path, copy: None }))
     }
 
     /// Refuses what only the process may do that began the file.
@@ -103,6 +105,7 @@ impl Temporary {
         io::copy(&mut &*file, &mut &copy)?;
         alike::make(&copy, file)?;
         copy.sync_all()?;
+        self.copy = Some(copy);
         Ok(path)
     }
 }

@@ -158,22 +158,24 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     /// long as tensors are unfinished and `stopped` does not say so; false means that all is done.
     pub fn step(
         &self,
-        more_to_move: bool,
+        more_to_move: impl Fn() -> bool,
         stopped: impl Fn() -> bool,
         mut complete: impl FnMut(usize, Digests),
     ) -> bool {
         let mut queue = locked(&self.queue);
-        while queue.ready.len() < if more_to_move { 2 } else { 1 } {
-            if more_to_move || queue.unfinished == 0 || stopped() {
+        let mut more = more_to_move();
+        while queue.ready.len() < if more { 2 } else { 1 } {
+            if more || queue.unfinished == 0 || stopped() {
                 return false;
             }
             queue.idle += 1;
             queue =
                 self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner).0;
             queue.idle -= 1;
+            more = more_to_move();
         }
         // At the end, a thread that has nothing to do is better than a second stream.
-        let pair = more_to_move || queue.ready.len() > queue.idle + 1;
+        let pair = more || queue.ready.len() > queue.idle + 1;
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
@@ -241,7 +243,7 @@ mod tests {
                             assert!(locked(&found)[tensor].replace(digests).is_none());
                         };
                         loop {
-                            while pool.step(true, || false, complete) {}
+                            while pool.step(|| true, || false, complete) {}
                             let job = locked(&jobs).next();
                             match job {
                                 Some((tensor, usize::MAX)) => pool.header(tensor, b"header"),
@@ -249,7 +251,7 @@ mod tests {
                                     let end = tensors[tensor].len().min(start + 700_000);
                                     pool.data(tensor, start as u64, &tensors[tensor][start..end]);
                                 }
-                                None if pool.step(false, || false, complete) => {}
+                                None if pool.step(|| false, || false, complete) => {}
                                 None => break,
                             }
                         }

@@ -233,7 +233,7 @@ impl<'r, 'p> Reader<'r, 'p> {
                 let (number, piece_start, piece_end) = pieces.piece(at);
                 if piece_start != at || piece_end > end {
                     pass.unsuitable.store(true, Ordering::Relaxed);
-                    return Err(Error::Cancelled);
+                    return Err(Error::Bug("pieces that do not fit staging memory".to_owned()));
                 }
                 let len = usize::try_from(piece_end - at).unwrap_or(usize::MAX);
                 let cut = rest.split_at_mut_checked(len);

@@ -99,7 +99,8 @@ def test_keys_without_end():
     with Hostile(answer) as server:
         error, grown = load(server)
     assert error.startswith(("TimeoutError", "OSError")), error
-    assert grown < 1500
+    # A key takes 1,000 bytes as it arrives, once more as it is kept, and all that there may be 1 GiB.
+    assert grown < 2300
 
 
 @pytest.mark.parametrize("start", [b"$1000000000000\r\n", b"*2\r\n$1\r\n0\r\n*2147483647\r\n"])

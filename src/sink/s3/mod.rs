@@ -11,7 +11,7 @@ mod object;
 use std::collections::HashMap;
 use std::io::{ErrorKind, IoSlice};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -111,8 +111,9 @@ impl S3Sink {
     }
 
     /// Gives the object up: what was there before stays.
-    pub fn abandon(&self, cancel: &dyn Cancel) {
-        self.0.give_up("it was given up", cancel);
+    /// The error is that of a call that is to end before the server has taken note.
+    pub fn abandon(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.give_up("it was given up", cancel)
     }
 }
 
@@ -131,13 +132,13 @@ impl Upload {
         }
     }
 
-    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) {
+    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
         if !self.maker.is_here() {
-            return;
+            return Ok(());
         }
         let mut state = self.state();
         if state.over.is_some() {
-            return;
+            return Ok(());
         }
         *state = State { over: Some(why), ..State::default() };
         drop(state);
@@ -147,13 +148,29 @@ impl Upload {
             let limit =
                 if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.options.stall };
             let asked = Instant::now();
-            let waits = || match asked.elapsed() < limit {
-                true => cancel.check(),
-                false => Err(Error::Cancelled),
+            let interrupted = OnceLock::new();
+            let waits = || {
+                if asked.elapsed() >= limit {
+                    return Err(Error::Cancelled);
+                }
+                cancel.check().map_err(|error| {
+                    interrupted.get_or_init(|| error);
+                    Error::Cancelled
+                })
             };
             // Nothing more can be done about a server that does not answer; it shows to no reader.
             let _ = detached(&waits, move || object.abort(&begun, &Never));
+            return interrupted.into_inner().map_or(Ok(()), Err);
         }
+        Ok(())
+    }
+
+    /// What a request gave; notes whether it was given up.
+    fn seen<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(Error::Cancelled | Error::Caller(_)) = outcome {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        outcome
     }
 
     /// The upload's number; the first caller begins the upload.
@@ -161,7 +178,7 @@ impl Upload {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),
-            None => Ok(begun.insert(self.object.begin(cancel)?).clone()),
+            None => Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone()),
         }
     }
 
@@ -175,11 +192,7 @@ impl Upload {
             ))
         })?;
         let begun = self.begun(cancel)?;
-        let sent = self.object.part(&begun, number, bytes, cancel);
-        if let Err(Error::Cancelled | Error::Caller(_)) = sent {
-            self.interrupted.store(true, Ordering::Relaxed);
-        }
-        let sent = sent?;
+        let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
         self.state().sent.push(sent);
         Ok(())
     }
@@ -269,7 +282,7 @@ impl Upload {
             for (_, tail) in tails {
                 all.extend_from_slice(&tail);
             }
-            return self.object.put(&Bytes::from(all), cancel);
+            return self.seen(self.object.put(&Bytes::from(all), cancel));
         }
         for (number, tail) in tails {
             self.send(HEAD_PARTS + 1 + number, &Bytes::from(tail), cancel)?;
@@ -288,7 +301,8 @@ impl Upload {
             self.send(number, &head.slice(start..end), cancel)?;
         }
         let parts = std::mem::take(&mut self.state().sent);
-        self.object.complete(&self.begun(cancel)?, parts, len, cancel)
+        let begun = self.begun(cancel)?;
+        self.seen(self.object.complete(&begun, parts, len, cancel))
     }
 }
 
@@ -367,14 +381,15 @@ impl WriteAt for S3Sink {
     }
 
     fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        self.abandon(cancel);
+        self.abandon(cancel)?;
         Ok(Unclosed::GivenUp)
     }
 }
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        self.give_up("it was not finished", &Never);
+        // Never has no error.
+        let _ = self.give_up("it was not finished", &Never);
     }
 }
 

@@ -128,6 +128,9 @@ impl Connections {
         let answers = lane.run(tries, async {
             commands.query_async::<Vec<Value>>(&mut connection).await.map_err(failure)
         });
+        if answers.as_ref().is_err_and(Failure::is_given_up) {
+            return answers;
+        }
         if allowance.is_used_up() {
             let what = format!("the server sent more than the {most} bytes that were asked for");
             return Err(Failure::lasting(ErrorKind::InvalidData, what));

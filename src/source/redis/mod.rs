@@ -14,7 +14,7 @@ use redis::{Pipeline, Value, cmd};
 use super::scatter::Scatter;
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::net::{Failure, NetOptions, Tries};
 use client::{Address, Connections};
 
@@ -88,7 +88,9 @@ impl RedisSource {
 
     /// What the server said is not what such a command is answered with.
     fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
-        let text = format!("{command} was answered with {what}");
+        const SHOWN: usize = 200;
+        let what: String = what.to_string().chars().take(SHOWN).collect();
+        let text = format!("{command} was answered with {}", Shown(&what));
         Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
     }
 
@@ -281,7 +283,7 @@ impl ReadAt for RedisSource {
                     format!(
                         "the value of `{}` changed while it was read: expected {} bytes from {} \
                          on, found {}",
-                        String::from_utf8_lossy(&piece.held.key),
+                        Shown(&String::from_utf8_lossy(&piece.held.key)),
                         piece.len,
                         piece.start - piece.held.start,
                         bytes.len()
