@@ -194,6 +194,13 @@ def describe(dry: bool) -> dict[str, object]:
     }
 
 
+def need_stand_in() -> None:
+    """End where the library has no device for tests."""
+    probe = "from tensorizer import _native; raise SystemExit(not _native.staged(-1))"
+    if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
+        sys.exit("build with TENSORIZER_STAND_IN=1: this library has no device for tests")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheel", help="a built wheel, for machines without a compiler")
@@ -210,9 +217,7 @@ def main() -> None:
     install(options.wheel)
     if dry:
         os.environ |= {"TENSORIZER_FAKE_DEVICE": "7", "BENCHMARK_DEVICE": "cpu"}
-        probe = "from tensorizer import _native; raise SystemExit(not _native.staged(-1))"
-        if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
-            sys.exit("build with TENSORIZER_STAND_IN=1: this library has no device for tests")
+        need_stand_in()
         options.gigabytes, options.rounds = 0.02, 1
         options.tmpfs = options.disk = HERE.parent / "data"
     elif not options.no_tests:

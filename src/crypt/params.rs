@@ -236,3 +236,54 @@ impl std::fmt::Debug for DecryptionOptions {
         f.write_str("DecryptionOptions(..)")
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+
+    #[test]
+    fn the_keys_of_a_file_are_bounded_together() {
+        let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
+        options.allow(Some(3), Some(1 << 20));
+        let ask = |salt: u8, passes: u64, uri: &str| {
+            let derivation =
+                KeyDerivation { opslimit: passes, memlimit: 1 << 20, salt: [salt; 16] };
+            options.key(Some(&derivation), uri, &Never)
+        };
+        options.opened("file");
+        ask(1, 2, "file").unwrap();
+        // Derived already, so that it costs nothing.
+        ask(1, 2, "file").unwrap();
+        let refused = ask(2, 2, "file").unwrap_err().to_string();
+        assert!(refused.contains("2 keys ask for 4194304 bytes"), "{refused}");
+        // What was refused does not count.
+        ask(3, 1, "file").unwrap();
+        assert!(ask(4, 1, "file").is_err());
+        ask(4, 1, "another").unwrap();
+        options.opened("file");
+        ask(5, 3, "file").unwrap();
+    }
+
+    #[test]
+    fn many_cheap_keys_are_too_many() {
+        let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
+        options.allow(Some(1 << 20), Some(1 << 30));
+        let ask = |salt: u8| {
+            let derivation = KeyDerivation { opslimit: 1, memlimit: 8192, salt: [salt; 16] };
+            options.key(Some(&derivation), "file", &Never)
+        };
+        for salt in 0..64 {
+            ask(salt).unwrap();
+        }
+        assert!(ask(64).unwrap_err().to_string().contains("more than 64 keys"));
+    }
+
+    #[test]
+    fn a_derivation_is_left_behind() {
+        let derivation = KeyDerivation { opslimit: 30, memlimit: 64 << 20, salt: [1; 16] };
+        let given_up = derive(b"words", &derivation, &|| Err(Error::Cancelled));
+        assert!(matches!(given_up, Err(Error::Cancelled)));
+    }
+}

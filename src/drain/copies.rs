@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Bytes of copies for each thread that wait to be hashed; beyond, threads hash before they write
-/// more. Two of the longest parts, so that one is there when another was hashed.
-const WAITING: usize = 8 << 20;
+/// more. Half a part: hashing and writing take about as long.
+const WAITING: usize = 2 << 20;
+/// At least two parts, so that one is there when another was hashed.
+const LEAST: usize = 8 << 20;
 /// Bytes of shorter copies are not worth to be kept.
 const SHORT: usize = 64 << 10;
 
@@ -28,7 +30,7 @@ pub struct Copy<'c> {
 impl Copies {
     /// For so many threads.
     pub fn new(threads: usize) -> Self {
-        let enough = WAITING.saturating_mul(threads.max(1));
+        let enough = WAITING.saturating_mul(threads).max(LEAST);
         Copies { free: Mutex::default(), waiting: AtomicUsize::new(0), enough }
     }
 

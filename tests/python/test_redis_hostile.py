@@ -99,7 +99,7 @@ def test_keys_without_end():
     with Hostile(answer) as server:
         error, grown = load(server)
     assert error.startswith(("TimeoutError", "OSError")), error
-    # A key takes 1,000 bytes as it arrives, once more as it is kept, and all that there may be 1 GiB.
+    # Keys may take 1 GiB, and again that while they arrive.
     assert grown < 2300
 
 
