@@ -9,7 +9,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +20,23 @@ from ._errors import CryptographyError, FormatError, PairMismatchError
 from ._native import Reader
 from ._pickling import Collector, Record, Storages, saving_module
 from ._reading import resolve_device
-from ._sides import Named, Side, clean_up, is_path, kept_half, path_of
+from ._sides import (
+    Named,
+    Side,
+    clean_up,
+    is_path,
+    kept_half,
+    left_behind,
+    local_file,
+    path_of,
+)
 from ._streams import AtomicWriter
+from ._turns import Turn
 
 logger = logging.getLogger("tensorizer.torch_compat")
+
+#: So many times what is being replaced is looked at.
+LOOKS = 5
 
 #: ``save_func(file_obj, tensors, options)`` and ``load_func(file_obj, options)``.
 SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
@@ -71,8 +83,9 @@ def save_pair(
 ) -> None:
     """Have torch pickle an object, and its storages written to a file of their own.
 
-    Nothing of either can be seen before both are complete, and nothing is if anything fails.
-    ``torch_save`` saves to a file with a pickle module.
+    Where both are paths, nothing of either can be seen before both are complete, and nothing is if
+    anything fails; two savers of the same two files take turns. ``torch_save`` saves to a file with
+    a pickle module.
     """
     collector = Collector()
     sides: list[Side] = []
@@ -88,23 +101,28 @@ def save_pair(
         return Record.of(side.write(collector.tensors()), collector.locations())
 
     pickled = io.BytesIO()
-    named = Named(Path(os.fsdecode(target)) if is_path(target) else None)
-    try:
-        torch_save(pickled, saving_module(collector, finish))
-        _publish(target, pickled.getbuffer(), sides)
-    except BaseException:
+    named = Named(None)
+    with contextlib.ExitStack() as turns:
+        try:
+            torch_save(pickled, saving_module(collector, finish))
+            orderly = sides or left_behind(target, file)
+            turn = turns.enter_context(Turn(local_file(file) if orderly else None))
+            named = Named.by(target)
+            _publish(target, pickled.getbuffer(), sides)
+        except BaseException:
+            for side in sides:
+                # A pickle that has its name keeps the storages that belong to it.
+                if named.is_another():
+                    side.forget()
+                else:
+                    side.withdraw()
+            raise
+        finally:
+            collector.forget()
         for side in sides:
-            # A pickle that has its name keeps the storages that belong to it.
-            if named.is_another():
-                side.forget()
-            else:
-                side.withdraw()
-        raise
-    finally:
-        collector.forget()
-    for side in sides:
-        side.forget()
-    clean_up(target, file)
+            side.forget()
+        if turn.held:
+            clean_up(target, file)
 
 
 def _sync(descriptor: int) -> None:
@@ -221,23 +239,37 @@ class Loading(Storages):
     def _open(self, file: Any, options: dict[str, Any]) -> TensorDeserializer:
         """Open our half: the file itself, or the one that a save that was killed has kept."""
         expected = None if self.record is None else self.record.pair
-        try:
-            return self._opened(file, options, expected)
-        except (OSError, FormatError, CryptographyError, PairMismatchError) as error:
+        error: Exception | None = None
+        for _ in range(LOOKS):
+            seen = Named(local_file(file))
+            try:
+                return self._opened(file, options, expected)
+            except (OSError, FormatError, CryptographyError, PairMismatchError) as raised:
+                error = raised
             by_func = self.record is not None and expected is None
             kept = None if by_func else kept_half(self._target, file, expected)
-            if kept is None:
-                if not isinstance(error, FileNotFoundError):
-                    raise
-                what = f"{self._name()} keeps its storages in a file that is not there"
-                raise FileNotFoundError(errno.ENOENT, what, file) from error
+            if kept is not None:
+                # It may vanish, when the save ends that is under way.
+                with contextlib.suppress(FileNotFoundError):
+                    opened = self._opened(kept, options, expected)
+                    self._warn(file, kept)
+                    return opened
+            elif not seen.is_another():
+                break
+        assert error is not None
+        if not isinstance(error, FileNotFoundError):
+            raise error
+        what = f"{self._name()} keeps its storages in a file that is not there"
+        raise FileNotFoundError(errno.ENOENT, what, file) from error
+
+    def _warn(self, file: Any, kept: str) -> None:
         warnings.warn(
-            f"a save over {self._name()} was killed: its storages are read from {kept!r}, where "
-            f"they were kept, and not from {file!r}; the next save cleans up",
+            f"a save over {self._name()} was killed or is under way: its storages are read from "
+            f"{kept!r}, where they were kept, and not from {file!r}; the next save cleans up what "
+            "one has left that was killed",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return self._opened(kept, options, expected)
 
     def _opened(
         self, file: Any, options: dict[str, Any], expected: str | None

@@ -8,7 +8,6 @@ made from the names of both halves, and the stamp tells which version of the pic
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -23,9 +22,7 @@ from ._errors import FormatError
 from ._files import is_address
 from ._native import Reader, local_path
 from ._serializer import TensorSerializer
-
-#: So many bytes of a name are part of that of a hidden file, which may have 255.
-_SHOWN = 150
+from ._turns import lock_of, shown
 
 
 def is_path(file: Any) -> bool:
@@ -39,7 +36,7 @@ def path_of(file: Any) -> str | None:
     return os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
 
 
-def _local(file: Any) -> Path | None:
+def local_file(file: Any) -> Path | None:
     """Return where a file of storages is, if it has a path."""
     if not isinstance(file, str) or is_address(file):
         return None
@@ -53,6 +50,11 @@ class Named:
         self._path = path
         self._before = self._identity()
 
+    @classmethod
+    def by(cls, target: Any) -> Named:
+        """Say it of what torch reads or writes; a file that is open already names nothing."""
+        return cls(Path(os.fsdecode(target)) if is_path(target) else None)
+
     def _identity(self) -> tuple[int, int] | None:
         try:
             found = None if self._path is None else self._path.stat()
@@ -62,8 +64,11 @@ class Named:
 
     def is_another(self) -> bool:
         """Tell whether it names another file by now."""
-        now = self._identity()
-        return now is not None and now != self._before
+        return self._identity() not in (None, self._before)
+
+    def is_the_same(self) -> bool:
+        """Tell whether it names the same file still; nothing is none."""
+        return self._before is not None and self._identity() == self._before
 
 
 class Side:
@@ -72,12 +77,13 @@ class Side:
     def __init__(self, file: Any, options: dict[str, Any], target: Any) -> None:
         # torch's own files have a CRC-32, too.
         self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
-        self._path = _local(file)
+        self._path = local_file(file)
         self._target = target
+        self._identity = ""
         self._before: Path | None = None
-        self._moved = False
-        self._published = False
-        self._claim: int | None = None
+        #: What has the name before and after ours gets it.
+        self._kept: Named | None = None
+        self._published: Named | None = None
 
     def write(self, tensors: list[torch.Tensor]) -> str:
         """Write everything, and return the file's identity. It cannot be seen yet."""
@@ -87,58 +93,63 @@ class Side:
         self._serializer.write_state_dict(tensors)
         identity = writer.pair_id
         assert identity is not None
-        return identity.hex()
+        self._identity = identity.hex()
+        return self._identity
 
     def publish(self) -> None:
         """Make the file visible, and keep the one that it replaces."""
         self._keep()
-        named = Named(self._path)
-        try:
-            self._serializer.close()
-        except BaseException:
-            # What has the name is published, whatever failed afterwards.
-            self._published = named.is_another()
-            raise
-        self._published = True
+        self._kept = Named(self._path)
+        self._serializer.close()
+        self._published = Named(self._path)
 
     def _keep(self) -> None:
         if self._path is None or not self._path.is_file():
             return
         owner, stamp = _owner(self._path, self._target), _stamp(self._target)
         rest = f"{owner}.{stamp}.{secrets.token_hex(4)}.before"
-        before = self._path.with_name(f".{_shown(self._path)}.{rest}")
+        # Known before it is there, so that it is put back whenever this is interrupted.
+        self._before = self._path.with_name(f".{shown(self._path)}.{rest}")
         try:
-            before.hardlink_to(self._path)
+            self._before.hardlink_to(self._path)
         except OSError:
             # File systems without links: then the hidden name is its only one for a moment.
-            self._path.rename(before)
-            self._moved = True
-        self._before = before
-        self._claim = _lock(before, fcntl.LOCK_SH)
+            self._path.rename(self._before)
 
     def withdraw(self) -> None:
-        """Put back what was there before."""
-        if not self._published:
-            self._serializer._abandon()
-        if self._before is not None and self._path is not None:
-            if self._published or self._moved:
+        """Put back what was there before; what another saver has put there stays."""
+        self._serializer._abandon()
+        if self._path is None:
+            return
+        ours = self._is_ours(self._path)
+        if self._before is None:
+            if ours:
+                self._path.unlink(missing_ok=True)
+        elif ours or not self._path.exists():
+            with contextlib.suppress(FileNotFoundError):
                 self._before.replace(self._path)
-        elif self._published and self._path is not None and self._path.is_file():
-            self._path.unlink()
-        self.forget()
+        elif self._before.exists() and self._before.samefile(self._path):
+            self._before.unlink()
+        # Else the pickle may need what is hidden, until a save has ended well.
+
+    def _is_ours(self, path: Path) -> bool:
+        if self._published is not None:
+            return self._published.is_the_same()
+        # It may have its name, whatever failed afterwards.
+        if self._kept is not None and self._kept.is_another():
+            with contextlib.suppress(OSError, FormatError):
+                return _pair_of(path) == self._identity
+        return False
 
     def forget(self) -> None:
         """Give up the way back."""
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            os.close(claim)
         if self._before is not None:
             self._before.unlink(missing_ok=True)
             self._before = None
 
 
 def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
-    """Return the hidden file that holds the storages of a pickle, if a save was killed.
+    """Return the hidden file that holds the storages of a pickle, if a save was killed or runs.
 
     Args:
         target: What torch loads.
@@ -147,7 +158,7 @@ def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
             not have changed since the storages were kept for it.
 
     """
-    path = _local(file)
+    path = local_file(file)
     if path is None:
         return None
     owner, stamp = _owner(path, target), _stamp(target)
@@ -160,30 +171,35 @@ def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
             if hidden.samefile(path):
                 continue
         with contextlib.suppress(OSError, FormatError):
-            reader = Reader.from_path(str(hidden))
-            try:
-                found = reader.pair_id
-            finally:
-                reader.close()
-            if (None if found is None else found.hex()) == pair:
+            if _pair_of(hidden) == pair:
                 fitting.append(hidden)
     if not fitting or (pair is None and not all(one.samefile(fitting[0]) for one in fitting)):
         return None
     return str(fitting[0])
 
 
+def left_behind(target: Any, file: Any) -> list[Path]:
+    """Return what saves of an object hide that run or were killed; others' is not among it."""
+    side = local_file(file)
+    if side is None:
+        return []
+    owner = _owner(side, target)
+    hidden = [hidden for hidden, whose, _ in _kept(side) if whose == owner]
+    return [*hidden, lock_of(side)] if lock_of(side).exists() else hidden
+
+
 def clean_up(target: Any, file: Any) -> None:
     """Remove storages that saves which were killed have kept, once both halves have their names.
 
-    What belongs to another object stays, and so does what a running process has locked.
+    Only for the saver who has its turn: nobody else's save can be under way.
     """
-    side = _local(file)
+    side = local_file(file)
     with contextlib.suppress(OSError):
         if side is not None:
             owner = _owner(side, target)
             for hidden, whose, _ in _kept(side):
                 if whose == owner:
-                    _remove(hidden)
+                    hidden.unlink(missing_ok=True)
 
 
 _NO_STAMP = "0"
@@ -204,13 +220,6 @@ def _owner(path: Path, target: Any) -> str:
     return hashlib.blake2b(os.fsencode(names), digest_size=4).hexdigest()
 
 
-def _shown(path: Path) -> str:
-    shown = path.name
-    while len(os.fsencode(shown)) > _SHOWN:
-        shown = shown[:-1]
-    return shown
-
-
 def _matching(folder: Path, pattern: str) -> Iterator[tuple[Path, re.Match[str]]]:
     try:
         with os.scandir(folder) as entries:
@@ -225,29 +234,15 @@ def _matching(folder: Path, pattern: str) -> Iterator[tuple[Path, re.Match[str]]
 
 def _kept(path: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield the hidden names of files that were called so, each with its owner and stamp."""
-    pattern = rf"\.{re.escape(_shown(path))}\.([0-9a-f]{{8}})\.([0-9a-f-]+)\.[0-9a-f]{{8}}\.before"
+    pattern = rf"\.{re.escape(shown(path))}\.([0-9a-f]{{8}})\.([0-9a-f-]+)\.[0-9a-f]{{8}}\.before"
     for hidden, match in _matching(path.parent, pattern):
         yield hidden, match[1], match[2]
 
 
-def _lock(path: Path, kind: int) -> int | None:
-    """Lock a file that nobody else has locked; return the descriptor that holds the lock."""
-    with contextlib.suppress(OSError):
-        # Locks of network file systems need one for writing.
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(number, kind | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(number)
-            raise
-        return number
-    return None
-
-
-def _remove(hidden: Path) -> None:
-    number = _lock(hidden, fcntl.LOCK_EX)
-    if number is not None:
-        try:
-            hidden.unlink(missing_ok=True)
-        finally:
-            os.close(number)
+def _pair_of(path: Path) -> str | None:
+    """Return the identity that a file of storages states."""
+    reader = Reader.from_path(str(path))
+    try:
+        return None if reader.pair_id is None else reader.pair_id.hex()
+    finally:
+        reader.close()

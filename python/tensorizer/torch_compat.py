@@ -26,9 +26,9 @@ from torch import _weights_only_unpickler as restricted
 from ._errors import PairMismatchError
 from ._files import is_address
 from ._native import local_path
-from ._pairs import LoadFunc, Loading, SaveFunc, save_pair, side_of
+from ._pairs import LOOKS, LoadFunc, Loading, SaveFunc, save_pair, side_of
 from ._pickling import loading_module, restricted_unpickler
-from ._sides import is_path
+from ._sides import Named, is_path
 
 __all__ = ["PairMismatchError", "tensorizer_loading", "tensorizer_saving"]
 
@@ -120,30 +120,52 @@ class _Loading:
             import torch.utils.serialization.config
 
             mmap = torch.utils.serialization.config.load.mmap
-        storages = Loading(
-            arguments["f"],
-            self.file_obj,
-            self.load_func,
-            self.options,
-            map_location=arguments.get("map_location"),
-            mmap=mmap,
-        )
         # The file's own is plain "pickle": torch must choose as it does without one.
         arguments.pop("pickle_module", None)
         if self.any_code:
             arguments["weights_only"] = False
-        outer = _restricted.get()
-        if not _weights_only(arguments.get("weights_only")):
-            arguments["pickle_module"] = loading_module(storages)
-        else:
+        only_weights = _weights_only(arguments.get("weights_only"))
+        if only_weights:
             # Said outright, so that torch cannot come to another conclusion than we did.
             arguments["weights_only"] = True
-            _restricted.set(restricted_unpickler(storages))
-        try:
-            return original(*call.args, **call.kwargs)
-        finally:
-            _restricted.set(outer)
-            storages.forget()
+        target = arguments["f"]
+        looks = 1
+        while True:
+            named = Named.by(target)
+            storages = Loading(
+                target,
+                self.file_obj,
+                self.load_func,
+                self.options,
+                map_location=arguments.get("map_location"),
+                mmap=mmap,
+            )
+            try:
+                return _load_from(storages, only_weights, original, call)
+            except (FileNotFoundError, PairMismatchError):
+                # Both halves were replaced between the looks at one and the other.
+                if looks == LOOKS or not named.is_another():
+                    raise
+                looks += 1
+
+
+def _load_from(
+    storages: Loading,
+    only_weights: bool,
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+) -> Any:
+    """Call ``torch.load``, which finds the storages there."""
+    outer = _restricted.get()
+    if only_weights:
+        _restricted.set(restricted_unpickler(storages))
+    else:
+        call.arguments["pickle_module"] = loading_module(storages)
+    try:
+        return original(*call.args, **call.kwargs)
+    finally:
+        _restricted.set(outer)
+        storages.forget()
 
 
 def _check_pickle_module(module: Any, doing: str) -> None:
@@ -257,8 +279,9 @@ def tensorizer_saving(
     """Have ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
 
     Whatever is not a storage stays in torch's own file, with the dtypes, shapes and strides of the
-    tensors. Neither file can be seen before both are complete; if saving fails, both stay as they
-    were. Each states that it is a half of the other.
+    tensors. Where both files are paths, neither can be seen before both are complete; if saving
+    fails, both stay as they were, and two saves of the same files take turns. Each states that it
+    is a half of the other.
 
     Only ``torch.save`` of the thread or task that runs the block is concerned, not functions that
     were imported by name before. ``torch.distributed.checkpoint`` is left alone. Of nested blocks
@@ -278,6 +301,8 @@ def tensorizer_saving(
         OSError, TypeError, ValueError: By ``torch.save``; see :class:`TensorSerializer`. A
             ``TypeError`` also for a file without a name, a ``ValueError`` also for a
             ``pickle_module`` and where the storages of two objects would get the same file.
+        RuntimeError: By ``torch.save``: the handler of a signal has interrupted a save of the same
+            files, which it would wait for.
 
     """
     outer = _saving.get()
@@ -317,8 +342,8 @@ def tensorizer_loading(
     Raises:
         FileNotFoundError: By ``torch.load``: the storages' file is not there.
         PairMismatchError: By ``torch.load``: it is that of another object. If a save was killed
-            between the two files and has left the right one under a hidden name, that is read, with
-            a ``RuntimeWarning``.
+            between the two files, or is there now, the right one has a hidden name and is read from
+            that, with a ``RuntimeWarning``.
         OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
         ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
             all of them are needed.
