@@ -14,7 +14,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, ROOT
-from servers import FaultServer
+from servers import FaultServer, Relay
 
 CODE = """
 import os, sys, tensorizer, torch
@@ -121,6 +121,24 @@ S3 = "access_key='a', secret_key='b', force_http=True"
 def test_a_server_that_says_nothing(call):
     with silent() as address:
         assert interrupt(call, address) < SOON
+
+
+def test_an_upload_whose_server_falls_silent(moto):
+    """Neither the part that is on its way nor the upload's end is answered."""
+
+    def script(method, path, number):
+        return ("stall",) if method in ("PUT", "DELETE") else None
+
+    call = (
+        "tensorizer.save({'a': torch.zeros(10_000_000)}, "
+        "open_stream('s3://bucket/silent', 'wb', s3_access_key_id='a', s3_secret_access_key='b', "
+        "s3_endpoint=address, force_http=True))"
+    )
+    with Relay(moto.host, script) as relay:
+        assert interrupt(call, relay.host, pause=2) < SOON
+        asked = [method for method, _, _ in relay.requests]
+    assert "PUT" in asked
+    assert "DELETE" in asked
 
 
 @pytest.fixture(scope="module")
