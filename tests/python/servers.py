@@ -221,12 +221,39 @@ class Scripted:
 
     def __exit__(self, *exc):
         self.stopping.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-        for thread in threading.enumerate():
-            if "process_request_thread" in thread.name:
-                thread.join(10)
+        stop(self.server, self.thread)
+
+
+def stop(server, thread):
+    """End a server of threads, and the thread that it runs on."""
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    for other in threading.enumerate():
+        if "process_request_thread" in other.name:
+            other.join(10)
+
+
+@contextlib.contextmanager
+def silent():
+    """Run a server that takes what it is sent and never says anything; yield its address."""
+    kept = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    for connection in kept:
+        connection.close()
 
 
 def reset(connection):

@@ -1,7 +1,6 @@
 """One version of a file, from where it is: validators, redirects, and times."""
 
 import contextlib
-import socket
 import threading
 import time
 
@@ -9,7 +8,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import FaultServer, Nginx, Scripted
+from servers import FaultServer, Nginx, Scripted, silent
 from tensorizer.stream_io import CAInfo, open_stream
 
 TENSORS = {"a": torch.arange(400_000), "b": torch.ones(300_000)}
@@ -253,27 +252,13 @@ def test_the_total_bounds_what_never_stalls(data, monkeypatch):
 def test_the_total_bounds_a_part_that_is_not_answered(monkeypatch):
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "2")
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1")
-    kept = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def accept():
-            with contextlib.suppress(OSError):
-                while True:
-                    kept.append(server.accept()[0])
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        host = f"127.0.0.1:{server.getsockname()[1]}"
+    with silent() as host:
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
             stream = open_stream("s3://b/k", "wb", "a", "b", host, force_http=True)
             tensorizer.save({"a": torch.zeros(1_000_000)}, stream)
         # It was 2 s and one more for each 64 KiB.
         assert time.monotonic() - begun < 40
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-    for connection in kept:
-        connection.close()
 
 
 @pytest.mark.parametrize("seconds", [2**64 - 1, 2**63, 0])

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, ROOT
-from servers import FaultServer, Relay
+from servers import FaultServer, Relay, silent
 
 CODE = """
 import os, sys, tensorizer, torch
@@ -43,28 +42,6 @@ except RuntimeError as error:
     print("interrupted", flush=True)
 print("usable", torch.ones(3).sum().item(), flush=True)
 """
-
-
-@contextlib.contextmanager
-def silent():
-    """Run a server that takes what it is sent and never says anything; yield its address."""
-    kept = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def accept():
-            with contextlib.suppress(OSError):
-                while True:
-                    kept.append(server.accept()[0])
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-    for connection in kept:
-        connection.close()
 
 
 def interrupt(call, address, env=None, pause=0.7):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from conftest import run_python
+from servers import stop
 
 
 class Hostile:
@@ -40,12 +41,7 @@ class Hostile:
 
     def __exit__(self, *exc):
         self.over.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-        for thread in threading.enumerate():
-            if "process_request_thread" in thread.name:
-                thread.join(10)
+        stop(self.server, self.thread)
 
 
 LOAD = """
