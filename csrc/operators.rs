@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use tensorizer::device::{self, CPU, Index};
+use tensorizer::environment::{Guard, within};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::index::Entry;
 use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
@@ -25,31 +26,18 @@ pub fn set_interrupt(hook: fn() -> Result<()>) {
     INTERRUPT.get_or_init(|| hook);
 }
 
-/// Runs a function without the lock that its caller may hold.
-type Unlocked = fn(&mut dyn FnMut());
-
 /// Around the body of every operator; set by the Python module: who calls one with the GIL must not
 /// keep it from threads that need it for a moment.
-static UNLOCKED: OnceLock<Unlocked> = OnceLock::new();
+static UNLOCKED: OnceLock<Guard> = OnceLock::new();
 
 /// Sets what runs the operators.
-pub fn set_unlocked(hook: Unlocked) {
+pub fn set_unlocked(hook: Guard) {
     UNLOCKED.get_or_init(|| hook);
 }
 
 /// The body of an operator.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    let (mut body, mut result) = (Some(body), None);
-    let mut run = || {
-        if let Some(body) = body.take() {
-            result = Some(guard(body));
-        }
-    };
-    match UNLOCKED.get() {
-        Some(unlocked) => unlocked(&mut run),
-        None => run(),
-    }
-    result.unwrap_or_else(|| Err(Error::Bug("an operator did not run".to_owned())))
+    within(UNLOCKED.get(), || guard(body))
 }
 
 fn interrupt() -> Result<()> {

@@ -4,7 +4,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::error::{Error, Result};
 
-/// Calls a function while nobody changes the environment.
+/// Calls a function while something holds, such as that nobody changes the environment.
 pub type Guard = fn(&mut dyn FnMut());
 
 static GUARD: OnceLock<Guard> = OnceLock::new();
@@ -17,13 +17,18 @@ pub fn set_guard(guard: Guard) {
 
 /// Runs what reads the environment.
 pub fn reading<T>(body: impl FnOnce() -> T) -> T {
+    within(GUARD.get(), body)
+}
+
+/// Runs something within a guard, if there is one, or by itself if the guard does not run it.
+pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
     let (mut body, mut result) = (Some(body), None);
     let mut run = || {
         if let Some(body) = body.take() {
             result = Some(body());
         }
     };
-    if let Some(guard) = GUARD.get() {
+    if let Some(guard) = guard {
         guard(&mut run);
     }
     run();

@@ -54,9 +54,10 @@ class Loader:
 
     def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
         wanted = cast_dtype(tensor.dtype, self._dtype)
-        if wanted is not tensor.dtype and tensor.numel() and not self._reader.data_len([number]):
-            tensor = _zeros(tensor.shape, wanted)
-        return tensor.to(device, wanted)
+        unchanged = wanted is tensor.dtype or device.type != "cpu"
+        if unchanged or tensor.numel() == 0 or self._reader.data_len([number]) > 0:
+            return tensor.to(device, wanted)
+        return _zeros(tensor.shape, wanted)
 
     def read(
         self, numbers: Sequence[int], verify: str, device: torch.device

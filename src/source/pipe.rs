@@ -51,13 +51,9 @@ impl Stream for Pipe {
             if !crate::sys::wait_readable(&self.0, POLL)? {
                 continue;
             }
-            match self.0.read_vectored(buffers) {
-                // A signal, or bytes that somebody else has taken.
-                Err(e)
-                    if matches!(
-                        e.kind(),
-                        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
-                    ) => {}
+            match self.0.read_next(buffers, cancel) {
+                // Somebody else has taken the bytes.
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 other => return other,
             }
         }

@@ -75,12 +75,6 @@ struct S3Cfg {
     use_https: Option<bool>,
 }
 
-impl S3Cfg {
-    fn empty() -> Self {
-        Self::default()
-    }
-}
-
 fn read_s3cfg(path: &Path) -> std::io::Result<S3Cfg> {
     let mut found = S3Cfg::default();
     let mut within = false;
@@ -110,7 +104,7 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
     }
     let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
     let found = home.and_then(|path| read_s3cfg(&path).ok());
-    Ok(found.unwrap_or_else(S3Cfg::empty))
+    Ok(found.unwrap_or_else(S3Cfg::default))
 }
 
 /// Finds out everything.
