@@ -4,16 +4,16 @@
 use std::sync::Arc;
 
 use tensorizer::TensorFile;
-use tensorizer::buffer::pinned::Pool;
 use tensorizer::cancel::Cancel;
+use tensorizer::codec::KeptHeader;
 use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
+use tensorizer::engine::plan::{Target, blocks};
+use tensorizer::engine::upload::{Destination, Uploaded, copy, upload};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::index::Entry;
-use tensorizer::plan::{Target, blocks};
+use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Counters, PAGEABLE};
-use tensorizer::transform::KeptHeader;
-use tensorizer::upload::{Destination, Uploaded, copy, upload};
 use tensorizer::{LoadOptions, load, load_into};
 
 use crate::bridge::{self, thrown};

@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use cxx::UniquePtr;
 use tensorizer::TensorFile;
-use tensorizer::buffer::HostBuffer;
 use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::index::Entry;
 use tensorizer::format::name::Name;
+use tensorizer::mem::HostBuffer;
 use tensorizer::{Data, HostCopy, SaveTensor};
 
 use crate::bridge::{self, TensorInfo, TensorList, thrown};

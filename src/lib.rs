@@ -39,43 +39,34 @@
 //! [`load`], [`load_into`], [`save`] and [`Writer`] do the same with options, by number, and with
 //! a [`Cancel`].
 
-pub mod buffer;
+mod api;
 pub mod cancel;
-pub mod crypt;
-pub mod device;
-mod drain;
+pub mod codec;
+pub mod engine;
 pub mod environment;
 pub mod error;
-mod fill;
 pub mod format;
-mod job;
-mod load;
-#[cfg(any(feature = "http", feature = "redis"))]
-pub mod net;
-pub mod plan;
-mod save;
-pub mod sink;
-mod snapshot;
-pub mod source;
+pub mod io;
+pub mod mem;
 pub mod stats;
 mod sys;
-mod tensor_file;
-pub mod transform;
-mod typed;
-pub mod upload;
-pub mod workers;
 
 pub use half;
 
+pub use api::file::TensorFile;
+pub use api::load::{LoadOptions, LoadedTensor, Verify, load, load_into};
+pub use api::save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
+pub use api::snapshot::snapshot;
+pub use api::typed::{Element, Tensor, write};
 pub use cancel::{Cancel, Never};
+pub use codec::crypt;
+pub use engine::fill::read_headers;
 pub use error::{Error, Result};
-pub use fill::read_headers;
 pub use format::header::Hashes;
-pub use load::{LoadOptions, LoadedTensor, Verify, load, load_into};
-pub use save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
-pub use snapshot::snapshot;
-pub use tensor_file::TensorFile;
-pub use typed::{Element, Tensor, write};
+#[cfg(any(feature = "http", feature = "redis"))]
+pub use io::net;
+pub use io::{sink, source};
+pub use mem::device;
 
 /// Cores that this process may use; the quota of its control group is respected.
 pub fn cpu_count() -> usize {

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorizer::buffer::pinned::Pool;
 use tensorizer::device::{Index, find};
 use tensorizer::error::Result;
+use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Report, Stage, last};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::tensor::{Loaded, all_on_devices};

@@ -7,9 +7,9 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
 use tensorizer::sink::{FileSink, S3Sink, Unclosed, WriteAt, write_all_at};
-use tensorizer::workers;
 
 use crate::errors::Answer;
 use crate::gil;

@@ -13,6 +13,8 @@ const ALGORITHM_ARGON2ID13: i32 = 2;
 const SALT_LEN: u16 = 16;
 /// Bytes of a tag.
 pub const MAC_LEN: usize = 16;
+/// Bytes that are encrypted as one piece, as in the package that this one succeeds.
+pub const PIECE_LEN: u64 = 2 << 20;
 
 /// How to derive the key from a passphrase: Argon2id version 1.3.
 #[derive(Debug, Clone, PartialEq, Eq)]

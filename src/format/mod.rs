@@ -14,6 +14,7 @@ pub mod crypt_info;
 pub mod dtype;
 pub mod header;
 pub mod index;
+pub mod layout;
 pub mod name;
 pub mod name_tree;
 pub mod pair;

@@ -3,7 +3,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use proptest::prelude::*;
-use tensorizer::plan::{Extent, PieceKind, Target, blocks, pack, partition, stage};
+use tensorizer::engine::plan::{Extent, PieceKind, Target, blocks, pack, partition, stage};
 
 prop_compose! {
     fn extents()(

@@ -1,0 +1,409 @@
+//! The write path: tensors → layout → hash → sink.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use crate::cancel::Cancel;
+use crate::codec::crypt::{EncryptionOptions, MANIFEST_LEN, Manifest};
+use crate::codec::hash::sha256;
+use crate::engine::drain::{Item, drain};
+use crate::error::{Error, Result};
+use crate::format::TensorKind;
+use crate::format::dtype::DType;
+use crate::format::header::Hashes;
+use crate::format::index::{self, Entry, end_of_index};
+use crate::format::layout::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
+use crate::format::name::Name;
+use crate::format::name_tree::NameTree;
+use crate::format::pair::{self, PAIR_LEN, PairId};
+use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
+use crate::io::sink::{Unclosed, WriteAt, write_all_at};
+use crate::sys::process::Maker;
+
+/// Bytes of a tensor that had to be brought into one piece of host memory first.
+pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
+
+/// Where the bytes of a tensor are.
+pub enum Data<'a> {
+    /// A tensor of the `meta` device: nowhere.
+    Meta,
+    /// In memory, in row-major order.
+    Bytes(&'a [u8]),
+    /// On a device, in row-major order: brought into staging memory piece by piece.
+    Device(crate::mem::device::OnDevice),
+    /// Elsewhere, or in another order: brought into memory when their turn comes, so that only
+    /// one copy a thread is held at a time.
+    Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),
+}
+
+/// A tensor to be written.
+pub struct SaveTensor<'a> {
+    /// Its name.
+    pub name: Name,
+    /// What it is in the saved object.
+    pub kind: TensorKind,
+    /// Number of the owning module in `named_modules()` order.
+    pub module_index: u16,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+    /// Its bytes.
+    pub data: Data<'a>,
+}
+
+/// How to save.
+#[derive(Debug, Clone)]
+pub struct SaveOptions {
+    /// Every tensor's data begin at a multiple of this in the file; a power of two. 1 gives the
+    /// bytes that the old package writes.
+    pub alignment: u64,
+    /// Threads that hash and write at once.
+    pub threads: Option<usize>,
+    /// Which hashes to store.
+    pub hashes: Hashes,
+    /// Encrypt the tensors' data.
+    pub encryption: Option<Arc<EncryptionOptions>>,
+    /// Give the file an identity, by which the other half of a saved object knows it.
+    pub pair: Option<Pair>,
+}
+
+/// Where the identity of a file comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pair {
+    /// From the tensors in it.
+    FromContent,
+    /// From the file of which this is a copy.
+    Given(PairId),
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        SaveOptions {
+            alignment: 64,
+            threads: None,
+            hashes: Hashes::All,
+            encryption: None,
+            pair: None,
+        }
+    }
+}
+
+/// Largest alignment: a huge page, beyond which padding would only waste space.
+const MAX_ALIGNMENT: u64 = 2 << 20;
+/// Marks the end of a file.
+const END_MARK: [u8; 8] = [0; 8];
+
+/// A `.tensors` file under construction.
+///
+/// After each [`Writer::write`] the sink holds a complete file of all tensors written so far.
+pub struct Writer {
+    maker: Maker,
+    sink: Option<Box<dyn WriteAt>>,
+    uri: String,
+    base: u64,
+    options: SaveOptions,
+    entries: Vec<Entry>,
+    /// Bytes of their entries in the index, without tags.
+    entries_len: u64,
+    /// What stands for their headers in a manifest and in the file's identity.
+    digests: Vec<[u8; 32]>,
+    names: NameTree,
+    index_len: u64,
+    end: u64,
+    version: u32,
+    tensor_bytes: u64,
+    progress: Arc<AtomicU64>,
+    failed: bool,
+}
+
+impl Writer {
+    /// Begins a file at position `base` of the sink.
+    pub fn new(sink: Box<dyn WriteAt>, base: u64, options: SaveOptions) -> Result<Self> {
+        if !options.alignment.is_power_of_two() || options.alignment > MAX_ALIGNMENT {
+            return Err(Error::InvalidArgument(format!(
+                "alignment must be a power of two of at most {MAX_ALIGNMENT} bytes, not {}",
+                options.alignment
+            )));
+        }
+        let encrypted = options.encryption.is_some();
+        Ok(Writer {
+            maker: Maker::this(),
+            uri: sink.uri().to_owned(),
+            sink: Some(sink),
+            base,
+            options,
+            entries: Vec::new(),
+            entries_len: 0,
+            digests: Vec::new(),
+            names: NameTree::default(),
+            index_len: 0,
+            end: 0,
+            version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
+            tensor_bytes: 0,
+            progress: Arc::default(),
+            failed: false,
+        })
+    }
+
+    /// The path or address.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// Bytes of tensor data written so far.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
+    }
+
+    /// Bytes of tensor data written so far, to be watched while [`Writer::write`] runs.
+    pub fn progress(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.progress)
+    }
+
+    /// Gives the file an identity. Nothing may have been written yet.
+    pub fn set_pair(&mut self, pair: Pair) -> Result<()> {
+        if self.index_len > 0 {
+            return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
+        }
+        self.options.pair = Some(pair);
+        Ok(())
+    }
+
+    /// The file's identity, of the tensors written so far.
+    pub fn pair_id(&self) -> Option<PairId> {
+        match self.options.pair? {
+            Pair::Given(id) => Some(id),
+            Pair::FromContent => sha256(self.digests.as_flattened()).first_chunk().copied(),
+        }
+    }
+
+    /// Position after the last byte of the file, its end mark included.
+    pub fn end(&self) -> u64 {
+        self.end + END_MARK.len() as u64
+    }
+
+    /// Writes tensors after those written before.
+    ///
+    /// Names are checked before anything is written. If writing fails half-way, the writer can
+    /// only be dropped.
+    pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
+        self.usable()?;
+        self.check_names(&tensors)?;
+        self.failed = true;
+        let (placed, sources): (Vec<Placed>, Vec<(u16, Data<'_>)>) = tensors
+            .into_iter()
+            .map(|tensor| {
+                let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
+                let meta = matches!(data, Data::Meta);
+                (Placed { name, kind, dtype, shape, meta }, (module_index, data))
+            })
+            .unzip();
+        let layout = self.lay_out(placed, cancel)?;
+        let sink = self.sink()?;
+        let head = end_of_index(self.base, self.index_len);
+        sink.reserve(head, layout.end + END_MARK.len() as u64)?;
+        let items: Vec<Item<'_>> = layout
+            .entries
+            .iter()
+            .zip(sources)
+            .map(|(entry, (module_index, data))| Item { entry, module_index, data })
+            .collect();
+        let digests = drain(sink, items, &self.options, &self.progress, cancel)?;
+        self.digests.extend(digests);
+        self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
+        self.version = self.version.max(layout.version);
+        self.end = layout.end;
+        self.entries_len += encoded_lens(&layout.entries, false);
+        self.entries.extend(layout.entries);
+        if self.sink()?.shows_early() {
+            self.write_index(cancel)?;
+        }
+        self.failed = false;
+        Ok(())
+    }
+
+    /// Ends the file and makes it visible. A second call does nothing.
+    pub fn finish(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        self.end_with(cancel, |sink, len| sink.publish(len, cancel))
+    }
+
+    /// Ends a file that nobody has finished, without harm to one of its name: see
+    /// [`WriteAt::publish_unclosed`]. Says where it is.
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
+        let mut place = Unclosed::GivenUp;
+        self.end_with(cancel, |sink, len| {
+            place = sink.publish_unclosed(len, cancel)?;
+            Ok(())
+        })?;
+        Ok(place)
+    }
+
+    fn end_with(
+        &mut self,
+        cancel: &dyn Cancel,
+        publish: impl FnOnce(&mut dyn WriteAt, u64) -> Result<()>,
+    ) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        self.usable()?;
+        self.failed = true;
+        if self.index_len == 0 {
+            self.reserve_index(MIN_INDEX_LEN)?;
+        }
+        self.write_index(cancel)?;
+        let end = self.end();
+        if let Some(mut sink) = self.sink.take() {
+            publish(&mut *sink, end)?;
+        }
+        self.failed = false;
+        Ok(())
+    }
+
+    /// Whether a write has failed half-way, so that the file can only be given up.
+    pub fn failed(&self) -> bool {
+        self.failed
+    }
+
+    /// Gives the file up: nothing becomes visible.
+    pub fn abandon(&mut self) {
+        self.sink = None;
+    }
+
+    fn usable(&self) -> Result<()> {
+        self.maker.check(&self.uri)?;
+        if self.failed {
+            return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
+        }
+        self.sink().map(drop)
+    }
+
+    fn sink(&self) -> Result<&dyn WriteAt> {
+        self.sink
+            .as_deref()
+            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+    }
+
+    fn check_names(&mut self, tensors: &[SaveTensor<'_>]) -> Result<()> {
+        let first = self.entries.len();
+        for (at, tensor) in tensors.iter().enumerate() {
+            let inserted = self.names.insert(&tensor.name, first + at);
+            if let Err(what) = inserted {
+                // Names of this call that were taken in before must not block a corrected call.
+                tensors.iter().take(at).for_each(|earlier| self.names.remove(&earlier.name));
+                return Err(Error::InvalidArgument(format!("{what} (`{}`)", self.uri)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Places tensors behind the earlier ones, making room in the index first.
+    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<Layout> {
+        let SaveOptions { alignment, hashes, .. } = self.options;
+        let encryption = self.options.encryption.as_deref();
+        let encrypted = encryption.map(|options| options.derivation.is_some());
+        // Lengths of entries do not depend on positions, so a trial gives the index's length.
+        let trial = place(
+            placed.clone(),
+            self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
+            alignment,
+            hashes,
+            encrypted,
+        )?;
+        let tagged = self.version.max(trial.version) >= VERSION_LONG;
+        let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
+        let used = self.entries_len + tags + encoded_lens(&trial.entries, tagged);
+        let pair = self.options.pair.map_or(0, |_| PAIR_LEN);
+        let used = used + (self.seal_len() + pair) as u64;
+        if self.index_len == 0 {
+            self.reserve_index(index_len_for(used))?;
+        } else if used > self.index_len {
+            // Twice what is needed, so that many small calls do not move the data many times.
+            self.move_data(index_len_for(used.saturating_mul(2)), cancel)?;
+        }
+        place(placed, self.end, alignment, hashes, encrypted)
+    }
+
+    fn reserve_index(&mut self, index_len: u64) -> Result<()> {
+        self.index_len = index_len;
+        self.end = end_of_index(self.base, index_len);
+        Ok(())
+    }
+
+    /// Moves all data towards the end of the file, to make room for a longer index. The distance
+    /// is a multiple of every alignment up to the largest, so that all paddings stay right.
+    fn move_data(&mut self, index_len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let distance = (index_len - self.index_len).next_multiple_of(MAX_ALIGNMENT);
+        let start = end_of_index(self.base, self.index_len);
+        let distance = self.sink()?.insert(start, self.end, distance, cancel)?;
+        for entry in &mut self.entries {
+            entry.header_offset += distance;
+            entry.data_offset += distance;
+        }
+        self.index_len += distance;
+        self.end += distance;
+        Ok(())
+    }
+
+    /// Bytes at the end of the index block that a manifest takes.
+    fn seal_len(&self) -> usize {
+        let encryption = self.options.encryption.as_deref();
+        if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
+    }
+
+    /// Writes end mark, index and prologue, in this order: the prologue makes the rest count.
+    fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
+        let sink = self.sink()?;
+        let tagged = self.version >= VERSION_LONG;
+        let encryption = self.options.encryption.as_deref();
+        let prologue = Prologue {
+            version: self.version,
+            encrypted: encryption.is_some(),
+            versioned_entries: tagged,
+            tensor_bytes: self.tensor_bytes,
+            count: self.entries.len() as u64,
+            index_len: self.index_len,
+        };
+        let mut block = index::encode(&self.entries, tagged, self.index_len)?;
+        let start = prologue.encode();
+        let unsealed = block.len().saturating_sub(self.seal_len());
+        if let (Some(id), Some(space)) = (self.pair_id(), block.get_mut(..unsealed))
+            && !pair::put(space, id)
+        {
+            return Err(Error::Bug("no room for an identity".to_owned()));
+        }
+        if let Some(options) = encryption.filter(|options| options.manifest) {
+            Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
+        }
+        write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], cancel)?;
+        write_all_at(sink, self.base, &mut [IoSlice::new(&start), IoSlice::new(&block)], cancel)
+    }
+}
+
+fn encoded_lens(entries: &[Entry], tagged: bool) -> u64 {
+    entries.iter().map(|entry| entry.encoded_len(tagged) as u64).sum()
+}
+
+/// Saves tensors to a local path: all of them or, on any error, none.
+pub fn save(
+    path: &std::path::Path,
+    tensors: Vec<SaveTensor<'_>>,
+    options: SaveOptions,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    save_to(Box::new(crate::io::sink::FileSink::create(path)?), tensors, options, cancel)
+}
+
+/// The same for any sink.
+pub fn save_to(
+    sink: Box<dyn WriteAt>,
+    tensors: Vec<SaveTensor<'_>>,
+    options: SaveOptions,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let mut writer = Writer::new(sink, 0, options)?;
+    writer.write(tensors, cancel)?;
+    writer.finish(cancel)
+}

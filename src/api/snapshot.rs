@@ -1,0 +1,54 @@
+//! Copies in host memory of bytes that are on devices.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::cancel::Cancel;
+use crate::engine::drain::staged::each_unit;
+use crate::engine::plan::pack;
+use crate::engine::workers;
+use crate::error::{Error, Result};
+use crate::mem::device::{OnDevice, StreamsByDevice};
+use crate::mem::{Arena, HostBuffer};
+use crate::stats::Counters;
+
+/// Bytes of a job: large, so that each has units on the way, and small beside a model.
+const JOB_LEN: usize = 64 << 20;
+
+/// Copies bytes as what has been begun on their consumers' streams will leave them. All bytes are
+/// here when it returns.
+pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
+    let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
+    let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
+    let mut arena = Arena::new(len)?;
+    let mut jobs = Vec::new();
+    let (mut rest, mut position) = (arena.bytes_mut(), 0);
+    for (source, &(start, len)) in sources.iter().zip(&places) {
+        let bug = || Error::Bug("a snapshot beyond its memory".to_owned());
+        let (_, after) = rest.split_at_mut_checked(start - position).ok_or_else(bug)?;
+        let (mine, after) = after.split_at_mut_checked(len).ok_or_else(bug)?;
+        (rest, position) = (after, start + len);
+        jobs.extend((0..).step_by(JOB_LEN).zip(mine.chunks_mut(JOB_LEN)).map(|job| (source, job)));
+    }
+    let streams = StreamsByDevice::open(sources.iter())?;
+    let threads = crate::cpu_count().min(jobs.len());
+    let jobs = Mutex::new(jobs.into_iter());
+    let counters = Counters::default();
+    workers::run(threads, cancel, |control| {
+        while !control.stopped() {
+            let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((source, (from, mut to))) = job else { break };
+            let range = from..from + to.len();
+            let stream = streams.next(source)?;
+            each_unit(source, range, stream, &counters, control, |_, bytes| {
+                let (now, later) = std::mem::take(&mut to)
+                    .split_at_mut_checked(bytes.len())
+                    .ok_or_else(|| Error::Bug("too many bytes".to_owned()))?;
+                now.copy_from_slice(bytes);
+                to = later;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    })?;
+    arena.freeze(&places)
+}

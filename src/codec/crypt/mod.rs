@@ -1,0 +1,131 @@
+//! Keys, and the encryption of tensors' data: XSalsa20-Poly1305 in pieces, keys by Argon2id.
+
+mod key;
+mod manifest;
+mod params;
+mod sodium;
+
+pub use key::Key;
+pub use manifest::{MANIFEST_LEN, Manifest};
+pub use params::{
+    DecryptionOptions, EncryptionOptions, MAX_MEMLIMIT, MAX_OPSLIMIT, MIN_MEMLIMIT, MIN_OPSLIMIT,
+    Secret,
+};
+
+use crate::error::{Error, Result};
+pub use crate::format::crypt_info::PIECE_LEN;
+use crate::format::crypt_info::{Cipher, MAC_LEN};
+
+/// Bytes of a nonce.
+pub const NONCE_LEN: usize = 24;
+/// Shorter pieces are refused, as by the old package.
+const MIN_PIECE_LEN: u64 = 1024;
+
+/// How the data of one tensor are cut and sealed.
+#[derive(Debug, Clone)]
+pub struct Pieces {
+    data_len: u64,
+    piece_len: u64,
+    nonce: [u8; NONCE_LEN],
+    macs: Vec<[u8; MAC_LEN]>,
+}
+
+impl Pieces {
+    /// What a header says about the data of a tensor; what is wrong with that is the error.
+    pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
+        let (piece_len, nonce, macs) = match cipher {
+            Cipher::Sequential { nonce, mac } => (data_len, *nonce, vec![*mac]),
+            Cipher::Parallel { piece_len, nonce, macs } => {
+                if *piece_len < MIN_PIECE_LEN || !piece_len.is_multiple_of(64) {
+                    return Err(format!(
+                        "expected pieces of at least {MIN_PIECE_LEN} bytes and a multiple of 64, \
+                         found {piece_len}"
+                    ));
+                }
+                // One tag seals everything, whatever the length of pieces is said to be.
+                let piece_len = if macs.len() == 1 { data_len } else { *piece_len };
+                (piece_len, *nonce, macs.clone())
+            }
+        };
+        let expected = data_len.div_ceil(piece_len.max(1));
+        if data_len > 0 && macs.len() as u64 != expected {
+            return Err(format!(
+                "expected {expected} tags for {data_len} bytes in pieces of {piece_len}, found {}",
+                macs.len()
+            ));
+        }
+        Ok(Pieces { data_len, piece_len: piece_len.max(1), nonce, macs })
+    }
+
+    /// The number of the piece with a byte, and where that piece begins and ends.
+    pub fn piece(&self, position: u64) -> (u64, u64, u64) {
+        let number = position / self.piece_len;
+        let start = number * self.piece_len;
+        (number, start, start.saturating_add(self.piece_len).min(self.data_len))
+    }
+
+    /// Decrypts one whole piece in place; false if it is not what was encrypted with the key.
+    #[must_use]
+    pub fn open(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
+        let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
+            return false;
+        };
+        sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key)
+    }
+
+    /// Decrypts all pieces in place.
+    #[must_use]
+    pub fn open_all(&self, bytes: &mut [u8], key: &Key) -> bool {
+        let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
+        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.open(number, piece, key))
+    }
+}
+
+/// The nonce of a piece: a 192-bit little-endian counter, which wraps around.
+pub fn nonce_of(first: &[u8; NONCE_LEN], number: u64) -> [u8; NONCE_LEN] {
+    let mut nonce = *first;
+    let mut carry = u128::from(number);
+    for byte in &mut nonce {
+        carry += u128::from(*byte);
+        let [low, ..] = carry.to_le_bytes();
+        *byte = low;
+        carry >>= 8;
+    }
+    nonce
+}
+
+/// Encrypts a piece in place and gives its tag.
+pub fn seal(bytes: &mut [u8], nonce: &[u8; NONCE_LEN], number: u64, key: &Key) -> [u8; MAC_LEN] {
+    sodium::seal(bytes, &nonce_of(nonce, number), key)
+}
+
+/// Random bytes from the operating system.
+pub fn random<const N: usize>() -> Result<[u8; N]> {
+    sodium::random().ok_or_else(unavailable)
+}
+
+fn unavailable() -> Error {
+    Error::Unsupported("libsodium could not be started: no source of random numbers".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nonces_count_with_carry_and_wrap() {
+        let mut first = [0u8; NONCE_LEN];
+        first[0] = 0xfe;
+        first[1] = 0xff;
+        let mut expected = [0u8; NONCE_LEN];
+        expected[2] = 1;
+        assert_eq!(nonce_of(&first, 2), expected);
+        let mut last = [0xff; NONCE_LEN];
+        last[0] = 0xfe;
+        assert_eq!(nonce_of(&last, 2), [0; NONCE_LEN]);
+        assert_eq!(nonce_of(&first, 0), first);
+        let mut high = [0u8; NONCE_LEN];
+        high[7] = 1;
+        assert_eq!(nonce_of(&[0; NONCE_LEN], 1 << 56), high);
+    }
+}

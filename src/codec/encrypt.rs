@@ -1,0 +1,53 @@
+//! Encryption of one tensor, whose pieces any thread may bring.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::codec::crypt::{self, EncryptionOptions, NONCE_LEN, PIECE_LEN};
+use crate::error::{Error, Result};
+use crate::format::crypt_info::{self, MAC_LEN};
+
+/// A tensor's nonce, and the tags of its pieces.
+pub struct Seal<'p> {
+    options: &'p EncryptionOptions,
+    nonce: [u8; NONCE_LEN],
+    macs: Mutex<Vec<[u8; MAC_LEN]>>,
+    encoded_len: usize,
+}
+
+impl<'p> Seal<'p> {
+    /// With a new nonce, for so many bytes of data; without any, there are no tags.
+    pub fn new(data_len: u64, options: &'p EncryptionOptions) -> Result<Self> {
+        let count = usize::try_from(data_len.div_ceil(PIECE_LEN));
+        let count = count.map_err(|_| Error::Bug("too many tags".to_owned()))?;
+        let len = crypt_info::encoded_len(options.derivation.is_some(), count as u64);
+        let encoded_len =
+            usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
+        let macs = Mutex::new(vec![[0; MAC_LEN]; count]);
+        Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
+    }
+
+    /// The encrypted bytes of data that begin at a multiple of the length of pieces. The data
+    /// themselves are not touched.
+    pub fn seal(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
+        let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
+        let mut sealed = data.to_vec();
+        for (number, piece) in (start / PIECE_LEN..).zip(sealed.chunks_mut(step)) {
+            let mac = crypt::seal(piece, &self.nonce, number, &self.options.key);
+            let mut macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
+            let slot = usize::try_from(number).ok().and_then(|number| macs.get_mut(number));
+            *slot.ok_or_else(|| Error::Bug(format!("no tag {number}")))? = mac;
+        }
+        Ok(sealed)
+    }
+
+    /// Bytes of the header's block.
+    pub fn encoded_len(&self) -> usize {
+        self.encoded_len
+    }
+
+    /// The header's block, complete once all data were sealed.
+    pub fn encode(&self) -> Vec<u8> {
+        let macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
+        crypt_info::encode(self.options.derivation.as_ref(), PIECE_LEN, &self.nonce, &macs)
+    }
+}

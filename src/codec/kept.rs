@@ -1,0 +1,241 @@
+//! What is kept of a header once it was read and agreed with the index: enough to verify its tensor,
+//! at once or later, in few bytes however long the header is.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+use super::hash::{Digests, StreamHash};
+use crate::api::load::Verify;
+use crate::api::save::Data;
+use crate::cancel::Cancel;
+use crate::engine::drain::staged::each_unit;
+use crate::error::{Error, Result};
+use crate::format::header::{Algorithm, Header};
+use crate::format::index::Entry;
+use crate::mem::device::Streams;
+use crate::stats::Counters;
+
+/// Most covered bytes, zeros of padding apart, that are kept as they are.
+const MOST_BYTES: usize = 512;
+/// Bytes at the end of a header that follow its padding: the length of the data.
+const END_LEN: usize = 8;
+const ZEROS: [u8; 4096] = [0; 4096];
+
+/// A header that agreed with the index, in brief.
+pub struct KeptHeader {
+    /// Number of the owning module in `named_modules()` order.
+    pub module_index: u16,
+    hashes: Box<[Hash]>,
+    covered: Covered,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Hash {
+    algorithm: Algorithm,
+    /// As many bytes as the algorithm's values have.
+    value: [u8; 32],
+}
+
+/// What hashes cover of a header.
+enum Covered {
+    /// Its bytes, without so many zeros before the last [`END_LEN`].
+    Bytes { bytes: Box<[u8]>, zeros: usize },
+    /// The hashes after all of it.
+    Hashed(Box<StreamHash>),
+}
+
+impl KeptHeader {
+    /// Keeps a header, and gives the bytes of it that hashes cover.
+    pub fn of(header: Header) -> (Self, Vec<u8>) {
+        let module_index = header.module_index;
+        let hashes = distinct(&header);
+        let covered = header.into_covered();
+        let (start, end) = covered.split_last_chunk::<END_LEN>().unwrap_or((&[], &[0; END_LEN]));
+        let zeros = zeros_at_end(start);
+        let bytes = &start[..start.len() - zeros];
+        let kept = if bytes.len() <= MOST_BYTES {
+            Covered::Bytes { bytes: [bytes, end].concat().into(), zeros }
+        } else {
+            Covered::Hashed(Box::new(StreamHash::new(&covered, true)))
+        };
+        (KeptHeader { module_index, hashes, covered: kept }, covered)
+    }
+
+    /// The hashes after the header's covered bytes.
+    fn begin(&self) -> StreamHash {
+        match &self.covered {
+            Covered::Hashed(hash) => (**hash).clone(),
+            Covered::Bytes { bytes, zeros } => {
+                let (start, end) = bytes.split_last_chunk::<END_LEN>().unwrap_or((bytes, &[0; 8]));
+                let mut hash = StreamHash::new(start, true);
+                let mut left = *zeros;
+                while let Some(some) = ZEROS.get(..left.min(ZEROS.len())).filter(|_| left > 0) {
+                    hash.update(some);
+                    left -= some.len();
+                }
+                hash.update(end);
+                hash
+            }
+        }
+    }
+
+    /// Compares what was computed with what the header says. A header without the hash fails.
+    pub fn verify(&self, digests: &Digests, entry: &Entry, uri: &str, which: Verify) -> Result<()> {
+        let wanted = |hash: &&Hash| which == Verify::All || hash.algorithm == Algorithm::Crc32;
+        if !self.hashes.iter().any(|hash| wanted(&hash)) {
+            return Err(Error::NoHash { name: entry.name.to_string(), uri: uri.to_owned() });
+        }
+        for expected in self.hashes.iter().filter(wanted) {
+            let found = match expected.algorithm {
+                Algorithm::Crc32 => Hash::new(expected.algorithm, &digests.crc.to_le_bytes()),
+                Algorithm::Sha256 => Hash::new(expected.algorithm, &digests.sha),
+            };
+            if *expected != found {
+                return Err(Error::HashMismatch {
+                    name: entry.name.to_string(),
+                    algorithm: expected.algorithm.name(),
+                    expected: expected.to_string(),
+                    found: found.to_string(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a tensor in memory has the header's hashes.
+    pub fn matches(
+        &self,
+        data: &Data<'_>,
+        entry: &Entry,
+        uri: &str,
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        let mut hash = self.begin();
+        match data {
+            // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
+            _ if entry.is_meta() => {}
+            Data::Meta => return Ok(false),
+            Data::Bytes(bytes) => hash.update_large(bytes, cancel)?,
+            Data::Device(bytes) => {
+                let streams = Streams::open(&bytes.device, bytes.consumer)?;
+                let counters = Counters::default();
+                let range = 0..bytes.memory.size();
+                each_unit(bytes, range, streams.next(), &counters, cancel, |_, bytes| {
+                    hash.update(bytes);
+                    Ok(())
+                })?;
+            }
+            Data::Deferred(bring) => hash.update_large((*bring()?).as_ref(), cancel)?,
+        }
+        match self.verify(&hash.finish(), entry, uri, Verify::All) {
+            Ok(()) => Ok(true),
+            Err(Error::HashMismatch { .. }) => Ok(false),
+            Err(other) => Err(other),
+        }
+    }
+}
+
+/// The hashes of a header without repetitions, and at most two values of an algorithm: where there
+/// are two, one of them fails.
+fn distinct(header: &Header) -> Box<[Hash]> {
+    let mut hashes: Vec<Hash> = Vec::with_capacity(2);
+    for stored in &header.hashes {
+        let hash = Hash::new(stored.algorithm, header.hash_value(stored));
+        let same = hashes.iter().filter(|known| known.algorithm == hash.algorithm).count();
+        if same < 2 && !hashes.contains(&hash) {
+            hashes.push(hash);
+        }
+    }
+    hashes.into()
+}
+
+fn zeros_at_end(bytes: &[u8]) -> usize {
+    let mut zeros = 0;
+    for chunk in bytes.rchunks(ZEROS.len()) {
+        if ZEROS.get(..chunk.len()) == Some(chunk) {
+            zeros += chunk.len();
+            continue;
+        }
+        return zeros + chunk.iter().rev().take_while(|byte| **byte == 0).count();
+    }
+    zeros
+}
+
+impl Hash {
+    fn new(algorithm: Algorithm, bytes: &[u8]) -> Self {
+        let mut value = [0; 32];
+        for (slot, byte) in value.iter_mut().zip(bytes) {
+            *slot = *byte;
+        }
+        Hash { algorithm, value }
+    }
+}
+
+impl std::fmt::Display for Hash {
+    /// CRC-32 in decimal and SHA-256 in hexadecimal, as the old package's messages have them.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.algorithm, self.value.first_chunk()) {
+            (Algorithm::Crc32, Some(bytes)) => write!(f, "{}", u32::from_le_bytes(*bytes)),
+            _ => self.value.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+    use crate::codec::hash::digest;
+    use crate::format::TensorKind;
+    use crate::format::dtype::DType;
+    use crate::format::header::{Draft, Hashes};
+    use crate::format::name::Name;
+
+    /// Headers of all kinds of length, padded with zeros or with something else.
+    #[test]
+    fn what_is_kept_is_short_and_hashes_like_the_whole() {
+        let data = [7; 100];
+        for (name_len, padding, fill) in [
+            (1, 0, 0),
+            (1, 40, 0),
+            (1, 2 << 20, 0),
+            (1, 4090, 1),
+            (1, 2 << 20, 1),
+            (500, 5000, 0),
+            (60_000, 0, 0),
+            (60_000, 70_000, 0),
+        ] {
+            let dtype = DType::from_name("uint8").unwrap();
+            let name = Name::from_key(&"n".repeat(name_len)).unwrap();
+            let len = crate::format::header::encoded_len(&name, dtype, &[100], false, Hashes::All);
+            let entry = Entry {
+                name,
+                kind: TensorKind::StateDict,
+                dtype,
+                shape: [100].into(),
+                long: false,
+                header_offset: 1000,
+                data_offset: 1000 + (len + padding) as u64,
+                data_len: 100,
+            };
+            let mut draft = Draft::new(&entry, 7, Hashes::All, 0).unwrap();
+            let end = draft.bytes.len() - END_LEN;
+            draft.bytes.get_mut(end - padding..end).unwrap().fill(fill);
+            let expected = digest(&draft.bytes, &data, true);
+            let whole = draft.bytes.clone();
+            let raw = draft.finish(expected.crc, &expected.sha, &[]);
+            let header = Header::parse(raw.into(), &entry, false).unwrap();
+            let (kept, covered) = KeptHeader::of(header);
+            assert_eq!((kept.module_index, covered == whole), (7, true));
+            let own = size_of::<KeptHeader>() + kept.hashes.len() * size_of::<Hash>();
+            let more = match &kept.covered {
+                Covered::Bytes { bytes, .. } => bytes.len(),
+                Covered::Hashed(_) => size_of::<StreamHash>(),
+            };
+            assert!(own + more <= 1024, "{own} {more}");
+            assert!(kept.matches(&Data::Bytes(&data), &entry, "f", &Never).unwrap());
+            assert!(!kept.matches(&Data::Bytes(&data[1..]), &entry, "f", &Never).unwrap());
+            kept.verify(&expected, &entry, "f", Verify::All).unwrap();
+        }
+    }
+}

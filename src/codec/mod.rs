@@ -1,0 +1,13 @@
+//! What happens to bytes on their way: decryption and hashing.
+
+pub mod crypt;
+pub mod decrypt;
+pub mod encrypt;
+pub mod hash;
+mod hash_pool;
+mod kept;
+mod sha256;
+mod sha256_pair;
+
+pub use hash_pool::HashPool;
+pub use kept::KeptHeader;

@@ -1,0 +1,314 @@
+//! The whole path to a device under random schedules, on the stand-in for one.
+#![allow(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+
+use std::io::Cursor;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+use super::*;
+use crate::api::save::{SaveOptions, SaveTensor, save};
+use crate::cancel::Never;
+use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Secret};
+use crate::engine::plan::blocks;
+use crate::io::source::{FileSource, PipeSource};
+use crate::mem::device::fake::{FakeDevice, Faults};
+
+/// xorshift64, as the stand-in has it.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// Memory of the stand-in, one block after another.
+struct Memory {
+    bytes: Vec<u8>,
+    starts: Vec<usize>,
+    blocks: Vec<DeviceMemory>,
+}
+
+impl Memory {
+    fn new(lens: &[u64]) -> Self {
+        let total = lens.iter().sum::<u64>() as usize;
+        let mut bytes = vec![0xEE; total];
+        let base = bytes.as_mut_ptr().expose_provenance();
+        let (mut starts, mut blocks, mut at) = (Vec::new(), Vec::new(), 0);
+        for len in lens {
+            starts.push(at);
+            // SAFETY: its own range of `bytes`, which is touched again after the load only.
+            blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
+            at += *len as usize;
+        }
+        Memory { bytes, starts, blocks }
+    }
+
+    fn destination<'a>(
+        &'a self,
+        device: &'a Arc<dyn Device>,
+        targets: &'a [Target],
+    ) -> Destination<'a> {
+        let (consumer, blocks) = (Consumer(0), &self.blocks);
+        Destination { device, consumer, blocks, targets, direct_storage: false }
+    }
+}
+
+struct Files {
+    _folder: tempfile::TempDir,
+    plain: Vec<u8>,
+    path: std::path::PathBuf,
+    tensors: Vec<Vec<u8>>,
+}
+
+/// A file of tensors with these lengths.
+fn file(lens: &[usize], options: SaveOptions) -> Files {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let tensors: Vec<Vec<u8>> = lens
+        .iter()
+        .enumerate()
+        .map(|(n, &len)| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect())
+        .collect();
+    let saved = tensors.iter().enumerate().map(|(n, bytes)| {
+        SaveTensor::new(&format!("t{n}"), &[bytes.len() as u64], bytes.as_slice()).unwrap()
+    });
+    save(&path, saved.collect(), options, &|| Ok(())).unwrap();
+    Files { plain: std::fs::read(&path).unwrap(), _folder: folder, path, tensors }
+}
+
+/// How one load is to go.
+#[derive(Debug)]
+struct Schedule {
+    seed: u64,
+    units: usize,
+    unit_len: usize,
+    readers: usize,
+    verify: Verify,
+    apart: bool,
+    direct_storage: bool,
+    pipe: bool,
+    selection: Vec<usize>,
+    faults: Faults,
+    interrupted: bool,
+    flipped: Option<usize>,
+}
+
+fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
+    let mut bytes = files.plain.clone();
+    if let Some(at) = schedule.flipped {
+        let last = bytes.len() - 9;
+        bytes[last - at % files.tensors.last().unwrap().len()] ^= 0x40;
+    }
+    let file = if schedule.pipe {
+        TensorFile::from_source(
+            Arc::new(PipeSource::new(Cursor::new(bytes), "pipe".to_owned())),
+            0,
+            &Never,
+        )?
+    } else {
+        std::fs::write(&files.path, bytes).unwrap();
+        TensorFile::from_source(Arc::new(FileSource::open(&files.path)?), 0, &Never)?
+    };
+    let file = match key {
+        None => file,
+        Some(key) => {
+            file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &|| Ok(()))?
+        }
+    };
+    let lens: Vec<u64> =
+        schedule.selection.iter().map(|&n| files.tensors[n].len() as u64).collect();
+    let (block_lens, places) = blocks(&lens, schedule.apart);
+    let mut memory = Memory::new(&block_lens);
+    let targets: Vec<Target> =
+        places.iter().map(|&(block, offset)| Target { block, offset: offset as usize }).collect();
+    let fake = FakeDevice::new(schedule.seed, schedule.faults);
+    let device: Arc<dyn Device> = fake.clone();
+    let pool = Pool::new(schedule.unit_len, schedule.units);
+    let to = Destination {
+        direct_storage: schedule.direct_storage,
+        ..memory.destination(&device, &targets)
+    };
+    let options = LoadOptions {
+        readers: Some(schedule.readers),
+        verify: schedule.verify,
+        ..LoadOptions::default()
+    };
+    let looks = AtomicU32::new(0);
+    let interrupt = || {
+        looks.fetch_add(1, Ordering::Relaxed);
+        if schedule.interrupted { Err(Error::Cancelled) } else { Ok(()) }
+    };
+    let counters = Counters::default();
+    let outcome = upload(&file, &schedule.selection, &to, &pool, &options, &counters, &interrupt);
+    assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
+    pool.release();
+    // Of a device that was lost, nobody knows what it still uses.
+    if schedule.faults.lost.is_none() {
+        assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
+    }
+    let Uploaded { headers } = outcome?.unwrap();
+    assert_eq!(headers.len(), lens.len());
+    memory.blocks.clear();
+    for (&number, &(block, offset)) in schedule.selection.iter().zip(&places) {
+        let start = memory.starts[block] + offset as usize;
+        let expected = &files.tensors[number];
+        let same = memory.bytes[start..][..expected.len()] == *expected;
+        assert!(same || schedule.flipped.is_some(), "tensor {number}: {schedule:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_thousand_random_schedules() {
+    let lens = [
+        [7000usize, 0, 1, 300, 64, 90_000, 4096, 1000],
+        [20, 20, 20, 20, 20, 20, 20, 20],
+        [0, 2_100_000, 5, 1_500_000, 64, 3, 100, 1],
+    ];
+    let files = lens.map(|lens| file(&lens, SaveOptions::default()));
+    let mut failed = [0; 6];
+    for seed in 1..=1000u64 {
+        let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+        let files = &files[if seed % 20 == 0 { 2 } else { (seed % 2) as usize }];
+        let large = files.tensors.iter().any(|tensor| tensor.len() > 1 << 20);
+        let mut selection: Vec<usize> = (0..files.tensors.len()).collect();
+        selection.retain(|_| !random.one_in(5));
+        let fault = if random.one_in(3) { random.below(6) } else { 6 };
+        let nth = Some(1 + random.below(12));
+        let schedule = Schedule {
+            seed,
+            units: 4 + random.below(12) as usize,
+            unit_len: if large { 256 << 10 } else { 64 << random.below(8) },
+            readers: 1 + random.below(6) as usize,
+            verify: [Verify::Nothing, Verify::Crc32, Verify::All][random.below(3) as usize],
+            apart: random.one_in(2),
+            direct_storage: random.one_in(4),
+            pipe: random.one_in(4),
+            faults: Faults {
+                copy: nth.filter(|_| fault == 0),
+                event: nth.filter(|_| fault == 1),
+                lost: nth.filter(|_| fault == 2),
+                pin: fault == 3,
+                file: random.one_in(2),
+            },
+            interrupted: fault == 4,
+            flipped: (fault == 5).then(|| random.below(1 << 20) as usize),
+            selection,
+        };
+        let outcome = load(files, &schedule, None);
+        let last = files.tensors.len() - 1;
+        match (fault, outcome) {
+            (_, Ok(())) => {
+                let seen = fault == 5 && schedule.selection.contains(&last);
+                assert!(schedule.verify == Verify::Nothing || !seen, "{schedule:?}");
+            }
+            (0..=2, Err(Error::Device { .. }))
+            | (4, Err(Error::Cancelled))
+            | (5, Err(Error::HashMismatch { .. })) => failed[fault as usize] += 1,
+            (_, Err(error)) => panic!("{error}: {schedule:?}"),
+        }
+    }
+    assert_eq!(failed[1], 0, "without an event, the stream is waited for");
+    for fault in [0, 2, 5] {
+        assert!(failed[fault] > 10, "every fault was met: {failed:?}");
+    }
+}
+
+/// A source that notes how many copies were under way while it was read.
+struct Noting {
+    file: FileSource,
+    fake: Arc<FakeDevice>,
+    most: AtomicUsize,
+}
+
+impl ReadAt for Noting {
+    fn uri(&self) -> &str {
+        self.file.uri()
+    }
+
+    fn traits(&self) -> crate::io::source::Traits {
+        self.file.traits()
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [std::io::IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        self.most.fetch_max(self.fake.under_way(), Ordering::Relaxed);
+        self.file.read_at(offset, buffers, cancel)
+    }
+}
+
+#[test]
+fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
+    let lens = vec![500; 2000];
+    let files = file(&lens, SaveOptions::default());
+    let fake = FakeDevice::new(9, Faults::default());
+    let device: Arc<dyn Device> = fake.clone();
+    let source = FileSource::open(&files.path).unwrap();
+    let noting =
+        Arc::new(Noting { file: source, fake: Arc::clone(&fake), most: AtomicUsize::new(0) });
+    let opened =
+        TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
+    let (block_lens, places) = blocks(&vec![500; 2000], false);
+    let memory = Memory::new(&block_lens);
+    let targets: Vec<Target> =
+        places.iter().map(|&(block, at)| Target { block, offset: at as usize }).collect();
+    let pool = Pool::new(64 << 10, 8);
+    let to = memory.destination(&device, &targets);
+    let all: Vec<usize> = (0..2000).collect();
+    let (options, counters) = (LoadOptions::default(), Counters::default());
+    upload(&opened, &all, &to, &pool, &options, &counters, &|| Ok(())).unwrap().unwrap();
+    assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
+    assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
+}
+
+#[test]
+fn bytes_of_host_memory_are_copied() {
+    let data: Vec<Vec<u8>> = [70_000usize, 0, 5].map(|len| vec![len as u8; len]).into();
+    let memory = Memory::new(&[70_000, 0, 5]);
+    let targets: Vec<Target> = (0..3).map(|block| Target { block, offset: 0 }).collect();
+    let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+    let (pool, counters) = (Pool::new(4096, 4), Counters::default());
+    let to = memory.destination(&device, &targets);
+    copy(data.iter().map(Vec::as_slice), &to, &pool, &counters, &|| Ok(())).unwrap();
+    assert!(memory.bytes == data.concat());
+}
+
+#[test]
+fn encrypted_files_are_decrypted_in_staging_memory() {
+    let key = || Key::new(&[5; 32]).unwrap();
+    let encryption = EncryptionOptions { key: key(), derivation: None, manifest: false };
+    let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
+    let files = file(&[5 << 20, 100, 0, 3_000_001, 17], options);
+    for seed in 1..=20u64 {
+        let schedule = |flipped| Schedule {
+            seed,
+            units: 4 + (seed % 3) as usize,
+            unit_len: 4 << 20,
+            readers: 1 + (seed % 5) as usize,
+            verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize],
+            apart: seed % 2 == 0,
+            direct_storage: true,
+            pipe: false,
+            selection: vec![0, 1, 2, 3, 4],
+            faults: Faults::default(),
+            interrupted: false,
+            flipped,
+        };
+        load(&files, &schedule(None), Some(key())).unwrap();
+        let damaged = load(&files, &schedule(Some(3)), Some(key()));
+        assert!(matches!(damaged, Err(Error::Crypt(_))), "{damaged:?}");
+    }
+}

@@ -1,0 +1,106 @@
+//! Where a save puts each tensor.
+
+use crate::error::{Error, Result};
+use crate::format::TensorKind;
+use crate::format::crypt_info;
+use crate::format::crypt_info::PIECE_LEN;
+use crate::format::dtype::DType;
+use crate::format::element_count;
+use crate::format::header::{Hashes, encoded_len};
+use crate::format::index::{Entry, is_long};
+use crate::format::name::Name;
+use crate::format::prologue::{
+    VERSION_ENCRYPTED, VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN,
+};
+
+/// The index is never smaller than the old package's fixed one: 256 KiB.
+pub const MIN_INDEX_LEN: u64 = 256 << 10;
+
+/// A tensor about to be placed.
+#[derive(Debug, Clone)]
+pub struct Placed {
+    /// Its name.
+    pub name: Name,
+    /// What it is in the saved object.
+    pub kind: TensorKind,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+    /// It has no data: a tensor of the `meta` device.
+    pub meta: bool,
+}
+
+/// The outcome of [`place`].
+#[derive(Debug)]
+pub struct Layout {
+    /// The index entries, with their positions.
+    pub entries: Vec<Entry>,
+    /// File position after the last data.
+    pub end: u64,
+    /// The oldest data version that can hold them.
+    pub version: u32,
+}
+
+/// Places tensors one after another from `start`, each one's data at a multiple of `alignment`
+/// bytes of the file, by padding its header. `hashes`: those in the headers. `encrypted`: whether
+/// their keys are derived.
+pub fn place(
+    tensors: Vec<Placed>,
+    start: u64,
+    alignment: u64,
+    hashes: Hashes,
+    encrypted: Option<bool>,
+) -> Result<Layout> {
+    let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
+    let mut layout =
+        Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
+    for tensor in tensors {
+        let Placed { name, kind, dtype, shape, meta } = tensor;
+        let too_large = || {
+            Error::InvalidArgument(format!(
+                "tensor `{name}`: shape {shape:?} of {dtype} is too large"
+            ))
+        };
+        let long = is_long(&shape);
+        let size = element_count(&shape)
+            .and_then(|n| n.checked_mul(dtype.size()))
+            .ok_or_else(too_large)?;
+        let data_len = if meta { 0 } else { size };
+        let header_offset = layout.end;
+        let header_len = encoded_len(&name, dtype, &shape, long, hashes) as u64
+            + encrypted.map_or(0, |derived| {
+                crypt_info::encoded_len(derived, data_len.div_ceil(PIECE_LEN))
+            });
+        let data_offset = header_offset
+            .checked_add(header_len)
+            .and_then(|at| at.checked_next_multiple_of(alignment))
+            .ok_or_else(too_large)?;
+        layout.end = data_offset
+            .checked_add(data_len)
+            .filter(|&end| i64::try_from(end).is_ok())
+            .ok_or_else(too_large)?;
+        let needs =
+            [(long, VERSION_LONG), (meta, VERSION_META), (dtype.is_opaque(), VERSION_OPAQUE)];
+        for (_, version) in needs.into_iter().filter(|(needed, _)| *needed) {
+            layout.version = layout.version.max(version);
+        }
+        layout.entries.push(Entry {
+            name,
+            kind,
+            dtype,
+            shape: shape.into(),
+            long,
+            header_offset,
+            data_offset,
+            data_len,
+        });
+    }
+    Ok(layout)
+}
+
+/// Bytes of index to reserve for entries that need `used` bytes: exact for what is known, in
+/// steps of 4 KiB so that it keeps every usual alignment.
+pub fn index_len_for(used: u64) -> u64 {
+    if used <= MIN_INDEX_LEN { MIN_INDEX_LEN } else { used.next_multiple_of(4096) }
+}

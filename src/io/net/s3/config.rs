@@ -1,0 +1,213 @@
+//! Where credentials, endpoint and region come from, in this order: the call's arguments,
+//! `~/.s3cfg` (or another file of that kind), then AWS's own chain: environment, shared files and
+//! profiles, web identity, instance roles. Without any credentials, objects are read as anybody.
+
+use std::path::{Path, PathBuf};
+
+use aws_config::{BehaviorVersion, SdkConfig};
+use aws_sdk_s3::config::{
+    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+};
+use reqwest::Url;
+
+use super::OnDemand;
+use crate::environment::reading;
+use crate::error::{Error, Result};
+use crate::io::net::{NetOptions, show_text};
+
+/// Where objects are read from if nothing says otherwise, as in the package that this one succeeds.
+pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
+/// Where objects are written to if nothing says otherwise.
+pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
+/// Hosts whose buckets are part of the host's name, as at AWS.
+const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
+
+/// What a call says about S3.
+#[derive(Debug, Clone, Default)]
+pub struct S3Options {
+    /// Both keys empty: read as anybody.
+    pub access_key: Option<String>,
+    /// See `access_key`.
+    pub secret_key: Option<String>,
+    /// A host, or an address with a scheme.
+    pub endpoint: Option<String>,
+    /// Instead of `~/.s3cfg`.
+    pub config_path: Option<PathBuf>,
+    /// Whether to use `http://`; None decides by the endpoint.
+    pub force_http: Option<bool>,
+    /// The region that requests are signed for.
+    pub region: Option<String>,
+}
+
+/// What is known in the end.
+pub struct Resolved {
+    pub endpoint: Url,
+    /// None: anybody.
+    pub credentials: Option<Credentials>,
+    pub region: String,
+    pub path_style: bool,
+}
+
+impl Resolved {
+    /// What the client of the SDK is told.
+    pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
+        let config = aws_sdk_s3::Config::builder()
+            .behavior_version(BehaviorVersion::latest())
+            .region(Region::new(self.region.clone()))
+            .endpoint_url(self.endpoint.as_str().trim_end_matches('/'))
+            .force_path_style(self.path_style)
+            // Sums of whole objects say nothing about ranges, and asking would be signed.
+            .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
+            .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
+        match &self.credentials {
+            Some(credentials) => config.credentials_provider(credentials.clone()),
+            None => config.allow_no_auth(),
+        }
+    }
+}
+
+/// The `[default]` section of a file as `s3cmd` has it.
+#[derive(Default)]
+struct S3Cfg {
+    access_key: Option<String>,
+    secret_key: Option<String>,
+    host: Option<String>,
+    use_https: Option<bool>,
+}
+
+fn read_s3cfg(path: &Path) -> std::io::Result<S3Cfg> {
+    let mut found = S3Cfg::default();
+    let mut within = false;
+    for line in std::fs::read_to_string(path)?.lines().map(str::trim) {
+        if let Some(section) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            within = section.trim() == "default";
+        }
+        let Some((name, value)) = line.split_once(['=', ':']).filter(|_| within) else { continue };
+        let value = value.trim();
+        let text = (!value.is_empty()).then(|| value.to_owned());
+        match name.trim() {
+            "access_key" => found.access_key = text,
+            "secret_key" => found.secret_key = text,
+            "host_base" => found.host = text,
+            "use_https" => found.use_https = Some(!value.eq_ignore_ascii_case("false")),
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// Reads the file that was named, which must be there, or `~/.s3cfg`, which need not.
+fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
+    if let Some(path) = &options.config_path {
+        let shown = path.display().to_string();
+        return read_s3cfg(path).map_err(|e| Error::io("reading", &shown, e));
+    }
+    let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
+    let found = home.and_then(|path| read_s3cfg(&path).ok());
+    Ok(found.unwrap_or_else(S3Cfg::default))
+}
+
+/// Finds out everything.
+pub async fn resolve(
+    options: &S3Options,
+    net: &NetOptions,
+    default: &str,
+    uri: &str,
+) -> Result<Resolved> {
+    let both = options.access_key.is_some() && options.secret_key.is_some();
+    let file = if both { S3Cfg::default() } else { find_s3cfg(options)? };
+    let aws = aws_config::defaults(BehaviorVersion::latest())
+        .http_client(OnDemand::new(net))
+        .load()
+        .await;
+
+    let access = options.access_key.clone().or(file.access_key);
+    let secret = options.secret_key.clone().or(file.secret_key);
+    let credentials = match (access, secret) {
+        (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => None,
+        (Some(access), Some(secret)) => {
+            Some(Credentials::new(access, secret, None, None, "tensorizer"))
+        }
+        (None, None) => from_chain(&aws).await,
+        _ => {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}`: an access key needs its secret key, and only one of them was found"
+            )));
+        }
+    };
+
+    let of_aws =
+        reading(|| std::env::var("AWS_ENDPOINT_URL_S3").ok()).filter(|text| !text.is_empty());
+    let of_aws = of_aws.or_else(|| aws.endpoint_url().map(str::to_owned));
+    let force_http = options.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
+    let named = options.endpoint.clone().or(file.host);
+    let trusted = named.is_none() && of_aws.is_some();
+    let endpoint = named.or(of_aws).unwrap_or_else(|| default.to_owned());
+    let endpoint = endpoint_url(&endpoint, force_http, trusted)?;
+
+    let host = endpoint.host_str().unwrap_or("").to_ascii_lowercase();
+    let is_aws = host.ends_with(".amazonaws.com");
+    let path_style =
+        !is_aws && (endpoint.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
+    let region = options.region.clone().or_else(|| aws.region().map(|r| r.to_string()));
+    let region = region.unwrap_or_else(|| "us-east-1".to_owned());
+    Ok(Resolved { endpoint, credentials, region, path_style })
+}
+
+async fn from_chain(aws: &SdkConfig) -> Option<Credentials> {
+    // Not to have any is no error: the object may be for everybody.
+    aws.credentials_provider()?.provide_credentials().await.ok()
+}
+
+/// `trusted`: plain `http://` is what the environment or a profile asks for.
+fn endpoint_url(endpoint: &str, force_http: bool, trusted: bool) -> Result<Url> {
+    let shown = show_text(endpoint);
+    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{shown}`: {what}"));
+    let lower = endpoint.to_ascii_lowercase();
+    let host = match lower.split_once("://") {
+        None => endpoint,
+        Some(("http", _)) if !force_http && !trusted => {
+            return Err(Error::InvalidArgument(
+                "Non-HTTPS endpoint URLs are not allowed.".to_owned(),
+            ));
+        }
+        Some(("http" | "https", rest)) => {
+            endpoint.get(endpoint.len() - rest.len()..).unwrap_or(rest)
+        }
+        Some(_) => return Err(bad("expected https:// or http://")),
+    };
+    let plain = force_http || (trusted && lower.starts_with("http://"));
+    let scheme = if plain { "http" } else { "https" };
+    Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints() {
+        let url = |text, force, trusted| endpoint_url(text, force, trusted).map(String::from);
+        assert_eq!(url("host:9000", false, false).unwrap(), "https://host:9000/");
+        assert_eq!(url("host", true, false).unwrap(), "http://host/");
+        assert_eq!(url("https://host", true, false).unwrap(), "http://host/");
+        assert_eq!(url("http://host", false, true).unwrap(), "http://host/");
+        assert!(url("http://host", false, false).is_err());
+        assert!(url("ftp://host", false, false).is_err());
+    }
+
+    #[test]
+    fn the_default_section_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s3cfg");
+        let text = "[other]\naccess_key = no\n[default]\naccess_key = key\nsecret_key=se=cret\n\
+                    host_base = host:1\nuse_https = False\n";
+        std::fs::write(&path, text).unwrap();
+        let found = read_s3cfg(&path).unwrap();
+        assert_eq!(found.access_key.unwrap(), "key");
+        assert_eq!(found.secret_key.unwrap(), "se=cret");
+        assert_eq!(found.host.unwrap(), "host:1");
+        assert_eq!(found.use_https, Some(false));
+    }
+}

@@ -1,0 +1,244 @@
+//! The SDK's requests, sent by the same client as all others: with its proxies, certificates and
+//! time limits.
+
+use std::error::Error as _;
+use std::io::{self, ErrorKind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
+use aws_sdk_s3::error::{ConnectorError, DisplayErrorContext, ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::primitives::SdkBody;
+use aws_smithy_runtime_api::client::http::{
+    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+};
+use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
+use reqwest::{Body, Client, Request, StatusCode};
+
+use crate::error::Shown;
+use crate::io::net::{Failure, NetOptions, Trust};
+use crate::io::source::http::client;
+use crate::io::source::http::reply::refusal;
+
+/// Bytes that are handed to a connection at a time, so that it shows how far it has come.
+const STEP: usize = 256 << 10;
+
+/// Bytes of the longest answer that is read.
+const LONGEST_ANSWER: usize = 4 << 20;
+
+/// A client, and how long a server may say nothing.
+#[derive(Debug, Clone)]
+pub struct Connector {
+    client: Client,
+    stall: Duration,
+    /// Bytes of bodies that were sent.
+    pub sent: Arc<AtomicU64>,
+}
+
+impl Connector {
+    /// A client that waits so long for a server that neither takes bytes nor sends any.
+    pub fn new(client: Client, stall: Duration) -> Self {
+        Connector { client, stall, sent: Arc::default() }
+    }
+}
+
+impl HttpClient for Connector {
+    fn http_connector(
+        &self,
+        _settings: &HttpConnectorSettings,
+        _components: &RuntimeComponents,
+    ) -> SharedHttpConnector {
+        SharedHttpConnector::new(self.clone())
+    }
+}
+
+/// Asks for credentials where the SDK knows them to be: a client is made when that is needed, and
+/// believes whom the system trusts, whoever has the objects.
+#[derive(Debug)]
+pub struct OnDemand {
+    options: NetOptions,
+}
+
+impl OnDemand {
+    /// With the time limits and proxies of a source or a sink.
+    pub fn new(options: &NetOptions) -> Self {
+        let (headers, trust) = (Vec::new(), Trust::System);
+        OnDemand { options: NetOptions { headers, trust, ..options.clone() } }
+    }
+}
+
+impl HttpClient for OnDemand {
+    fn http_connector(
+        &self,
+        settings: &HttpConnectorSettings,
+        _components: &RuntimeComponents,
+    ) -> SharedHttpConnector {
+        // The SDK waits a second for what only machines of a cloud have.
+        let connect = settings.connect_timeout().unwrap_or(self.options.connect);
+        let stall = settings.read_timeout().map_or(self.options.stall, |read| connect + read);
+        let options = NetOptions { connect, ..self.options.clone() };
+        match client::connect(&options, &client::Certificates::default()) {
+            Ok(client) => SharedHttpConnector::new(Connector::new(client, stall)),
+            Err(error) => SharedHttpConnector::new(NoClient(error.to_string())),
+        }
+    }
+}
+
+/// Why there is no client.
+#[derive(Debug)]
+struct NoClient(String);
+
+impl HttpConnector for NoClient {
+    fn call(&self, _request: HttpRequest) -> HttpConnectorFuture {
+        HttpConnectorFuture::ready(Err(failed(io::Error::other(self.0.clone()))))
+    }
+}
+
+impl HttpConnector for Connector {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let Connector { client, stall, sent } = self.clone();
+        HttpConnectorFuture::new(async move {
+            let mut answer = std::pin::pin!(send(&client, request, Arc::clone(&sent)));
+            loop {
+                let before = sent.load(Ordering::Relaxed);
+                if let Ok(answer) = tokio::time::timeout(stall, &mut answer).await {
+                    return answer;
+                }
+                if sent.load(Ordering::Relaxed) == before {
+                    let what = format!("the server said nothing for {} s", stall.as_secs());
+                    return Err(failed(io::Error::new(ErrorKind::TimedOut, what)));
+                }
+            }
+        })
+    }
+}
+
+/// The kind says whether another try may help; see [`failure`].
+fn failed(error: io::Error) -> ConnectorError {
+    ConnectorError::other(error.into(), None)
+}
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A body that counts what was taken from it.
+struct Counted {
+    body: SdkBody,
+    next: Bytes,
+    sent: Arc<AtomicU64>,
+}
+
+impl http_body::Body for Counted {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if self.next.is_empty() {
+            match Pin::new(&mut self.body).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(bytes) => self.next = bytes,
+                    Err(other) => return Poll::Ready(Some(Ok(other))),
+                },
+                other => return other,
+            }
+        }
+        let len = self.next.len().min(STEP);
+        let now = self.next.split_to(len);
+        self.sent.fetch_add(len as u64, Ordering::Relaxed);
+        Poll::Ready(Some(Ok(Frame::data(now))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.next.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match (self.body.content_length(), self.next.len() as u64) {
+            (Some(len), next) => SizeHint::with_exact(len + next),
+            (None, _) => SizeHint::new(),
+        }
+    }
+}
+
+async fn send(
+    client: &Client,
+    request: HttpRequest,
+    sent: Arc<AtomicU64>,
+) -> Result<HttpResponse, ConnectorError> {
+    let of_reqwest = |e: reqwest::Error| failed(Failure::from(e).error);
+    let odd =
+        |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
+    let request = request.try_into_http1x().map_err(|e| odd(&e))?;
+    let request = Request::try_from(
+        request.map(|body| Body::wrap(Counted { body, next: Bytes::new(), sent })),
+    )
+    .map_err(of_reqwest)?;
+    let mut response = client.execute(request).await.map_err(of_reqwest)?;
+    let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
+    let headers = response.headers().clone();
+    // Objects are not read in this way: what is answered here are short documents.
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(of_reqwest)? {
+        if body.len() + chunk.len() > LONGEST_ANSWER {
+            let what = format!("an answer of more than {LONGEST_ANSWER} bytes");
+            return Err(failed(io::Error::new(ErrorKind::InvalidData, what)));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    let mut answer = HttpResponse::new(status, SdkBody::from(body));
+    for (name, value) in &headers {
+        if let Ok(value) = value.to_str() {
+            answer.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+        }
+    }
+    Ok(answer)
+}
+
+/// Why a call of the SDK failed, and whether to try again.
+pub fn failure<E>(error: SdkError<E, HttpResponse>) -> Failure
+where
+    E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
+{
+    if let Some(response) = error.raw_response() {
+        let status = StatusCode::from_u16(response.status().as_u16());
+        let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut headers = HeaderMap::new();
+        let after = response.headers().get("retry-after").map(HeaderValue::from_str);
+        if let Some(Ok(after)) = after {
+            headers.insert(RETRY_AFTER, after);
+        }
+        let said = match (error.code(), error.message()) {
+            (Some(code), Some(message)) => format!(": {}: {}", Shown(code), Shown(message)),
+            (Some(text), None) | (None, Some(text)) => format!(": {}", Shown(text)),
+            (None, None) => String::new(),
+        };
+        let what = format!("the server answered {status}{said}");
+        if status.is_success() {
+            // A success whose body reports an error, or is none of S3.
+            return Failure::passing(ErrorKind::InvalidData, what);
+        }
+        return refusal(status, &headers, what);
+    }
+    let mut cause = error.source();
+    while let Some(found) = cause {
+        if let Some(found) = found.downcast_ref::<io::Error>() {
+            let lasting = matches!(
+                found.kind(),
+                ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::InvalidInput
+            );
+            let (kind, what) = (found.kind(), found.to_string());
+            let make = if lasting { Failure::lasting } else { Failure::passing };
+            return make(kind, what);
+        }
+        cause = found.source();
+    }
+    Failure::lasting(ErrorKind::Other, DisplayErrorContext(error).to_string())
+}

@@ -1,0 +1,413 @@
+//! `s3://bucket/key`: parts that are sent while others are still being written.
+//!
+//! The first part holds the prologue and the index, which are written last; it is kept until
+//! then. Any other part is sent by the thread that writes its last byte. Nothing can be read under
+//! the key before the server has been told to put the parts together.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+mod object;
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, IoSlice};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::{Unclosed, WriteAt};
+use crate::cancel::{Cancel, Never, detached};
+use crate::error::{Error, Result};
+use crate::io::net::NetOptions;
+use crate::io::net::s3::S3Options;
+use crate::sys::process::Maker;
+use object::{Object, Sent};
+
+/// Bytes a part, unless the object would then have more than [`USUAL_PARTS`]. The protocol demands
+/// at least 5 MiB of all but the last.
+const PART_LEN: u64 = 8 << 20;
+const USUAL_PARTS: u64 = 4000;
+/// Lengths of parts are multiples of this, and so of every alignment.
+const PART_UNIT: u64 = 2 << 20;
+/// The protocol's highest number of a part.
+const MAX_PARTS: u64 = 10_000;
+/// Numbers that are kept free for the head, which may grow.
+const HEAD_PARTS: u64 = 1000;
+/// How long a call that was interrupted waits for the server to take note of it.
+const SOON: Duration = Duration::from_millis(500);
+/// Bytes that may be on their way at once.
+const IN_FLIGHT: u64 = 64 << 20;
+
+/// An object under construction. Clones are the same object.
+#[derive(Clone)]
+pub struct S3Sink(Arc<Upload>);
+
+struct Upload {
+    /// Who alone may send parts of it, end it, or give it up.
+    maker: Maker,
+    object: Arc<Object>,
+    state: Mutex<State>,
+    /// The upload's number at the server, once it has begun.
+    begun: Mutex<Option<String>>,
+    /// Whether a request was given up, because the call was to end: then it ends soon.
+    interrupted: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    plan: Option<Plan>,
+    head: Vec<u8>,
+    /// Parts that are not complete yet, by number from the head on.
+    open: HashMap<u64, Arc<Mutex<Part>>>,
+    sent: Vec<Sent>,
+    /// Memory of parts that were sent.
+    free: Vec<Vec<u8>>,
+    over: Option<&'static str>,
+}
+
+/// How a file is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Plan {
+    head_len: u64,
+    part_len: u64,
+}
+
+struct Part {
+    bytes: Vec<u8>,
+    filled: u64,
+}
+
+impl Plan {
+    /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
+    fn new(head: u64, len: u64) -> Self {
+        let part_len = PART_LEN.max(len.div_ceil(USUAL_PARTS).next_multiple_of(PART_UNIT));
+        Plan { head_len: head.max(1).next_multiple_of(part_len), part_len }
+    }
+
+    /// The part with a byte behind the head, and the byte's place in it.
+    fn part(&self, offset: u64) -> (u64, u64) {
+        let from = offset.saturating_sub(self.head_len);
+        (from / self.part_len, from % self.part_len)
+    }
+}
+
+impl S3Sink {
+    /// Finds the endpoint and the credentials. Nothing is sent before a part is complete.
+    pub fn create(
+        uri: &str,
+        s3: &S3Options,
+        options: NetOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<Self> {
+        let object = Arc::new(Object::new(uri, s3, options, cancel)?);
+        Ok(S3Sink(Arc::new(Upload {
+            maker: Maker::this(),
+            object,
+            state: Mutex::default(),
+            begun: Mutex::new(None),
+            interrupted: AtomicBool::new(false),
+        })))
+    }
+
+    /// Gives the object up: what was there before stays.
+    /// The error is that of a call that is to end before the server has taken note.
+    pub fn abandon(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.give_up("it was given up", cancel)
+    }
+}
+
+impl Upload {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state of an object that can still be written.
+    fn usable(&self) -> Result<MutexGuard<'_, State>> {
+        self.maker.check(&self.object.shown)?;
+        let state = self.state();
+        match state.over {
+            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown))),
+            None => Ok(state),
+        }
+    }
+
+    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
+        if !self.maker.is_here() {
+            return Ok(());
+        }
+        let mut state = self.state();
+        if state.over.is_some() {
+            return Ok(());
+        }
+        *state = State { over: Some(why), ..State::default() };
+        drop(state);
+        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(begun) = begun {
+            let object = Arc::clone(&self.object);
+            let limit =
+                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.options.stall };
+            let asked = Instant::now();
+            let interrupted = OnceLock::new();
+            let waits = || {
+                if asked.elapsed() >= limit {
+                    return Err(Error::Cancelled);
+                }
+                cancel.check().map_err(|error| {
+                    interrupted.get_or_init(|| error);
+                    Error::Cancelled
+                })
+            };
+            // Nothing more can be done about a server that does not answer; it shows to no reader.
+            let _ = detached(&waits, move || object.abort(&begun, &Never));
+            return interrupted.into_inner().map_or(Ok(()), Err);
+        }
+        Ok(())
+    }
+
+    /// What a request gave; notes whether it was given up.
+    fn seen<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(Error::Cancelled | Error::Caller(_)) = outcome {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    /// The upload's number; the first caller begins the upload.
+    fn begun(&self, cancel: &dyn Cancel) -> Result<String> {
+        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*begun {
+            Some(begun) => Ok(begun.clone()),
+            None => Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone()),
+        }
+    }
+
+    fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let number =
+            i32::try_from(number).ok().filter(|&n| u64::from(n.unsigned_abs()) <= MAX_PARTS);
+        let number = number.ok_or_else(|| {
+            Error::InvalidArgument(format!(
+                "`{}` would have more than {MAX_PARTS} parts: write its tensors in fewer calls",
+                self.object.shown
+            ))
+        })?;
+        let begun = self.begun(cancel)?;
+        let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
+        self.state().sent.push(sent);
+        Ok(())
+    }
+
+    /// Puts bytes into the head, and says how many belong there.
+    fn write_head(state: &mut State, plan: Plan, offset: u64, bytes: &[u8]) -> Result<usize> {
+        let too_large = |_| Error::Bug("a head beyond memory".to_owned());
+        let start = usize::try_from(offset).map_err(too_large)?;
+        let room = usize::try_from(plan.head_len - offset).map_err(too_large)?;
+        let len = bytes.len().min(room);
+        if state.head.len() < start + len {
+            state.head.resize(start + len, 0);
+        }
+        state.head[start..start + len].copy_from_slice(&bytes[..len]);
+        Ok(len)
+    }
+
+    /// Puts bytes into one part, and sends it if it is complete.
+    fn write_part(
+        &self,
+        plan: Plan,
+        offset: u64,
+        bytes: &[u8],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let (number, start) = plan.part(offset);
+        let too_large = |_| Error::Bug("a part beyond memory".to_owned());
+        let part_len = usize::try_from(plan.part_len).map_err(too_large)?;
+        let start = usize::try_from(start).map_err(too_large)?;
+        let part = {
+            let mut state = self.usable()?;
+            if !state.open.contains_key(&number) {
+                let mut bytes = state.free.pop().unwrap_or(Vec::new());
+                bytes.resize(part_len, 0);
+                let part = Arc::new(Mutex::new(Part { bytes, filled: 0 }));
+                state.open.insert(number, part);
+            }
+            state.open.get(&number).map(Arc::clone)
+        };
+        let part = part.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
+        let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+        let len = bytes.len().min(part_len - start);
+        part.bytes[start..start + len].copy_from_slice(&bytes[..len]);
+        part.filled += len as u64;
+        if part.filled < plan.part_len {
+            return Ok(len);
+        }
+        let complete = Bytes::from(std::mem::take(&mut part.bytes));
+        drop(part);
+        self.state().open.remove(&number);
+        self.send(HEAD_PARTS + 1 + number, &complete, cancel)?;
+        // Nobody else has the memory any more, unless a request that was given up still does.
+        if let Ok(memory) = complete.try_into_mut() {
+            self.state().free.push(memory.into());
+        }
+        Ok(len)
+    }
+
+    /// Sends what is left and has the server put everything together.
+    fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let mut state = self.usable()?;
+        let plan = state.plan.unwrap_or(Plan::new(0, len));
+        let head = std::mem::take(&mut state.head);
+        let mut open: Vec<(u64, Arc<Mutex<Part>>)> = state.open.drain().collect();
+        let sent = !state.sent.is_empty();
+        drop(state);
+        open.sort_by_key(|(number, _)| *number);
+        let mut tails = Vec::new();
+        for (number, part) in open {
+            let start = plan.head_len + number * plan.part_len;
+            let filled = len.saturating_sub(start).min(plan.part_len);
+            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            if part.filled != filled {
+                return Err(Error::Bug(format!(
+                    "`{}`: {} of {filled} bytes from {start} on were written",
+                    self.object.shown, part.filled
+                )));
+            }
+            part.bytes.truncate(usize::try_from(filled).unwrap_or(usize::MAX));
+            tails.push((number, std::mem::take(&mut part.bytes)));
+        }
+        if head.len() as u64 != len.min(plan.head_len) {
+            return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown)));
+        }
+        if !sent {
+            let mut all = head;
+            for (_, tail) in tails {
+                all.extend_from_slice(&tail);
+            }
+            return self.seen(self.object.put(&Bytes::from(all), cancel));
+        }
+        for (number, tail) in tails {
+            self.send(HEAD_PARTS + 1 + number, &Bytes::from(tail), cancel)?;
+        }
+        let head = Bytes::from(head);
+        let part_len = usize::try_from(plan.part_len).unwrap_or(usize::MAX);
+        for (number, start) in (1..).zip((0..head.len()).step_by(part_len)) {
+            let end = head.len().min(start.saturating_add(part_len));
+            if number > HEAD_PARTS {
+                return Err(Error::InvalidArgument(format!(
+                    "the index of `{}` takes {} bytes: write its tensors in fewer calls",
+                    self.object.shown,
+                    head.len()
+                )));
+            }
+            self.send(number, &head.slice(start..end), cancel)?;
+        }
+        let parts = std::mem::take(&mut self.state().sent);
+        let begun = self.begun(cancel)?;
+        self.seen(self.object.complete(&begun, parts, len, cancel))
+    }
+}
+
+impl WriteAt for S3Sink {
+    fn uri(&self) -> &str {
+        &self.0.object.shown
+    }
+
+    fn max_writers(&self) -> usize {
+        let part_len = self.0.state().plan.map_or(PART_LEN, |plan| plan.part_len);
+        usize::try_from((IN_FLIGHT / part_len).max(1)).unwrap_or(1)
+    }
+
+    fn default_writers(&self) -> usize {
+        self.0.object.options.connections.min(self.max_writers())
+    }
+
+    fn shows_early(&self) -> bool {
+        false
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
+        let mut at = offset;
+        for buffer in buffers {
+            let mut rest: &[u8] = buffer;
+            while !rest.is_empty() {
+                let mut state = self.0.usable()?;
+                let plan = *state.plan.get_or_insert(Plan::new(0, 0));
+                let done = if at < plan.head_len {
+                    Upload::write_head(&mut state, plan, at, rest)?
+                } else {
+                    drop(state);
+                    self.0.write_part(plan, at, rest, cancel)?
+                };
+                at += done as u64;
+                rest = &rest[done..];
+            }
+        }
+        usize::try_from(at - offset).map_err(|_| Error::Bug("a write beyond memory".to_owned()))
+    }
+
+    fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
+        let what = format!("byte {offset} was sent already");
+        Err(Error::io(
+            "reading back",
+            self.uri(),
+            std::io::Error::new(ErrorKind::Unsupported, what),
+        ))
+    }
+
+    fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {
+        let mut state = self.0.usable()?;
+        let Some(plan) = &mut state.plan else { return Ok(len) };
+        // Whole parts, so that all parts but the last keep the same size.
+        let len = len.next_multiple_of(plan.part_len);
+        let bug = || Error::Bug(format!("{len} bytes inserted at {at}"));
+        if at > plan.head_len.min(end) {
+            return Err(bug());
+        }
+        plan.head_len += len;
+        let start = usize::try_from(at).map_err(|_| bug())?.min(state.head.len());
+        let more = usize::try_from(len).map_err(|_| bug())?;
+        state.head.splice(start..start, std::iter::repeat_n(0, more));
+        Ok(len)
+    }
+
+    fn reserve(&self, head: u64, len: u64) -> Result<()> {
+        self.0.usable()?.plan.get_or_insert(Plan::new(head, len));
+        Ok(())
+    }
+
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        self.0.publish(len, cancel)?;
+        self.0.state().over = Some("it is complete");
+        Ok(())
+    }
+
+    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        self.abandon(cancel)?;
+        Ok(Unclosed::GivenUp)
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        // Never has no error.
+        let _ = self.give_up("it was not finished", &Never);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_has_one_part() {
+        for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
+            let plan = Plan::new(head, len);
+            assert!(plan.head_len >= head.max(1), "{plan:?}");
+            assert_eq!(plan.head_len % plan.part_len, 0);
+            assert!(plan.part_len >= 5 << 20);
+            assert!(len / plan.part_len + HEAD_PARTS < MAX_PARTS / 2);
+            assert_eq!(plan.part(plan.head_len), (0, 0));
+            assert_eq!(plan.part(plan.head_len + plan.part_len), (1, 0));
+            assert_eq!(plan.part(plan.head_len + plan.part_len - 1), (0, plan.part_len - 1));
+        }
+    }
+}

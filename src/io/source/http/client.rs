@@ -1,0 +1,321 @@
+//! Requests, redirects and bodies.
+
+use std::error::Error as _;
+use std::future::Future;
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::header::{
+    ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, IF_MATCH, LOCATION, RANGE,
+};
+use reqwest::{Certificate, Client, Response, Url};
+
+use super::reply::{Identity, Range};
+use crate::environment::reading;
+use crate::io::net::{Failure, Lane, Lanes, NetOptions, Tries, Trust};
+use crate::io::source::scatter::Scatter;
+
+/// The most redirects of one request.
+const MAX_REDIRECTS: usize = 10;
+
+/// Where a file is now, and what to send there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Target {
+    url: Url,
+    headers: Vec<(String, String)>,
+}
+
+impl Target {
+    pub fn new(url: Url, headers: Vec<(String, String)>) -> Self {
+        Target { url, headers }
+    }
+
+    /// The target of a redirect. Credentials and other extra headers stay with their host, and what
+    /// was asked for in secret is not asked for in the open.
+    fn moved(&self, to: &str) -> std::result::Result<Target, Failure> {
+        let refused = |what: &str| Failure::lasting(ErrorKind::InvalidData, what);
+        let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let mut url = url.ok_or_else(|| refused("the server redirects to what is no address"))?;
+        if self.url.scheme() == "https" && url.scheme() == "http" {
+            return Err(refused("the server redirects from https:// to http://, which is refused"));
+        }
+        let same = url.origin() == self.url.origin();
+        if same && url.username().is_empty() {
+            // Neither can fail: the address has a host.
+            let _ = url.set_username(self.url.username());
+            let _ = url.set_password(self.url.password());
+        }
+        Ok(Target { url, headers: if same { self.headers.clone() } else { Vec::new() } })
+    }
+
+    fn fields(&self) -> std::result::Result<HeaderMap, Failure> {
+        let mut fields = HeaderMap::new();
+        for (name, value) in &self.headers {
+            let bad = |_| ();
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|e| bad(e.to_string()));
+            let value = HeaderValue::from_str(value).map_err(|e| bad(e.to_string()));
+            let (Ok(name), Ok(mut value)) = (name, value) else {
+                let what = "an extra header is not well-formed";
+                return Err(Failure::lasting(ErrorKind::InvalidInput, what));
+            };
+            value.set_sensitive(true);
+            fields.append(name, value);
+        }
+        Ok(fields)
+    }
+}
+
+/// The clients of one source.
+pub struct Clients {
+    lanes: Lanes<Client>,
+    options: NetOptions,
+    certificates: Certificates,
+}
+
+/// A client that a thread has for itself.
+pub struct OneClient {
+    lane: Lane<Client>,
+    stall: Duration,
+    /// Why no server can be believed.
+    missing: Option<String>,
+}
+
+impl Clients {
+    /// Reads the certificates; what is wrong with them is the error, if `tls` needs them at once.
+    pub fn new(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
+        let certificates = Certificates::read(options, tls)?;
+        Ok(Clients { lanes: Lanes::default(), options: options.clone(), certificates })
+    }
+
+    /// Lends a client for the length of a call.
+    pub fn with<T>(
+        &self,
+        tries: &Tries<'_>,
+        body: impl FnOnce(&OneClient) -> std::result::Result<T, Failure>,
+    ) -> std::result::Result<T, Failure> {
+        let client = self.take(tries)?;
+        let result = body(&client);
+        self.lanes.put(client.lane);
+        result
+    }
+
+    /// Gives a client away.
+    pub fn take(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
+        let lane = self.lanes.take(tries, || async {
+            connect(&self.options, &self.certificates).map_err(Failure::from)
+        })?;
+        let missing = self.certificates.missing.clone();
+        Ok(OneClient { lane, stall: self.options.stall, missing })
+    }
+}
+
+/// A client with the options of a source or a sink.
+pub fn connect(options: &NetOptions, certificates: &Certificates) -> reqwest::Result<Client> {
+    crate::io::net::choose_tls_provider();
+    let builder = Client::builder()
+        .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
+        .redirect(reqwest::redirect::Policy::none())
+        .connect_timeout(options.connect)
+        .tcp_nodelay(true)
+        .tcp_user_timeout(options.stall)
+        .pool_max_idle_per_host(1);
+    let builder = match options.trust {
+        Trust::System => builder,
+        Trust::Anything => builder.tls_danger_accept_invalid_certs(true),
+        Trust::File(_) | Trust::Folder(_) => builder.tls_certs_only(certificates.trusted.clone()),
+    };
+    // Proxies, and where the system's certificates are.
+    reading(|| builder.build())
+}
+
+/// The certificates that a caller has named.
+#[derive(Debug, Default)]
+pub struct Certificates {
+    trusted: Vec<Certificate>,
+    /// Why there are none, where the address does not need any.
+    missing: Option<String>,
+}
+
+impl Certificates {
+    /// Reads them; what is wrong with them is the error, if `tls` needs them at once. Otherwise they
+    /// are needed only if the server redirects to an address that does.
+    pub fn read(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
+        let read = || {
+            let mut trusted = Vec::new();
+            for pem in options.trust.certificates()? {
+                trusted.extend(
+                    Certificate::from_pem_bundle(&pem)
+                        .map_err(|e| format!("certificates of {:?}: {e}", options.trust))?,
+                );
+            }
+            Ok(trusted)
+        };
+        match read() {
+            Ok(trusted) => Ok(Certificates { trusted, missing: None }),
+            Err(what) if tls => Err(what),
+            Err(what) => Ok(Certificates { trusted: Vec::new(), missing: Some(what) }),
+        }
+    }
+}
+
+impl OneClient {
+    /// Runs a request on this thread, until it ends or may not go on.
+    pub fn run<T>(
+        &self,
+        tries: &Tries<'_>,
+        request: impl Future<Output = std::result::Result<T, Failure>>,
+    ) -> std::result::Result<T, Failure> {
+        self.lane.run(tries, request)
+    }
+
+    /// Asks for a range, or for everything, and follows redirects. The file must be the one that
+    /// was opened, if that is known.
+    pub async fn follow(
+        &self,
+        target: &Target,
+        range: Option<Range>,
+        opened: Option<&Identity>,
+    ) -> std::result::Result<(Target, Response), Failure> {
+        let mut target = target.clone();
+        for _ in 0..=MAX_REDIRECTS {
+            let mut request = self.lane.client().get(target.url.clone()).headers(target.fields()?);
+            request = request.header(ACCEPT_ENCODING, "identity");
+            if let Some(range) = range {
+                request = request.header(RANGE, range.field());
+            }
+            if let Some(tag) = opened.and_then(Identity::strong_tag) {
+                request = request.header(IF_MATCH, tag);
+            }
+            if let Some(what) = self.missing.as_ref().filter(|_| target.url.scheme() == "https") {
+                return Err(Failure::lasting(ErrorKind::InvalidInput, what));
+            }
+            let response = timed(self.stall, request.send()).await??;
+            if !response.status().is_redirection() {
+                return Ok((target, response));
+            }
+            let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+            let to = to.ok_or_else(|| {
+                let what = format!("the server answered {} without a place", response.status());
+                Failure::lasting(ErrorKind::InvalidData, what)
+            })?;
+            target = target.moved(to)?;
+        }
+        let what = format!("more than {MAX_REDIRECTS} redirects");
+        Err(Failure::lasting(ErrorKind::InvalidData, what))
+    }
+
+    /// The next bytes of a body; none at its end.
+    pub async fn chunk(
+        &self,
+        response: &mut Response,
+        tries: &Tries<'_>,
+    ) -> std::result::Result<Bytes, Failure> {
+        let bytes = timed(self.stall, response.chunk()).await??.unwrap_or(Bytes::new());
+        tries.moved(bytes.len() as u64);
+        // Bytes that never cease to come would not let the event loop look.
+        tries.check()?;
+        Ok(bytes)
+    }
+
+    /// Keeps a body, which must have `len` bytes if that is known.
+    pub async fn collect(
+        &self,
+        mut response: Response,
+        len: Option<u64>,
+        out: &mut Vec<u8>,
+        tries: &Tries<'_>,
+    ) -> std::result::Result<(), Failure> {
+        loop {
+            let bytes = self.chunk(&mut response, tries).await?;
+            out.extend_from_slice(&bytes);
+            let found = out.len() as u64;
+            match len {
+                Some(len) if found > len || (bytes.is_empty() && found < len) => {
+                    let what = format!("expected a body of {len} bytes, found {found}");
+                    return Err(Failure::passing(ErrorKind::UnexpectedEof, what));
+                }
+                _ if bytes.is_empty() => return Ok(()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Puts a body where it belongs. `done` is the position after the last byte that arrived,
+    /// also when this fails.
+    pub async fn scatter(
+        &self,
+        mut response: Response,
+        range: Range,
+        sink: &mut Scatter<'_, '_>,
+        done: &mut u64,
+        tries: &Tries<'_>,
+    ) -> std::result::Result<(), Failure> {
+        while *done < range.end {
+            let bytes = self.chunk(&mut response, tries).await?;
+            if bytes.is_empty() {
+                let what = format!("the body ended at byte {done} of {}", range.end);
+                return Err(Failure::passing(ErrorKind::UnexpectedEof, what));
+            }
+            *done += sink.put(&bytes) as u64;
+        }
+        // The end of the body is read too, so that the connection can be used again.
+        if !self.chunk(&mut response, tries).await?.is_empty() {
+            let what = format!("the body goes on behind byte {}", range.end);
+            return Err(Failure::lasting(ErrorKind::InvalidData, what));
+        }
+        Ok(())
+    }
+}
+
+/// What a wait gives, unless it takes too long.
+async fn timed<T>(
+    stall: Duration,
+    wait: impl Future<Output = T>,
+) -> std::result::Result<T, Failure> {
+    tokio::time::timeout(stall, wait).await.map_err(|_| {
+        let what = format!("the server sent nothing for {} s", stall.as_secs());
+        Failure::passing(ErrorKind::TimedOut, what)
+    })
+}
+
+impl From<reqwest::Error> for Failure {
+    fn from(error: reqwest::Error) -> Self {
+        // The texts of all causes: the outermost says little, and would show the whole address.
+        let error = error.without_url();
+        let mut causes = Vec::new();
+        let mut kind = io::ErrorKind::Other;
+        let mut cause = error.source();
+        while let Some(found) = cause {
+            if let Some(io) = found.downcast_ref::<io::Error>() {
+                kind = io.kind();
+            }
+            causes.push(found.to_string());
+            cause = found.source();
+        }
+        causes.dedup();
+        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
+        let lower = text.to_lowercase();
+        if lower.contains("dns error") {
+            let what = format!("the name of the server is not known: {text}; check the address");
+            return Failure::lasting(io::ErrorKind::NotFound, what);
+        }
+        if lower.contains("certificate") || lower.contains("invalid peer") {
+            let what = format!(
+                "the server's certificate is not trusted: {text}; name the authority that signed \
+                 it with certificate_handling=CAInfo(cacert=...)"
+            );
+            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
+        }
+        if error.is_builder() {
+            return Failure::lasting(io::ErrorKind::InvalidInput, text);
+        }
+        if error.is_timeout() {
+            kind = io::ErrorKind::TimedOut;
+        }
+        if kind == io::ErrorKind::Other {
+            kind = io::ErrorKind::ConnectionAborted;
+        }
+        Failure::passing(kind, text)
+    }
+}

@@ -1,0 +1,188 @@
+//! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
+
+pub(crate) mod client;
+pub(crate) mod reply;
+mod sequential;
+
+use std::io::IoSliceMut;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use reqwest::Url;
+
+use super::scatter::Scatter;
+use super::{PipeSource, ReadAt, Traits};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::net::{NetOptions, Tries, show_text};
+use client::{Clients, Target};
+use reply::{Identity, Range};
+
+/// What the first request asks for: prologue and index of files with some thousand tensors.
+const HEAD_LEN: u64 = 1 << 20;
+/// Bytes a request: at 100 MB/s and 50 ms of latency it waits for a fourteenth of its time.
+const REQUEST_LEN: u64 = 64 << 20;
+/// Reading this much costs less than another request.
+const MERGE_GAP: u64 = 512 << 10;
+
+/// A server's file that can be read at positions.
+pub struct HttpSource {
+    shown: String,
+    /// The address that the caller named.
+    first: Arc<Target>,
+    /// Where redirects from there have led. Such places may cease to be.
+    target: Mutex<Arc<Target>>,
+    clients: Clients,
+    options: NetOptions,
+    identity: Identity,
+    head: Vec<u8>,
+    headers: Vec<(String, String)>,
+}
+
+/// Opens an address. A server without ranges gives a source that is read front to back.
+pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let url = Url::parse(address).map_err(|e| {
+        Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
+    })?;
+    let shown = show(&url);
+    open_url(url, shown, options, cancel)
+}
+
+/// The same for an address that messages call something else.
+#[cfg(feature = "s3")]
+pub fn open_as(
+    address: &str,
+    shown: &str,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
+    open_url(url, shown.to_owned(), options, cancel)
+}
+
+fn open_url(
+    url: Url,
+    shown: String,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let tls = url.scheme() == "https";
+    let first = Target::new(url, options.headers.clone());
+    let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
+    let mut tries = Tries::new("reading", &options, cancel).opening();
+    let head = Range { start: 0, end: HEAD_LEN };
+    let (target, reply, head) = loop {
+        let found = clients.with(&tries, |client| {
+            client.run(&tries, async {
+                let (target, response) = client.follow(&first, Some(head), None).await?;
+                let reply = reply::first(&response, head)?;
+                if !reply.ranges {
+                    return Ok((target, reply, Vec::new()));
+                }
+                let mut bytes = Vec::new();
+                // The body of a refused range is a page.
+                if reply.identity.len != Some(0) {
+                    client.collect(response, reply.len, &mut bytes, &tries).await?;
+                }
+                Ok((target, reply, bytes))
+            })
+        });
+        match found {
+            Ok(found) => break found,
+            Err(failure) => tries.wait(failure, 0, &shown)?,
+        }
+    };
+    if !reply.ranges {
+        let stream = sequential::Body::new(first, clients, options, reply.identity, shown.clone());
+        return Ok(Arc::new(PipeSource::new(stream, shown)));
+    }
+    Ok(Arc::new(HttpSource {
+        shown,
+        first: Arc::new(first),
+        target: Mutex::new(Arc::new(target)),
+        clients,
+        options,
+        identity: reply.identity,
+        head,
+        headers: reply.headers,
+    }))
+}
+
+impl HttpSource {
+    fn go_to(&self, target: Arc<Target>) {
+        *self.target.lock().unwrap_or_else(PoisonError::into_inner) = target;
+    }
+}
+
+/// An address as messages show it.
+fn show(url: &Url) -> String {
+    let mut url = url.clone();
+    let query = url.query().is_some();
+    url.set_query(None);
+    url.set_fragment(None);
+    // Neither can fail for addresses that have a host.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    if query { format!("{url}?...") } else { url.to_string() }
+}
+
+impl ReadAt for HttpSource {
+    fn uri(&self) -> &str {
+        &self.shown
+    }
+
+    fn traits(&self) -> Traits {
+        Traits {
+            len: self.identity.len,
+            max_readers: self.options.max_connections,
+            default_readers: self.options.connections,
+            request_len: REQUEST_LEN,
+            merge_gap: MERGE_GAP,
+        }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+        let end = offset.saturating_add(wanted).min(self.identity.len.unwrap_or(u64::MAX));
+        if end <= offset {
+            return Ok(0);
+        }
+        let mut sink = Scatter::new(buffers);
+        let mut done = offset;
+        if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
+            done += sink.put(here) as u64;
+        }
+        let mut tries = Tries::new("reading", &self.options, cancel);
+        while done < end {
+            let target = Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner));
+            let range = Range { start: done, end };
+            let outcome = self.clients.with(&tries, |client| {
+                client.run(&tries, async {
+                    let opened = Some(&self.identity);
+                    let (new, response) = client.follow(&target, Some(range), opened).await?;
+                    self.identity.check(&response, range)?;
+                    client.scatter(response, range, &mut sink, &mut done, &tries).await?;
+                    Ok(new)
+                })
+            });
+            match outcome {
+                Ok(new) => self.go_to(Arc::new(new)),
+                Err(failure) => {
+                    // A signed address may have expired: the first one gives another.
+                    let redirected = target != self.first;
+                    self.go_to(Arc::clone(&self.first));
+                    tries.wait(failure.or_again(redirected), done, &self.shown)?;
+                }
+            }
+        }
+        usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
+    }
+
+    fn headers(&self) -> &[(String, String)] {
+        &self.headers
+    }
+}

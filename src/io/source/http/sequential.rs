@@ -1,0 +1,123 @@
+//! A server without ranges: one response, read front to back.
+
+use std::io::{self, IoSliceMut};
+use std::time::{Duration, Instant};
+
+use bytes::{Buf as _, Bytes};
+use reqwest::Response;
+
+use super::client::{Clients, OneClient, Target};
+use super::reply::Identity;
+use crate::cancel::Cancel;
+use crate::io::net::{Failure, NetOptions, Tries};
+use crate::io::source::Stream;
+
+/// The bytes of a file in order. A connection that breaks is made again, and what was read
+/// before is passed over.
+pub struct Body {
+    target: Target,
+    clients: Clients,
+    options: NetOptions,
+    identity: Identity,
+    shown: String,
+    open: Option<(OneClient, Response)>,
+    /// Bytes that have arrived and were not asked for yet.
+    rest: Bytes,
+    position: u64,
+    /// For how long it was waited for.
+    waited: Duration,
+}
+
+impl Body {
+    /// `target` is the address that the caller named.
+    pub fn new(
+        target: Target,
+        clients: Clients,
+        options: NetOptions,
+        identity: Identity,
+        shown: String,
+    ) -> Self {
+        Body {
+            target,
+            clients,
+            options,
+            identity,
+            shown,
+            open: None,
+            rest: Bytes::new(),
+            position: 0,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// Brings the next bytes; none at the end.
+    fn advance(&mut self, tries: &Tries<'_>) -> Result<Bytes, Failure> {
+        let (client, mut response, mut skip) = match self.open.take() {
+            Some((client, response)) => (client, response, 0),
+            None => {
+                let client = self.clients.take(tries)?;
+                let (_, response) = client.run(tries, async {
+                    client.follow(&self.target, None, Some(&self.identity)).await
+                })?;
+                self.identity.check_whole(&response)?;
+                (client, response, self.position)
+            }
+        };
+        loop {
+            let next = client.run(tries, async { client.chunk(&mut response, tries).await });
+            let mut bytes = next?;
+            if bytes.is_empty() {
+                let end = self.identity.len.unwrap_or(self.position);
+                if skip > 0 || self.position < end {
+                    let what = format!("the body ended at byte {} of {end}", self.position - skip);
+                    return Err(Failure::passing(io::ErrorKind::UnexpectedEof, what));
+                }
+                return Ok(bytes);
+            }
+            let passed = skip.min(bytes.len() as u64);
+            skip -= passed;
+            bytes.advance(usize::try_from(passed).unwrap_or(bytes.len()));
+            if !bytes.is_empty() {
+                self.open = Some((client, response));
+                return Ok(bytes);
+            }
+        }
+    }
+
+    /// Waits until there are bytes, or for the end.
+    fn wait(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
+        let options = self.options.clone();
+        let tries = Tries::new("reading", &options, cancel);
+        // The whole body is one request.
+        let mut tries = tries.resumed(self.waited, self.position);
+        loop {
+            match self.advance(&tries) {
+                Ok(bytes) => {
+                    self.rest = bytes;
+                    return Ok(());
+                }
+                Err(failure) => tries.wait(failure, self.position, &self.shown)?,
+            }
+        }
+    }
+}
+
+impl Stream for Body {
+    fn read_next(
+        &mut self,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> io::Result<usize> {
+        if self.rest.is_empty() {
+            let begun = Instant::now();
+            let waited = self.wait(cancel);
+            self.waited = self.waited.saturating_add(begun.elapsed());
+            waited.map_err(io::Error::other)?;
+        }
+        let mut sink = crate::io::source::scatter::Scatter::new(buffers);
+        let len = sink.put(&self.rest);
+        self.rest.advance(len);
+        self.position += len as u64;
+        Ok(len)
+    }
+}

@@ -1,0 +1,311 @@
+//! `redis://host/prefix`: a file whose pieces are the values of keys.
+//!
+//! A key is `<prefix>:<label>:<position of its value in the file>`; see `to_redis`.
+
+mod client;
+mod stream;
+
+use std::io::{ErrorKind, IoSliceMut};
+use std::sync::Arc;
+use std::time::Instant;
+
+use redis::{Pipeline, Value, cmd};
+
+use super::scatter::Scatter;
+use super::{ReadAt, Traits};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result, Shown};
+use crate::io::net::{Failure, NetOptions, Tries};
+use client::{Address, Connections};
+
+/// Bytes that one command asks for.
+const COMMAND_LEN: u64 = 1 << 20;
+/// Bytes and commands that are asked for before the first answer is read.
+const BATCH_LEN: u64 = 8 << 20;
+const BATCH_COMMANDS: usize = 1024;
+/// Bytes a part of a plan, which a thread reads in batches.
+const REQUEST_LEN: u64 = 32 << 20;
+/// Connections beyond which one server, which works on one thread, gave nothing more.
+const CONNECTIONS: usize = 4;
+/// Bytes of the answer to one step of a scan: of some thousand keys.
+const SCAN_LEN: u64 = 16 << 20;
+/// Bytes of an answer beside its data: a length or a number, and ends of lines.
+const ANSWER_LEN: u64 = 64;
+/// Bytes that the keys of one file may take: of some ten million tensors.
+const MOST_KEY_BYTES: usize = 1 << 30;
+/// Keys that a step of a scan looks at, and that one batch asks about.
+const SCAN_COUNT: usize = 1000;
+
+/// Where a key's value is in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Held {
+    start: u64,
+    len: u64,
+    key: Vec<u8>,
+}
+
+/// The values of all keys with one prefix.
+pub struct RedisSource {
+    shown: String,
+    connections: Connections,
+    options: NetOptions,
+    held: Vec<Held>,
+    end: u64,
+}
+
+/// Opens an address: finds the keys and the lengths of their values.
+pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let parsed = Address::parse(address).map_err(Error::InvalidArgument)?;
+    let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
+    let connections = Connections::new(parsed, &options).map_err(Error::InvalidArgument)?;
+    let mut source = RedisSource { shown, connections, options, held: Vec::new(), end: 0 };
+    source.held = source.find(&prefix, cancel)?;
+    if source.held.is_empty() {
+        let what = format!("no key of the database begins with `{prefix}:`");
+        let error = std::io::Error::new(ErrorKind::NotFound, what);
+        return Err(Error::io("opening", &source.shown, error));
+    }
+    source.end = source.held.iter().map(|held| held.start + held.len).max().unwrap_or(0);
+    Ok(Arc::new(source))
+}
+
+impl RedisSource {
+    /// One batch of commands, tried again where that may help.
+    fn ask(
+        &self,
+        commands: &Pipeline,
+        most: u64,
+        position: u64,
+        mut tries: Tries<'_>,
+    ) -> Result<Vec<Value>> {
+        loop {
+            match self.connections.ask(commands, most, &tries) {
+                Ok(answers) => return Ok(answers),
+                Err(failure) => tries.wait(failure, position, &self.shown)?,
+            }
+        }
+    }
+
+    /// What the server said is not what such a command is answered with.
+    fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
+        const SHOWN: usize = 200;
+        let what: String = what.to_string().chars().take(SHOWN).collect();
+        let text = format!("{command} was answered with {}", Shown(&what));
+        Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
+    }
+
+    /// All keys with the prefix, by position.
+    fn find(&self, prefix: &str, cancel: &dyn Cancel) -> Result<Vec<Held>> {
+        // All of it is one request in the eyes of who waits.
+        let begun = Instant::now();
+        let tries =
+            || Tries::new("reading", &self.options, cancel).opening().resumed(begun.elapsed(), 0);
+        let mut keys = Vec::new();
+        let mut key_bytes = 0;
+        let mut cursor = b"0".to_vec();
+        loop {
+            let mut scan = Pipeline::new();
+            scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
+            scan.arg("COUNT").arg(SCAN_COUNT);
+            let answers = self.ask(&scan, SCAN_LEN, 0, tries())?;
+            let answer = match answers.into_iter().next() {
+                Some(Value::Array(answer)) => answer,
+                other => return Err(self.odd("SCAN", format!("{other:?}"))),
+            };
+            let mut answer = answer.into_iter();
+            let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
+                (answer.next(), answer.next())
+            else {
+                return Err(self.odd("SCAN", "something else than a cursor and keys"));
+            };
+            for key in found {
+                match key {
+                    Value::BulkString(key) => {
+                        key_bytes += key.len() + size_of_val(&key);
+                        if key_bytes > MOST_KEY_BYTES {
+                            let what = format!("keys of more than {MOST_KEY_BYTES} bytes");
+                            return Err(self.odd("SCAN", what));
+                        }
+                        keys.push(key);
+                    }
+                    other => return Err(self.odd("SCAN", format!("the key {other:?}"))),
+                }
+            }
+            if next == b"0" {
+                break;
+            }
+            cursor = next;
+        }
+        // A scan may give a key twice.
+        keys.sort_unstable();
+        keys.dedup();
+        // Others may have keys with the same beginning: those without a position are theirs.
+        let keys: Vec<(u64, Vec<u8>)> =
+            keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
+        let mut held = Vec::with_capacity(keys.len());
+        for batch in keys.chunks(SCAN_COUNT) {
+            let mut lengths = Pipeline::new();
+            for (_, key) in batch {
+                lengths.add_command(cmd("STRLEN").arg(key).clone());
+            }
+            for ((start, key), len) in
+                batch.iter().zip(self.ask(&lengths, ANSWER_LEN * batch.len() as u64, 0, tries())?)
+            {
+                let len = match len {
+                    Value::Int(len) => u64::try_from(len).unwrap_or(0),
+                    other => return Err(self.odd("STRLEN", format!("{other:?}"))),
+                };
+                if start.checked_add(len).is_none() {
+                    return Err(self.odd("STRLEN", format!("{len} for a value at {start}")));
+                }
+                // The value of a tensor without data shares its position with the next one.
+                if len > 0 {
+                    held.push(Held { start: *start, len, key: key.clone() });
+                }
+            }
+        }
+        held.sort_by_key(|held| held.start);
+        Ok(held)
+    }
+
+    /// Which parts of which values hold some bytes: keys, first and last byte, and whether that
+    /// is all of the value. Stops after as much as one batch should hold.
+    fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
+        let mut pieces = Vec::new();
+        let mut at = start;
+        let stop = end.min(start.saturating_add(BATCH_LEN));
+        let mut number = self.held.partition_point(|held| held.start <= start);
+        number = number.saturating_sub(1);
+        while at < stop && pieces.len() < BATCH_COMMANDS {
+            let next = self.held.get(number + 1).map_or(u64::MAX, |next| next.start);
+            let held = self.held.get(number).filter(|held| held.start <= at);
+            let Some(held) = held.filter(|held| at < next && held.start + held.len > at) else {
+                if next <= at {
+                    number += 1;
+                    continue;
+                }
+                let text = format!("no key holds byte {at}");
+                let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
+                return Err(Error::io("reading", &self.shown, error));
+            };
+            let until = (held.start + held.len).min(next).min(stop).min(at + COMMAND_LEN);
+            pieces.push(Piece { held, start: at, len: until - at });
+            at = until;
+            if at == held.start + held.len || at == next {
+                number += 1;
+            }
+        }
+        Ok(pieces)
+    }
+}
+
+/// Part of a value.
+struct Piece<'s> {
+    held: &'s Held,
+    /// Position in the file.
+    start: u64,
+    len: u64,
+}
+
+impl Piece<'_> {
+    fn command(&self) -> redis::Cmd {
+        if self.len == self.held.len {
+            return cmd("GET").arg(&self.held.key).clone();
+        }
+        let first = self.start - self.held.start;
+        cmd("GETRANGE").arg(&self.held.key).arg(first).arg(first + self.len - 1).clone()
+    }
+}
+
+/// The pattern of all keys with a prefix; its own special characters mean themselves.
+fn pattern(prefix: &str) -> String {
+    let mut pattern = String::with_capacity(prefix.len() + 2);
+    for letter in prefix.chars() {
+        if matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
+            pattern.push('\\');
+        }
+        pattern.push(letter);
+    }
+    pattern + ":*"
+}
+
+/// The number after the last colon.
+fn position(key: &[u8]) -> Option<u64> {
+    let digits = key.rsplit(|&byte| byte == b':').next()?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+impl ReadAt for RedisSource {
+    fn uri(&self) -> &str {
+        &self.shown
+    }
+
+    fn traits(&self) -> Traits {
+        Traits {
+            len: Some(self.end),
+            max_readers: self.options.max_connections,
+            default_readers: self.options.connections.min(CONNECTIONS),
+            request_len: REQUEST_LEN,
+            merge_gap: 0,
+        }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut [IoSliceMut<'_>],
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+        let end = offset.saturating_add(wanted).min(self.end);
+        if end <= offset {
+            return Ok(0);
+        }
+        let pieces = self.pieces(offset, end)?;
+        let mut commands = Pipeline::with_capacity(pieces.len());
+        for piece in &pieces {
+            commands.add_command(piece.command());
+        }
+        let most = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
+        let tries = Tries::new("reading", &self.options, cancel);
+        let answers = self.ask(&commands, most, offset, tries)?;
+        let mut sink = Scatter::new(buffers);
+        let mut done = 0;
+        for (piece, answer) in pieces.iter().zip(answers) {
+            let bytes = match answer {
+                Value::BulkString(bytes) => bytes,
+                Value::Nil => Vec::new(),
+                other => return Err(self.odd("GETRANGE", format!("{other:?}"))),
+            };
+            if bytes.len() as u64 != piece.len {
+                let failure = Failure::lasting(
+                    ErrorKind::InvalidData,
+                    format!(
+                        "the value of `{}` changed while it was read: expected {} bytes from {} \
+                         on, found {}",
+                        Shown(&String::from_utf8_lossy(&piece.held.key)),
+                        piece.len,
+                        piece.start - piece.held.start,
+                        bytes.len()
+                    ),
+                );
+                return Err(Error::io("reading", &self.shown, failure.error));
+            }
+            done += sink.put(&bytes);
+        }
+        Ok(done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys() {
+        assert_eq!(pattern("a*b"), "a\\*b:*");
+        assert_eq!(position(b"p:a:b:12"), Some(12));
+        assert_eq!(position(b"p:header:x"), None);
+        assert_eq!(position(b"p:-1"), None);
+    }
+}

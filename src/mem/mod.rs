@@ -1,0 +1,10 @@
+//! Host memory that bytes are read into and that tensors then own.
+
+mod arena;
+pub mod device;
+pub mod mapped;
+pub mod pinned;
+mod zeroed;
+
+pub use arena::{ALIGNMENT, Arena, HostBuffer};
+pub use zeroed::zeroed;

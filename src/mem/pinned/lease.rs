@@ -1,0 +1,138 @@
+//! Units that one reader or writer has for a while. One of the few doors to `unsafe`.
+
+use std::sync::Arc;
+use std::thread;
+
+use super::{Flight, POLL, Pool, Unit};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::mem::device::{DeviceMemory, Event, Stream};
+
+/// Units that one reader or writer has.
+pub struct Lease<'p> {
+    pool: &'p Pool,
+    units: Vec<Unit>,
+    /// On which copies from or to these units are under way.
+    stream: Option<Arc<dyn Stream>>,
+    /// Passes when they have ended.
+    event: Option<Box<dyn Event>>,
+}
+
+impl<'p> Lease<'p> {
+    pub(super) fn new(pool: &'p Pool, units: Vec<Unit>) -> Self {
+        Lease { pool, units, stream: None, event: None }
+    }
+
+    /// The bytes of each unit; none while copies are under way.
+    pub fn units(&mut self) -> Vec<&mut [u8]> {
+        if self.stream.is_some() {
+            return Vec::new();
+        }
+        let len = self.pool.unit_len;
+        let units = self.units.iter_mut().map(|unit| {
+            // SAFETY: the unit's own initialised bytes, borrowed exclusively through it; no copy
+            // is under way.
+            unsafe { std::slice::from_raw_parts_mut(unit.start.as_ptr(), len) }
+        });
+        units.collect()
+    }
+
+    fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {
+        let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.unit_len);
+        let unit = self.units.get(unit).filter(|_| inside);
+        let unit = unit.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a unit")))?;
+        // SAFETY: `at` lies in the unit, as checked above.
+        Ok(unsafe { unit.start.as_ptr().add(at) })
+    }
+
+    fn begin(&mut self, stream: &Arc<dyn Stream>) -> Result<()> {
+        match &self.stream {
+            Some(own) if !Arc::ptr_eq(own, stream) => Err(Error::Bug("two streams".to_owned())),
+            _ => {
+                self.stream = Some(Arc::clone(stream));
+                self.event = None;
+                Ok(())
+            }
+        }
+    }
+
+    /// Begins to copy bytes of a unit to `offset` of a device's memory. From now on, all copies
+    /// of this lease are of this stream.
+    pub fn upload(
+        &mut self,
+        stream: &Arc<dyn Stream>,
+        (unit, at, len): (usize, usize, usize),
+        to: &DeviceMemory,
+        offset: usize,
+    ) -> Result<()> {
+        let from = self.range(unit, at, len)?;
+        let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+        self.begin(stream)?;
+        // SAFETY: the host's range is in a unit, which is not touched and not given away before
+        // an event has passed (`units`, `drop`); the device's is what `DeviceMemory` promises.
+        unsafe { stream.upload(to, from, len) }
+    }
+
+    /// Begins to copy from `offset` of a device's memory into a unit.
+    pub fn download(
+        &mut self,
+        stream: &Arc<dyn Stream>,
+        (unit, at, len): (usize, usize, usize),
+        from: &DeviceMemory,
+        offset: usize,
+    ) -> Result<()> {
+        let to = self.range(unit, at, len)?;
+        let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
+        self.begin(stream)?;
+        // SAFETY: as for `upload`.
+        unsafe { stream.download(to, from, len) }
+    }
+
+    /// Says that all copies were begun: [`Lease::wait`] waits for no others on the stream.
+    pub fn begun(&mut self) -> Result<()> {
+        if let Some(stream) = &self.stream {
+            self.event = Some(stream.record()?);
+        }
+        Ok(())
+    }
+
+    /// Waits for the copies that were begun.
+    pub fn wait(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        let Some(stream) = &self.stream else { return Ok(()) };
+        let event = match self.event.take() {
+            Some(event) => event,
+            None => stream.record()?,
+        };
+        while !event.passed()? {
+            cancel.check()?;
+            thread::park_timeout(POLL);
+        }
+        self.stream = None;
+        Ok(())
+    }
+}
+
+fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
+    Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let units = std::mem::take(&mut self.units);
+        // Recorded before the lock is taken: that may take long.
+        let ended = match self.stream.take() {
+            None => Ok(None),
+            Some(stream) => stream
+                .record()
+                .map(|event| Some((event, stream.handle())))
+                .or_else(|_| stream.finish().map(|()| None)),
+        };
+        let mut state = self.pool.state();
+        match ended {
+            Ok(None) => state.free.extend(units),
+            Ok(Some((event, stream))) => state.in_flight.push_back(Flight { event, stream, units }),
+            Err(_) => state.abandon(units),
+        }
+        state.wake_first();
+    }
+}

@@ -1,0 +1,156 @@
+//! The pool on the stand-in for a device.
+
+use super::*;
+use crate::cancel::Never;
+use crate::error::Error;
+use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::{Consumer, DeviceMemory};
+
+fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
+    let fake = FakeDevice::new(7, faults);
+    (Arc::clone(&fake), fake)
+}
+
+#[test]
+fn memory_grows_with_need_and_is_given_back() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(4096, 20);
+    assert_eq!(pool.size(), 0);
+    let first = pool.enter().lease(3, &device, &Never).unwrap();
+    assert_eq!(pool.size(), 8 * 4096);
+    let second = pool.enter().lease(17, &device, &Never).unwrap();
+    assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
+    assert!(pool.try_lease(1).is_none());
+    drop(second);
+    // The first segment is still in use.
+    assert_eq!(pool.release(), 12 * 4096);
+    drop(first);
+    assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
+    // More than the limit for who needs it at once.
+    assert!(pool.enter().lease(21, &device, &Never).is_ok());
+}
+
+#[test]
+fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(1 << 46, 4);
+    let refused = pool.enter().lease(1, &device, &Never);
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
+    assert_eq!(pool.size(), 0);
+}
+
+#[test]
+fn who_waits_is_served_in_turn_or_gives_up() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 2);
+    let all = pool.enter().lease(2, &device, &Never).unwrap();
+    assert!(pool.enter().lease(1, &device, &|| Err(Error::Cancelled)).is_err());
+    let (first, second) = (pool.enter(), pool.enter());
+    thread::scope(|scope| {
+        let later = scope.spawn(|| second.lease(1, &device, &Never).is_ok());
+        let sooner = scope.spawn(|| first.lease(2, &device, &Never).is_ok());
+        drop(all);
+        assert!(sooner.join().unwrap() && later.join().unwrap());
+    });
+}
+
+#[test]
+fn units_are_used_again_only_after_their_copies() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(256, 2);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = vec![0u8; 256 * 200];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+    for number in 0..200usize {
+        let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+        lease.units()[0].fill(u8::try_from(number).unwrap());
+        lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
+        assert!(lease.units().is_empty(), "nobody touches what is being copied");
+    }
+    stream.finish().unwrap();
+    assert_eq!(fake.under_way(), 0);
+    assert!(there.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
+}
+
+#[test]
+fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 60);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [0u8; 64 * PLENTY];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+    let mut lease = pool.enter().lease(PLENTY, &device, &Never).unwrap();
+    for unit in 0..PLENTY {
+        lease.upload(&stream, (unit, 0, 64), &memory, unit * 64).unwrap();
+    }
+    drop(lease);
+    let sizes = pool.size();
+    assert!(pool.enter().lease(1, &device, &Never).is_ok());
+    assert_eq!(pool.size(), sizes);
+}
+
+#[test]
+fn what_is_begun_later_is_not_waited_for() {
+    let (fake, device) = device(Faults::default());
+    let pool = Pool::new(64, 8);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [7u8; 64];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
+    let lease = || pool.enter().lease(1, &device, &Never).unwrap();
+    let (mut first, mut later) = (lease(), lease());
+    first.download(&stream, (0, 0, 64), &memory, 0).unwrap();
+    first.begun().unwrap();
+    for _ in 0..50 {
+        later.download(&stream, (0, 0, 1), &memory, 0).unwrap();
+    }
+    first.wait(&Never).unwrap();
+    assert!(fake.under_way() > 0 && first.units()[0] == [7; 64]);
+    stream.finish().unwrap();
+}
+
+#[test]
+fn what_was_downloaded_is_there_after_the_wait() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 1);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = *b"0123456789";
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
+    let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+    lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
+    assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
+    assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the unit");
+    lease.wait(&Never).unwrap();
+    assert_eq!(lease.units()[0][5..8], *b"456");
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_serves_all_the_same() {
+    let (fake, device) = device(Faults { pin: true, ..Faults::default() });
+    let pool = Pool::new(64, 1);
+    drop(pool.enter().lease(1, &device, &Never).unwrap());
+    assert!(pool.is_pageable());
+    assert_eq!((fake.pinned(), pool.release()), (0, 64));
+    assert!(!pool.is_pageable());
+}
+
+#[test]
+fn units_of_a_lost_device_are_never_used_again() {
+    let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
+    let pool = Pool::new(64, 1);
+    let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
+    let mut there = [0u8; 64];
+    // SAFETY: outlives the copies; nobody else uses it.
+    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
+    let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+    lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
+    drop(lease);
+    let lost = pool.enter().lease(1, &device, &Never);
+    assert!(matches!(lost, Err(Error::Device { .. })));
+    // The next one gets fresh memory.
+    assert!(pool.enter().lease(1, &device, &Never).is_ok());
+    stream.finish().unwrap();
+}
