@@ -21,7 +21,7 @@ use crate::codec::HashPool;
 use crate::codec::crypt::{Manifest, PIECE_LEN};
 use crate::codec::encrypt::Seal;
 use crate::codec::hash::{Digests, SMALL, StreamHash, digest_all, sha256};
-use crate::engine::plan::{Extent, Part, PieceKind};
+use crate::engine::plan::{Batch, Extent, SegmentKind};
 use crate::engine::workers::{self, Control};
 use crate::error::{Error, Result};
 use crate::format::header::{Draft, Hashes};
@@ -134,7 +134,7 @@ pub fn drain(
             }
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
-                Some(Job::Part(part)) => pass.write(&part, control)?,
+                Some(Job::Batch(part)) => pass.write(&part, control)?,
                 Some(Job::Staged(tensors)) => pass.write_staged(&tensors, control)?,
                 Some(Job::Deferred(tensor)) => {
                     pass.write_deferred(tensor, control)?;
@@ -177,7 +177,7 @@ type Small<'p> = (Vec<u8>, Bytes<'p>);
 struct Run<'a> {
     offset: u64,
     end: u64,
-    pieces: Vec<Bytes<'a>>,
+    segments: Vec<Bytes<'a>>,
 }
 
 impl<'p> Pass<'p> {
@@ -187,7 +187,7 @@ impl<'p> Pass<'p> {
 
     /// Writes one part. Small tensors are hashed first, and their headers go with them; the
     /// header of a large one is written when its hash is complete.
-    fn write(&self, part: &Part, control: &Control<'_>) -> Result<()> {
+    fn write(&self, part: &Batch, control: &Control<'_>) -> Result<()> {
         let mut small = self.small(part)?.into_iter();
         let mut data_of_small = None;
         let large = self.large(part)?;
@@ -195,18 +195,18 @@ impl<'p> Pass<'p> {
         let mut runs: Vec<Run<'_>> = Vec::new();
         let mut begun: Vec<(usize, Vec<u8>)> = Vec::new();
         let (mut offset, mut data_len) = (part.offset, 0);
-        for piece in &part.pieces {
+        for piece in &part.segments {
             let bytes = match piece.kind {
-                PieceKind::Gap => None,
-                PieceKind::Header { tensor } if self.item(tensor)?.len_for_pool().is_some() => {
+                SegmentKind::Gap => None,
+                SegmentKind::Header { tensor } if self.item(tensor)?.len_for_pool().is_some() => {
                     begun.push((tensor, self.draft(tensor)?.bytes));
                     None
                 }
-                PieceKind::Header { .. } => small.next().map(|(header, data)| {
+                SegmentKind::Header { .. } => small.next().map(|(header, data)| {
                     data_of_small = Some(data);
                     Bytes::Owned(header)
                 }),
-                PieceKind::Data { tensor, .. } => {
+                SegmentKind::Data { tensor, .. } => {
                     data_len += piece.len;
                     match (self.item(tensor)?.len_for_pool(), self.seal(tensor)?) {
                         (None, _) => data_of_small.take(),
@@ -224,8 +224,8 @@ impl<'p> Pass<'p> {
             };
             if let Some(bytes) = bytes {
                 match runs.last_mut().filter(|run| run.end == offset) {
-                    Some(run) => run.pieces.push(bytes),
-                    None => runs.push(Run { offset, end: offset, pieces: vec![bytes] }),
+                    Some(run) => run.segments.push(bytes),
+                    None => runs.push(Run { offset, end: offset, segments: vec![bytes] }),
                 }
                 if let Some(run) = runs.last_mut() {
                     run.end += piece.len;
@@ -235,7 +235,7 @@ impl<'p> Pass<'p> {
         }
         for run in &runs {
             let mut buffers: Vec<IoSlice<'_>> =
-                run.pieces.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
+                run.segments.iter().map(|bytes| IoSlice::new(bytes.as_ref())).collect();
             write_all_at(self.sink, run.offset, &mut buffers, control)?;
         }
         drop(runs);
@@ -251,10 +251,10 @@ impl<'p> Pass<'p> {
 
     /// The part's data of tensors that are hashed piece by piece, each with its tensor and its
     /// position.
-    fn large(&self, part: &Part) -> Result<Vec<(usize, u64, Copy<'p>)>> {
+    fn large(&self, part: &Batch) -> Result<Vec<(usize, u64, Copy<'p>)>> {
         let mut copies = Vec::new();
-        for piece in &part.pieces {
-            if let PieceKind::Data { tensor, start } = piece.kind {
+        for piece in &part.segments {
+            if let SegmentKind::Data { tensor, start } = piece.kind {
                 let item = self.item(tensor)?;
                 if item.len_for_pool().is_some() {
                     copies.push((tensor, start, self.copies.of(item.bytes(start, piece.len)?)));
@@ -294,11 +294,11 @@ impl<'p> Pass<'p> {
 
     /// The finished headers of the part's tensors that are hashed at once, in order, each with its
     /// data if they are encrypted.
-    fn small(&self, part: &Part) -> Result<Vec<Small<'p>>> {
+    fn small(&self, part: &Batch) -> Result<Vec<Small<'p>>> {
         let mut drafts = Vec::new();
         let mut data: Vec<Copy<'p>> = Vec::new();
-        for piece in &part.pieces {
-            if let PieceKind::Header { tensor } = piece.kind {
+        for piece in &part.segments {
+            if let SegmentKind::Header { tensor } = piece.kind {
                 let item = self.item(tensor)?;
                 if item.len_for_pool().is_none() {
                     drafts.push((tensor, self.draft(tensor)?));

@@ -187,7 +187,7 @@ impl<'a> Pass<'_, 'a> {
         let missing = || Error::Bug("a header without memory".to_owned());
         let mut gaps: usize = 0;
         let mut headers = Vec::new();
-        for piece in &job.pieces {
+        for piece in &job.segments {
             match piece {
                 Destination::Gap(len) => gaps += len,
                 Destination::Header { tensor, len, .. } => {
@@ -201,8 +201,8 @@ impl<'a> Pass<'_, 'a> {
         }
         let mut unwanted = gap.as_mut_slice();
         let mut left = headers.iter_mut();
-        let mut buffers = Vec::with_capacity(job.pieces.len());
-        for piece in &mut job.pieces {
+        let mut buffers = Vec::with_capacity(job.segments.len());
+        for piece in &mut job.segments {
             buffers.push(IoSliceMut::new(match piece {
                 Destination::Header { .. } => left.next().ok_or_else(missing)?,
                 Destination::Data { bytes, .. } => bytes,
@@ -218,7 +218,7 @@ impl<'a> Pass<'_, 'a> {
         drop(buffers);
         let mut headers = headers.into_iter();
         let mut whole: Vec<(usize, Vec<u8>, &'a [u8])> = Vec::new();
-        let mut pieces = job.pieces.into_iter().peekable();
+        let mut pieces = job.segments.into_iter().peekable();
         while let Some(piece) = pieces.next() {
             match piece {
                 Destination::Gap(_) => {}

@@ -1,7 +1,7 @@
 //! What one thread reads with one call, and in which steps.
 
 use crate::codec::hash::SMALL;
-use crate::engine::plan::{Extent, Part, PieceKind, partition};
+use crate::engine::plan::{Batch, Extent, SegmentKind, partition};
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
 use crate::io::source::Traits;
@@ -57,8 +57,8 @@ impl Cut {
         let parts = partition(&extents, self.part_len, merge_gap, vectors, self.unit);
         let mut jobs = Vec::with_capacity(parts.len());
         for part in parts {
-            let largest = part.pieces.iter().filter_map(|piece| match piece.kind {
-                PieceKind::Data { tensor, .. } => extents.get(tensor).map(|e| e.data_len),
+            let largest = part.segments.iter().filter_map(|piece| match piece.kind {
+                SegmentKind::Data { tensor, .. } => extents.get(tensor).map(|e| e.data_len),
                 _ => None,
             });
             let first = largest.max().filter(|&len| self.large_first && len >= LARGE_LEN);
@@ -70,22 +70,22 @@ impl Cut {
     }
 
     /// Gives a part its destinations, cutting the slots of tensors that several parts share.
-    fn job<'a>(&self, part: Part, wanted: &mut [Wanted<'_, 'a>]) -> Result<Job<'a>> {
+    fn job<'a>(&self, part: Batch, wanted: &mut [Wanted<'_, 'a>]) -> Result<Job<'a>> {
         let bug = || Error::Bug("a part without destinations".to_owned());
         let mut job = Job {
             offset: part.offset,
             len: part.len(),
-            pieces: Vec::with_capacity(part.pieces.len()),
+            segments: Vec::with_capacity(part.segments.len()),
         };
-        for piece in part.pieces {
+        for piece in part.segments {
             let len = usize::try_from(piece.len).map_err(|_| bug())?;
-            job.pieces.push(match piece.kind {
-                PieceKind::Gap => Destination::Gap(len),
-                PieceKind::Header { tensor } => {
+            job.segments.push(match piece.kind {
+                SegmentKind::Gap => Destination::Gap(len),
+                SegmentKind::Header { tensor } => {
                     let wanted = wanted.get(tensor).ok_or_else(bug)?;
                     Destination::Header { tensor: wanted.tensor, len, in_place: wanted.in_place }
                 }
-                PieceKind::Data { tensor, start } => {
+                SegmentKind::Data { tensor, start } => {
                     let wanted = wanted.get_mut(tensor).ok_or_else(bug)?;
                     let rest = wanted.bytes.take().ok_or_else(bug)?;
                     let (bytes, rest) = rest.split_at_mut_checked(len).ok_or_else(bug)?;
@@ -105,7 +105,7 @@ pub struct Job<'a> {
     /// How many bytes.
     pub len: u64,
     /// Where they go, in order.
-    pub pieces: Vec<Destination<'a>>,
+    pub segments: Vec<Destination<'a>>,
 }
 
 impl<'a> Job<'a> {
@@ -118,15 +118,15 @@ impl<'a> Job<'a> {
             let len = piece.len();
             match bites.last_mut().filter(|bite| joined || bite.len < step) {
                 Some(bite) => {
-                    bite.pieces.push(piece);
+                    bite.segments.push(piece);
                     bite.len += len;
                 }
-                None => bites.push(Job { offset, len, pieces: vec![piece] }),
+                None => bites.push(Job { offset, len, segments: vec![piece] }),
             }
             offset += len;
         };
         let mut behind_header = false;
-        for piece in self.pieces {
+        for piece in self.segments {
             let is_header = matches!(piece, Destination::Header { .. });
             match piece {
                 Destination::Data { tensor, mut start, bytes } if bytes.len() as u64 > SMALL => {

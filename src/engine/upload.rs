@@ -25,7 +25,7 @@ use crate::codec::KeptHeader;
 use crate::codec::crypt::{Key, PIECE_LEN, Pieces};
 use crate::codec::hash::{Digests, SMALL};
 use crate::engine::fill::check_key;
-use crate::engine::plan::{Extent, Part, PieceKind, Shares, Target, partition};
+use crate::engine::plan::{Batch, Extent, SegmentKind, Shares, Target, partition};
 use crate::engine::workers::{self, Control};
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
@@ -145,7 +145,7 @@ pub struct Uploaded {
 
 /// Parts that one reader reads one after another.
 struct Run {
-    parts: Vec<Part>,
+    parts: Vec<Batch>,
 }
 
 /// What is known of one tensor.
@@ -161,7 +161,7 @@ struct Lane {
 #[derive(Default)]
 struct Crc {
     header: Option<crc32fast::Hasher>,
-    pieces: BTreeMap<u64, crc32fast::Hasher>,
+    segments: BTreeMap<u64, crc32fast::Hasher>,
     /// Bytes of data that came.
     done: u64,
 }
@@ -245,8 +245,8 @@ impl<'p> Pass<'p> {
         let cut = |first: usize, extents: &[Extent]| {
             let vectors = crate::sys::MAX_VECTORS;
             let mut parts = partition(extents, part_len, traits.merge_gap, vectors, unit);
-            for piece in parts.iter_mut().flat_map(|part| &mut part.pieces) {
-                if let PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } =
+            for piece in parts.iter_mut().flat_map(|part| &mut part.segments) {
+                if let SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } =
                     &mut piece.kind
                 {
                     *tensor += first;
@@ -273,7 +273,7 @@ impl<'p> Pass<'p> {
                 _ => runs.extend(parts.into_iter().map(single)),
             }
         }
-        runs.sort_by_key(|run| std::cmp::Reverse(run.parts.iter().map(Part::len).sum::<u64>()));
+        runs.sort_by_key(|run| std::cmp::Reverse(run.parts.iter().map(Batch::len).sum::<u64>()));
         Ok(runs)
     }
 

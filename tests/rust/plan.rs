@@ -3,7 +3,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use proptest::prelude::*;
-use tensorizer::engine::plan::{Extent, PieceKind, Target, blocks, pack, partition, stage};
+use tensorizer::engine::plan::{Extent, SegmentKind, Target, blocks, pack, partition, stage};
 
 prop_compose! {
     fn extents()(
@@ -35,17 +35,17 @@ proptest! {
         for part in &parts {
             prop_assert!(!part.is_empty());
             prop_assert!(part.offset >= end, "parts do not overlap and rise");
-            prop_assert!(part.pieces.len() <= max_pieces);
+            prop_assert!(part.segments.len() <= max_pieces);
             let mut at = part.offset;
-            for piece in &part.pieces {
+            for piece in &part.segments {
                 match piece.kind {
-                    PieceKind::Gap => prop_assert!(piece.len <= merge_gap),
-                    PieceKind::Header { tensor } => {
+                    SegmentKind::Gap => prop_assert!(piece.len <= merge_gap),
+                    SegmentKind::Header { tensor } => {
                         prop_assert_eq!(at, extents[tensor].header_offset);
                         prop_assert_eq!(at + piece.len, extents[tensor].data_offset);
                         headers.push(tensor);
                     }
-                    PieceKind::Data { tensor, start } => {
+                    SegmentKind::Data { tensor, start } => {
                         prop_assert_eq!(at, extents[tensor].data_offset + start);
                         prop_assert_eq!(start, data[tensor], "without holes");
                         prop_assert_eq!(start % unit, 0, "cut at units");
@@ -66,8 +66,8 @@ proptest! {
     #[test]
     fn tensors_of_an_eighth_of_a_part_are_not_cut(extents in extents()) {
         for part in partition(&extents, 800_000, 0, 1024, 1) {
-            for piece in part.pieces {
-                if let PieceKind::Data { tensor, .. } = piece.kind {
+            for piece in part.segments {
+                if let SegmentKind::Data { tensor, .. } = piece.kind {
                     prop_assert_eq!(piece.len, extents[tensor].data_len);
                 }
             }

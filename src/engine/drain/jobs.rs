@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use super::{Item, staged};
 use crate::api::save::Data;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Extent, Part, PieceKind, partition};
+use crate::engine::plan::{Batch, Extent, SegmentKind, partition};
 use crate::error::Result;
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
@@ -17,7 +17,7 @@ const PART_LEN: u64 = 4 << 20;
 const LARGE: u64 = 16 << 20;
 
 pub enum Job {
-    Part(Part),
+    Batch(Batch),
     /// A tensor that must be brought into memory first, by itself.
     Deferred(usize),
     /// Tensors that are on a device.
@@ -63,13 +63,15 @@ fn parts(extents: &[Extent], tensors: std::ops::Range<usize>) -> impl Iterator<I
     let (first, run) = (tensors.start, &extents[tensors]);
     let parts = partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS, PIECE_LEN);
     parts.into_iter().map(move |mut part| {
-        for piece in &mut part.pieces {
+        for piece in &mut part.segments {
             match &mut piece.kind {
-                PieceKind::Header { tensor } | PieceKind::Data { tensor, .. } => *tensor += first,
-                PieceKind::Gap => {}
+                SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => {
+                    *tensor += first
+                }
+                SegmentKind::Gap => {}
             }
         }
-        Job::Part(part)
+        Job::Batch(part)
     })
 }
 

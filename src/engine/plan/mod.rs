@@ -1,4 +1,4 @@
-//! Which bytes, in what order, in what pieces: pure functions over ranges. No I/O, no clock.
+//! Which bytes, in what order, in what segments: pure functions over ranges. No I/O, no clock.
 
 mod pack;
 mod partition;
@@ -6,6 +6,6 @@ mod shares;
 mod staging;
 
 pub use pack::{MemoryRange, pack};
-pub use partition::{Extent, Part, Piece, PieceKind, partition};
+pub use partition::{Batch, Extent, Segment, SegmentKind, partition};
 pub use shares::Shares;
 pub use staging::{Grain, Move, Staging, Target, blocks, stage};

@@ -20,7 +20,7 @@ impl Extent {
 
 /// What some bytes of a part belong to. `tensor` counts within the extents given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PieceKind {
+pub enum SegmentKind {
     /// The whole header of a tensor.
     Header {
         /// Which.
@@ -39,26 +39,26 @@ pub enum PieceKind {
 
 /// Adjacent bytes with one destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
+pub struct Segment {
     /// Whose they are.
-    pub kind: PieceKind,
+    pub kind: SegmentKind,
     /// How many.
     pub len: u64,
 }
 
 /// One contiguous range of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct Batch {
     /// File position of its first byte.
     pub offset: u64,
     /// Its bytes, in order, without holes.
-    pub pieces: Vec<Piece>,
+    pub segments: Vec<Segment>,
 }
 
-impl Part {
+impl Batch {
     /// Bytes in the part.
     pub fn len(&self) -> u64 {
-        self.pieces.iter().map(|piece| piece.len).sum()
+        self.segments.iter().map(|piece| piece.len).sum()
     }
 
     /// Whether it has no bytes, which [`partition`] never returns.
@@ -82,51 +82,51 @@ pub fn partition(
     merge_gap: u64,
     max_pieces: usize,
     unit: u64,
-) -> Vec<Part> {
+) -> Vec<Batch> {
     let part_len = part_len.max(1);
     let unit = unit.max(1);
-    let mut parts: Vec<Part> = Vec::new();
-    let mut open: Option<Part> = None;
+    let mut parts: Vec<Batch> = Vec::new();
+    let mut open: Option<Batch> = None;
     for (tensor, extent) in extents.iter().enumerate() {
-        let header = Piece {
-            kind: PieceKind::Header { tensor },
+        let header = Segment {
+            kind: SegmentKind::Header { tensor },
             len: extent.data_offset - extent.header_offset,
         };
-        let fits = |part: &Part| {
+        let fits = |part: &Batch| {
             let end = part.offset + part.len();
             let gap = extent.header_offset - end;
             // A long tensor fills what is left of a part; a short one is not worth a cut.
             let room = part_len.saturating_sub(extent.data_offset - part.offset);
             let cut = extent.data_len >= CUT_LEN && room >= part_len / 16;
             gap <= merge_gap
-                && part.pieces.len() + 3 <= max_pieces
+                && part.segments.len() + 3 <= max_pieces
                 && (extent.end() - part.offset <= part_len || part.len() * 4 < part_len || cut)
         };
         if !open.as_ref().is_some_and(fits) {
             parts.extend(open.take());
         }
-        let part =
-            open.get_or_insert_with(|| Part { offset: extent.header_offset, pieces: Vec::new() });
+        let part = open
+            .get_or_insert_with(|| Batch { offset: extent.header_offset, segments: Vec::new() });
         let gap = extent.header_offset - (part.offset + part.len());
         if gap > 0 {
-            part.pieces.push(Piece { kind: PieceKind::Gap, len: gap });
+            part.segments.push(Segment { kind: SegmentKind::Gap, len: gap });
         }
-        part.pieces.push(header);
+        part.segments.push(header);
         let mut start = 0;
         while start < extent.data_len {
             let room = part_len
-                .saturating_sub(open.as_ref().map_or(0, Part::len))
+                .saturating_sub(open.as_ref().map_or(0, Batch::len))
                 .max(part_len.div_ceil(16));
             let room = (room / unit).max(1) * unit;
             let rest = extent.data_len - start;
             // The last cut must not leave crumbs, and short tensors stay whole.
             let whole = extent.data_len <= part_len && extent.data_len < CUT_LEN;
             let len = if whole || rest <= room.saturating_add(part_len / 16) { rest } else { room };
-            let piece = Piece { kind: PieceKind::Data { tensor, start }, len };
+            let piece = Segment { kind: SegmentKind::Data { tensor, start }, len };
             match &mut open {
-                Some(part) => part.pieces.push(piece),
+                Some(part) => part.segments.push(piece),
                 None => {
-                    open = Some(Part { offset: extent.data_offset + start, pieces: vec![piece] })
+                    open = Some(Batch { offset: extent.data_offset + start, segments: vec![piece] })
                 }
             }
             start += len;

@@ -1,7 +1,7 @@
 //! Where in units of staging memory the data of a part go, and which copies bring them from there
 //! to a device.
 
-use super::partition::{Part, PieceKind};
+use super::partition::{Batch, SegmentKind};
 use crate::error::{Error, Result};
 
 /// Where on a device the data of a tensor go.
@@ -59,7 +59,7 @@ const ALIGNMENT: usize = crate::mem::ALIGNMENT;
 /// Places the data of a part. Data are cut at multiples of `grain` bytes of their tensor only, and
 /// a grain lies in one unit; `grain` is at most `unit_len`.
 pub fn stage(
-    part: &Part,
+    part: &Batch,
     unit_len: usize,
     grain: usize,
     target: impl Fn(usize) -> Result<Target>,
@@ -68,8 +68,8 @@ pub fn stage(
     // Position after the last grain, and in which block it goes where.
     let mut end = 0;
     let mut last: Option<Target> = None;
-    for piece in &part.pieces {
-        let PieceKind::Data { tensor, start } = piece.kind else { continue };
+    for piece in &part.segments {
+        let SegmentKind::Data { tensor, start } = piece.kind else { continue };
         let target = target(tensor)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("{n} bytes")));
         let (mut done, len) = (0, size(piece.len)?);

@@ -11,7 +11,7 @@ use crate::codec::KeptHeader;
 use crate::codec::decrypt::{how, refused};
 use crate::codec::hash::{Digests, StreamHash};
 use crate::engine::fill::{header_memory, parse_header};
-use crate::engine::plan::{Grain, Part, PieceKind, Staging, stage};
+use crate::engine::plan::{Batch, Grain, SegmentKind, Staging, stage};
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, read_exact_at};
@@ -73,7 +73,7 @@ impl<'r, 'p> Reader<'r, 'p> {
 
     fn part(
         &mut self,
-        part: Part,
+        part: Batch,
         staging: &Staging,
         mut lease: Lease<'_>,
         watched: &mut Option<Watched>,
@@ -84,15 +84,15 @@ impl<'r, 'p> Reader<'r, 'p> {
         let mut headers = headers.into_iter();
         let mut grains = staging.grains.iter().peekable();
         let mut data_len = 0;
-        for piece in &part.pieces {
+        for piece in &part.segments {
             match piece.kind {
-                PieceKind::Gap => {}
-                PieceKind::Header { tensor } => {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
                     let raw = headers.next();
                     let raw = raw.ok_or_else(|| Error::Bug("a header of a part".to_owned()))?;
                     *watched = self.header(pass.tensor(tensor)?, raw)?;
                 }
-                PieceKind::Data { tensor, start } => {
+                SegmentKind::Data { tensor, start } => {
                     let end = start + piece.len;
                     let here = |grain: &&Grain| grain.tensor == tensor && grain.start < end;
                     while let Some(grain) = grains.next_if(|grain| here(grain)) {
@@ -122,7 +122,7 @@ impl<'r, 'p> Reader<'r, 'p> {
     /// Reads a part: data to their places in the units, headers into memory of their own.
     fn read(
         &mut self,
-        part: &Part,
+        part: &Batch,
         staging: &Staging,
         lease: &mut Lease<'_>,
     ) -> Result<Vec<Box<[u8]>>> {
@@ -130,12 +130,12 @@ impl<'r, 'p> Reader<'r, 'p> {
         let bug = |what: &str| Error::Bug(format!("{what} of a part"));
         let mut headers = Vec::new();
         let mut gaps = 0;
-        for piece in &part.pieces {
+        for piece in &part.segments {
             let len = usize::try_from(piece.len).map_err(|_| bug("the length"))?;
             match piece.kind {
-                PieceKind::Gap => gaps += len,
-                PieceKind::Data { .. } => {}
-                PieceKind::Header { tensor } => {
+                SegmentKind::Gap => gaps += len,
+                SegmentKind::Data { .. } => {}
+                SegmentKind::Header { tensor } => {
                     headers.push(header_memory(len, pass.entry(pass.tensor(tensor)?)?)?);
                 }
             }
@@ -149,20 +149,20 @@ impl<'r, 'p> Reader<'r, 'p> {
             lease.units().into_iter().map(|unit| (0, unit)).collect();
         let mut grains = staging.grains.iter().peekable();
         let mut left = headers.iter_mut();
-        let mut buffers = Vec::with_capacity(part.pieces.len() + staging.grains.len());
-        for piece in &part.pieces {
+        let mut buffers = Vec::with_capacity(part.segments.len() + staging.grains.len());
+        for piece in &part.segments {
             match piece.kind {
-                PieceKind::Header { .. } => {
+                SegmentKind::Header { .. } => {
                     let raw = left.next().ok_or_else(|| bug("a header"))?;
                     buffers.push(IoSliceMut::new(raw));
                 }
-                PieceKind::Gap => {
+                SegmentKind::Gap => {
                     let len = usize::try_from(piece.len).map_err(|_| bug("the length"))?;
                     let (now, later) = unwanted.split_at_mut(len);
                     unwanted = later;
                     buffers.push(IoSliceMut::new(now));
                 }
-                PieceKind::Data { tensor, start } => {
+                SegmentKind::Data { tensor, start } => {
                     let end = start + piece.len;
                     let here = |grain: &&Grain| grain.tensor == tensor && grain.start < end;
                     while let Some(grain) = grains.next_if(|grain| here(grain)) {
@@ -264,7 +264,7 @@ impl<'r, 'p> Reader<'r, 'p> {
                 let mut piece = crc32fast::Hasher::new();
                 piece.update(bytes);
                 let keep = |crc: &mut Crc| {
-                    crc.pieces.insert(start, piece);
+                    crc.segments.insert(start, piece);
                 };
                 return self.add_crc(tensor, keep, len);
             }
@@ -292,7 +292,7 @@ impl<'r, 'p> Reader<'r, 'p> {
             return Ok(());
         }
         let Some(mut whole) = crc.header.take() else { return Ok(()) };
-        for piece in std::mem::take(&mut crc.pieces).values() {
+        for piece in std::mem::take(&mut crc.segments).values() {
             whole.combine(piece);
         }
         self.pass.compare(tensor, &Digests { crc: whole.finalize(), sha: [0; 32] })

@@ -8,7 +8,7 @@ use super::reader::Reader;
 use crate::api::load::Verify;
 use crate::cancel::Cancel;
 use crate::engine::fill::header_memory;
-use crate::engine::plan::{Part, PieceKind, Target};
+use crate::engine::plan::{Batch, SegmentKind, Target};
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, read_exact_at};
 use crate::mem::device::{DeviceFile, Streams};
@@ -102,13 +102,13 @@ fn read_to(
 
 impl Reader<'_, '_> {
     /// Has the device read the data of a part; headers are read as ever.
-    pub fn part_by_device(&mut self, part: &Part, file: &dyn DeviceFile) -> Result<()> {
+    pub fn part_by_device(&mut self, part: &Batch, file: &dyn DeviceFile) -> Result<()> {
         let pass = self.pass;
         let mut position = part.offset;
-        for piece in &part.pieces {
+        for piece in &part.segments {
             match piece.kind {
-                PieceKind::Gap => {}
-                PieceKind::Header { tensor } => {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
                     let len = usize::try_from(piece.len);
                     let len = len.map_err(|_| Error::Bug("a header's length".to_owned()))?;
                     let entry = pass.entry(pass.tensor(tensor)?)?;
@@ -118,7 +118,7 @@ impl Reader<'_, '_> {
                     read_exact_at(self.source, position, &mut buffers, &what, self.control)?;
                     self.header(pass.tensor(tensor)?, raw)?;
                 }
-                PieceKind::Data { tensor, start } => {
+                SegmentKind::Data { tensor, start } => {
                     let target = pass.target(tensor)?;
                     let size =
                         |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("{n} bytes")));
