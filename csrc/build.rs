@@ -13,7 +13,7 @@ fn main() {
     }
 }
 
-const BRIDGE: &str = "bridge.rs";
+const BRIDGES: &[&str] = &["torch.rs", "bridge.rs"];
 const SOURCES: &[&str] = &["ops.cpp", "tensor.cpp"];
 const HEADERS: &[&str] = &["errors.h", "ops.h", "tensor.h"];
 
@@ -21,7 +21,7 @@ const HEADERS: &[&str] = &["errors.h", "ops.h", "tensor.h"];
 const SUPPORTED: std::ops::RangeInclusive<u32> = 10..=15;
 
 fn build() -> Result<(), String> {
-    for source in SOURCES.iter().chain(HEADERS).chain(&[BRIDGE, "build.rs"]) {
+    for source in SOURCES.iter().chain(HEADERS).chain(BRIDGES).chain(&["build.rs"]) {
         println!("cargo:rerun-if-changed={source}");
     }
     println!("cargo:rerun-if-env-changed=TENSORIZER_TORCH");
@@ -41,7 +41,7 @@ fn build() -> Result<(), String> {
     println!("cargo:rustc-env=TENSORIZER_TORCH_VERSION={major}.{minor}");
     let lib = root.join("lib");
     let include = root.join("include");
-    let mut build = cxx_build::bridge(BRIDGE);
+    let mut build = cxx_build::bridges(BRIDGES);
     build
         .files(SOURCES)
         .std("c++20")

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cxx::UniquePtr;
 use tensorizer::error::{Error, Result};
 
-use crate::bridge::{TensorList, thrown};
 use crate::guard::guard;
 use crate::tensor::Loaded;
+use crate::torch::{TensorList, thrown};
 
 /// Tensors that Python lent for the length of a call.
 pub struct Lent(UniquePtr<TensorList>);

@@ -12,10 +12,11 @@ mod operators;
 #[cfg(feature = "tch")]
 pub mod tch;
 pub mod tensor;
+mod torch;
 
-pub use bridge::{TensorList, current_stream};
 pub use on_load::registered;
 pub use operators::{set_interrupt, set_unlocked};
+pub use torch::{TensorList, current_stream};
 
 /// The `major.minor` of the torch that this was built against.
 pub const TORCH_VERSION: &str = env!("TENSORIZER_TORCH_VERSION");

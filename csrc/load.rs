@@ -16,8 +16,8 @@ use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Counters, PAGEABLE};
 use tensorizer::{LoadOptions, load, load_into};
 
-use crate::bridge::{self, thrown};
 use crate::tensor::{Loaded, Place, expect_like};
+use crate::torch::{self, thrown};
 
 /// Where new tensors are to be.
 #[derive(Clone, Copy)]
@@ -52,13 +52,13 @@ pub fn load_tensors(
             .unzip();
         return Ok((Loaded::new(file, places.into_iter(), None)?, headers));
     };
-    let consumer = Consumer(bridge::current_stream(to.device).map_err(thrown)?);
+    let consumer = Consumer(torch::current_stream(to.device).map_err(thrown)?);
     // A graph that is being captured refuses here, before memory is taken.
     drop(Arc::clone(&device).stream(consumer)?);
 
     let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
     let (block_lens, places) = in_file_order(&entries, to.apart);
-    let list = bridge::new_blocks(to.device, &block_lens)
+    let list = torch::new_blocks(to.device, &block_lens)
         .map_err(|e| out_of_memory(&e).with_file("loading", file.uri()))?;
     let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
     let targets = targets(&places)?;
@@ -162,7 +162,7 @@ fn out_of_memory(exception: &cxx::Exception) -> Error {
 pub unsafe fn load_into_tensors(
     file: &TensorFile,
     selection: &[usize],
-    out: &bridge::TensorList,
+    out: &torch::TensorList,
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
@@ -213,7 +213,7 @@ pub unsafe fn load_into_tensors(
         let blocks: Vec<DeviceMemory> = blocks.collect();
         let targets: Vec<Target> =
             (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
-        let consumer = Consumer(bridge::current_stream(index).map_err(thrown)?);
+        let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
         let places = (&device, consumer, blocks.as_slice(), targets.as_slice());
         let counters = Counters::default();
         keep(&at, run(file, &numbers, places, options, &counters, cancel)?.headers);
@@ -238,11 +238,7 @@ struct Found {
 
 impl Found {
     /// Finds the memory of tensors, after checking that they fit and do not overlap.
-    fn check(
-        file: &TensorFile,
-        selection: &[usize],
-        out: &bridge::TensorList,
-    ) -> Result<Vec<Self>> {
+    fn check(file: &TensorFile, selection: &[usize], out: &torch::TensorList) -> Result<Vec<Self>> {
         let mut found = Vec::with_capacity(selection.len());
         for (at, &number) in selection.iter().enumerate() {
             let entry = file.entry(number)?;

@@ -4,8 +4,8 @@
 
 use std::sync::OnceLock;
 
-use crate::bridge::{register_operators, thrown};
 use crate::guard::guard;
+use crate::torch::{register_operators, thrown};
 
 /// Why the operators are not this library's.
 static FAILED: OnceLock<String> = OnceLock::new();

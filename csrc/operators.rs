@@ -13,10 +13,10 @@ use tensorizer::format::index::Entry;
 use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
 use zeroize::Zeroizing;
 
-use crate::bridge::{OpOptions, TensorList};
 use crate::guard::guard;
 use crate::load::{Where, load_into_tensors, load_tensors};
 use crate::tensor::{Loaded, to_save};
+use crate::torch::{OpOptions, TensorList};
 
 /// Looked at now and then during every operator; set by the Python module to see Ctrl-C.
 static INTERRUPT: OnceLock<fn() -> Result<()>> = OnceLock::new();

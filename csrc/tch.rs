@@ -12,9 +12,10 @@ use tensorizer::device::{CPU, Index};
 use tensorizer::error::{Error, Result};
 use tensorizer::{SaveOptions, save as save_tensors};
 
-use crate::bridge::{self, thrown};
+use crate::bridge::new_tensors;
 use crate::operators::{load_all, load_some};
 use crate::tensor::{Loaded, to_save};
+use crate::torch::{self, TensorList, thrown};
 
 /// The address of an `at::Tensor`, which is what a `tch::Tensor` holds.
 fn address(tensor: &Tensor) -> usize {
@@ -22,15 +23,15 @@ fn address(tensor: &Tensor) -> usize {
 }
 
 /// New references to the tensors.
-fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<bridge::TensorList>> {
+fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<TensorList>> {
     let addresses: Vec<usize> = tensors.map(address).collect();
     // SAFETY: each is the address of an `at::Tensor` that its `tch::Tensor` keeps alive for 't.
-    unsafe { bridge::list_tensors(&addresses) }.map_err(thrown)
+    unsafe { torch::list_tensors(&addresses) }.map_err(thrown)
 }
 
 fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
     let names: Vec<String> = (0..loaded.size()).map(|at| loaded.name(at).to_owned()).collect();
-    let tensors = bridge::new_tensors(&mut loaded).map_err(thrown)?.into_iter().map(|address| {
+    let tensors = new_tensors(&mut loaded).map_err(thrown)?.into_iter().map(|address| {
         // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
         let tensor = unsafe { Tensor::from_ptr(std::ptr::with_exposed_provenance_mut(address)) };
         if device == tensor.device() { Ok(tensor) } else { tensor.f_to_device(device) }
@@ -69,7 +70,7 @@ pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Re
     let names: Vec<String> = out.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
     let tensors = list(out.iter().map(|(_, tensor)| &**tensor))?;
     let tensors = tensors.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
-    bridge::load_into_list(uri, &names, tensors).map_err(thrown)
+    torch::load_into_list(uri, &names, tensors).map_err(thrown)
 }
 
 /// Writes a file with these tensors: it appears whole, or not at all with the old one left.

@@ -18,7 +18,7 @@ use tensorizer::format::name::Name;
 use tensorizer::mem::HostBuffer;
 use tensorizer::{Data, HostCopy, SaveTensor};
 
-use crate::bridge::{self, TensorInfo, TensorList, thrown};
+use crate::torch::{self, TensorInfo, TensorList, thrown};
 
 /// Tensors that were loaded and wait to become torch's.
 pub struct Loaded {
@@ -201,9 +201,7 @@ impl Devices {
             return Ok(known.clone());
         }
         let found = match device::find(index).unwrap_or(None) {
-            Some(device) => {
-                Some((device, Consumer(bridge::current_stream(index).map_err(thrown)?)))
-            }
+            Some(device) => Some((device, Consumer(torch::current_stream(index).map_err(thrown)?))),
             None => None,
         };
         self.0.push((index, found.clone()));

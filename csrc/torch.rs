@@ -1,0 +1,82 @@
+//! What C++ gives to Rust: lists of tensors, and what both sides must know of them. Names nothing of
+//! the other files here, so that they can all use it; what Rust gives to C++ is in `bridge.rs`.
+#![allow(unsafe_code)]
+// The bridge's own expansion is not documented.
+#![allow(missing_docs, clippy::missing_safety_doc)]
+
+use tensorizer::error::Error;
+
+#[cxx::bridge(namespace = "tensorizer")]
+mod ffi {
+    /// What the core needs to know of a tensor.
+    struct TensorInfo {
+        /// `c10::ScalarType`.
+        dtype: i8,
+        shape: Vec<u64>,
+        /// On the `meta` device.
+        meta: bool,
+        /// In row-major order in memory.
+        ready: bool,
+        /// -1 for the CPU, the index for CUDA, -2 for others.
+        device: i16,
+    }
+
+    /// How an operator is to load.
+    struct OpOptions {
+        verify: bool,
+        /// 0 for the source's own number.
+        readers: u64,
+        /// Empty for none.
+        key: Vec<u8>,
+        /// Where the tensors go: -1 for the CPU, the index for CUDA.
+        device: i16,
+    }
+
+    unsafe extern "C++" {
+        include!("tensor.h");
+        include!("ops.h");
+
+        type TensorList;
+        fn size(self: &TensorList) -> usize;
+        fn info(self: &TensorList, at: usize) -> Result<TensorInfo>;
+        fn bytes(self: &TensorList, at: usize) -> Result<&[u8]>;
+        /// This thread's stream of a tensor's device, for `host_copy` on another thread.
+        fn stream(self: &TensorList, at: usize) -> Result<i64>;
+        fn host_copy(self: &TensorList, at: usize, stream: i64) -> Result<UniquePtr<TensorList>>;
+
+        /// Uninitialised blocks of so many bytes each.
+        fn new_blocks(device: i16, lens: &[u64]) -> Result<UniquePtr<TensorList>>;
+        /// The stream that the driver knows as this thread's current one of a device.
+        fn current_stream(device: i16) -> Result<usize>;
+        fn address(self: &TensorList, at: usize) -> Result<usize>;
+        fn writable(self: &TensorList, at: usize) -> Result<usize>;
+        fn len(self: &TensorList, at: usize) -> Result<u64>;
+        fn fill_zero(self: &TensorList, at: usize) -> Result<()>;
+        /// Tells autograd that the tensors were changed.
+        fn changed(self: &TensorList) -> Result<()>;
+
+        fn register_operators() -> Result<()>;
+    }
+
+    #[cfg(feature = "tch")]
+    unsafe extern "C++" {
+        /// # Safety
+        /// Each address is that of an `at::Tensor`.
+        unsafe fn list_tensors(addresses: &[usize]) -> Result<UniquePtr<TensorList>>;
+
+        fn load_into_list(uri: &str, names: &[String], out: &TensorList) -> Result<()>;
+    }
+}
+
+pub use ffi::*;
+
+// SAFETY: a list of `at::Tensor`s that is never changed after it was made. Their reference counts
+// are atomic, and the methods of the bridge only read the tensors or make new ones.
+unsafe impl Send for TensorList {}
+// SAFETY: as above.
+unsafe impl Sync for TensorList {}
+
+/// Everything that the C++ side throws is about tensors that cannot be handled.
+pub fn thrown(exception: cxx::Exception) -> Error {
+    Error::Unsupported(exception.what().to_owned())
+}
