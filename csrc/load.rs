@@ -1,20 +1,18 @@
 //! Loads that end in torch's memory, on whatever device. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::KeptHeader;
-use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index};
-use tensorizer::engine::plan::{Target, blocks};
-use tensorizer::engine::upload::{Destination, Uploaded, copy, upload};
+use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, Streams};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::index::Entry;
 use tensorizer::mem::pinned::Pool;
-use tensorizer::stats::{Counters, PAGEABLE};
-use tensorizer::{LoadOptions, load, load_into};
+use tensorizer::stats::Counters;
+use tensorizer::{Destination, DeviceLoad, LoadOptions, load, load_into_uninit};
 
 use crate::tensor::{Loaded, Place, expect_like};
 use crate::torch::{self, thrown};
@@ -46,97 +44,49 @@ pub fn load_tensors(
         let loaded = load(file, selection, options, cancel)?;
         counters.bytes(loaded.iter().map(|tensor| tensor.memory.bytes().len() as u64).sum());
         counters.publish("load", file.uri(), "cpu", selection.len());
-        let (places, headers): (Vec<_>, Vec<_>) = loaded
-            .into_iter()
-            .map(|tensor| ((tensor.number, Place::Host(tensor.memory)), tensor.header))
-            .unzip();
-        return Ok((Loaded::new(file, places.into_iter(), None)?, headers));
+        let (places, headers): (Vec<_>, Vec<_>) =
+            loaded.into_iter().map(|tensor| (Place::Host(tensor.memory), tensor.header)).unzip();
+        return Ok((Loaded::new(file, selection, places, None), headers));
     };
     let consumer = Consumer(torch::current_stream(to.device).map_err(thrown)?);
     // A graph that is being captured refuses here, before memory is taken.
     drop(Arc::clone(&device).stream(consumer)?);
 
-    let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
-    let (block_lens, places) = in_file_order(&entries, to.apart);
-    let list = torch::new_blocks(to.device, &block_lens)
+    let planned = DeviceLoad::new(file, selection, to.apart)?;
+    let lens = planned.block_lens();
+    let list = torch::new_blocks(to.device, &lens)
         .map_err(|e| out_of_memory(&e).with_file("loading", file.uri()))?;
     let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
-    let targets = targets(&places)?;
-    let memory = block_lens.iter().enumerate().map(|(at, &len)| {
-        // SAFETY: a new tensor of so many bytes that nobody else knows; `run` waits for all copies
+    let memory = lens.iter().enumerate().map(|(at, &len)| {
+        // SAFETY: a new tensor of so many bytes that nobody else knows; the load waits for all copies
         // before it returns an error, and the consumer's stream does before the tensor is used.
         Ok(unsafe { DeviceMemory::new(tensors.writable(at).map_err(thrown)?, size(len)?) })
     });
-    let blocks = memory.collect::<Result<Vec<_>>>()?;
-    let at = (&device, consumer, blocks.as_slice(), targets.as_slice());
-    let uploaded = run(file, selection, at, options, &counters, cancel)?;
-    let placed =
-        selection.iter().zip(&entries).zip(&places).map(|((&number, entry), &(block, offset))| {
-            let zeros = entry.is_meta();
-            (number, if zeros { Place::Zeros } else { Place::Block(block, offset) })
-        });
-    Ok((Loaded::new(file, placed, Some(list))?, uploaded.headers))
+    let memory = memory.collect::<Result<Vec<_>>>()?;
+    let to = (&device, consumer, memory.as_slice());
+    let (headers, streams) = run(file, &planned, to, options, &counters, cancel)?;
+    streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
+    counters.publish("load", file.uri(), device.name(), selection.len());
+    let places = selection.iter().zip(planned.places()).map(|(&number, place)| {
+        let zeros = file.entry(number)?.is_meta();
+        Ok(if zeros { Place::Zeros } else { Place::Block(place.block, place.offset) })
+    });
+    Ok((Loaded::new(file, selection, places.collect::<Result<_>>()?, Some(list)), headers))
 }
 
-/// A device, who uses it, memory there, and the place of each tensor in it.
-type Places<'a> = (&'a Arc<dyn Device>, Consumer, &'a [DeviceMemory], &'a [Target]);
-
-/// Loads to a device, by way of host memory where that is needed.
+/// Loads to a device. Copies may be under way until the streams are handed over or dropped.
 fn run(
     file: &TensorFile,
-    selection: &[usize],
-    (device, consumer, blocks, targets): Places<'_>,
+    planned: &DeviceLoad<'_>,
+    (device, consumer, memory): (&Arc<dyn Device>, Consumer, &[DeviceMemory]),
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Uploaded> {
+) -> Result<(Vec<KeptHeader>, Streams)> {
     let direct_storage = GDS.value()? != 0;
-    let to = &Destination { device, consumer, blocks, targets, direct_storage };
     let pool = Pool::of(device)?;
-    let named = |error: Error| error.with_file("loading", file.uri());
-    let uploaded = match upload(file, selection, to, pool, options, counters, cancel)
-        .map_err(named)?
-    {
-        Some(uploaded) => uploaded,
-        None => {
-            counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
-            let options = LoadOptions { map: false, ..*options };
-            let loaded = load(file, selection, &options, cancel)?;
-            let bytes = loaded.iter().map(|tensor| match file.entry(tensor.number) {
-                Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
-                _ => &[],
-            });
-            copy(bytes, to, pool, counters, cancel).map_err(named)?;
-            let headers = loaded.into_iter().map(|tensor| tensor.header).collect();
-            Uploaded { headers }
-        }
-    };
-    if pool.is_pageable() {
-        counters.fallback(PAGEABLE);
-    }
-    counters.publish("load", file.uri(), to.device.name(), selection.len());
-    Ok(uploaded)
-}
-
-/// Blocks for new tensors, and the place of each, in the order of the selection. What is adjacent
-/// in the file is adjacent in a block.
-fn in_file_order(entries: &[&Entry], apart: bool) -> (Vec<u64>, Vec<(usize, u64)>) {
-    let mut order: Vec<usize> = (0..entries.len()).collect();
-    order.sort_by_key(|&tensor| entries.get(tensor).map(|entry| entry.header_offset));
-    let lens: Vec<u64> =
-        order.iter().filter_map(|&t| entries.get(t)).map(|entry| entry.data_len).collect();
-    let (lens, sorted) = blocks(&lens, apart);
-    let mut places = vec![(0, 0); entries.len()];
-    for (tensor, place) in order.into_iter().zip(sorted) {
-        if let Some(slot) = places.get_mut(tensor) {
-            *slot = place;
-        }
-    }
-    (lens, places)
-}
-
-fn targets(places: &[(usize, u64)]) -> Result<Vec<Target>> {
-    places.iter().map(|&(block, offset)| Ok(Target { block, offset: size(offset)? })).collect()
+    let to = Destination { device, consumer, memory, direct_storage, pool };
+    planned.run(&to, options, counters, cancel).map_err(|e| e.with_file("loading", file.uri()))
 }
 
 fn size(len: u64) -> Result<usize> {
@@ -178,48 +128,45 @@ pub unsafe fn load_into_tensors(
     let mut devices: Vec<Index> = found.iter().map(|tensor| tensor.device).collect();
     devices.sort_unstable();
     devices.dedup();
+    // Whatever fails, copies to all devices have ended when this returns.
+    let mut under_way: Vec<Streams> = Vec::new();
     for index in devices {
-        let of_device = |tensor: &&Found| tensor.device == index;
-        let at: Vec<usize> = found.iter().filter(of_device).map(|tensor| tensor.at).collect();
-        let numbers: Vec<usize> = found.iter().filter(of_device).map(|t| t.number).collect();
-        let device = device::find(index)?;
-        if device.is_none() && index != CPU {
-            return Err(Error::Bug(format!("host memory of device {index}")));
-        }
-        let Some(device) = device else {
-            let memory = found.iter().filter(of_device).map(|tensor| {
-                if tensor.len == 0 {
-                    return &mut [][..];
-                }
-                let start = std::ptr::with_exposed_provenance_mut(tensor.address);
-                // SAFETY: the tensor has `len` bytes in one piece from here on (`check`); the list
-                // keeps it alive; no two overlap, and the caller promises that nobody else uses it.
-                unsafe { std::slice::from_raw_parts_mut(start, tensor.len) }
-            });
-            let memory = memory.collect();
-            let counters = Counters::default();
-            keep(&at, load_into(file, &numbers, memory, options, cancel)?);
-            let of_these = found.iter().filter(of_device);
-            counters.bytes(of_these.map(|tensor| tensor.len as u64).sum());
+        let found: Vec<&Found> = found.iter().filter(|tensor| tensor.device == index).collect();
+        let at: Vec<usize> = found.iter().map(|tensor| tensor.at).collect();
+        let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
+        let counters = Counters::default();
+        let Some(device) = device::find(index)? else {
+            if index != CPU {
+                return Err(Error::Bug(format!("host memory of device {index}")));
+            }
+            // SAFETY: the caller's promise; the list keeps the tensors alive, `check` has found that
+            // each has its bytes in one piece and that no two overlap.
+            let memory = found.iter().map(|tensor| unsafe { tensor.memory() }).collect();
+            keep(&at, load_into_uninit(file, &numbers, memory, options, cancel)?);
+            counters.bytes(found.iter().map(|tensor| tensor.len as u64).sum());
             counters.publish("load", file.uri(), "cpu", numbers.len());
             continue;
         };
-        let blocks = found.iter().filter(of_device).map(|tensor| {
+        let blocks = found.iter().map(|tensor| {
             let len = if tensor.meta { 0 } else { tensor.len };
-            // SAFETY: as above; `run` waits for all copies before it returns an error, and the
-            // consumer's stream does before the tensor is used.
+            // SAFETY: as above; copies are waited for before an error is returned, and the consumer's
+            // stream waits for them before the tensor is used.
             unsafe { DeviceMemory::new(tensor.address, len) }
         });
         let blocks: Vec<DeviceMemory> = blocks.collect();
-        let targets: Vec<Target> =
-            (0..blocks.len()).map(|block| Target { block, offset: 0 }).collect();
         let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
-        let places = (&device, consumer, blocks.as_slice(), targets.as_slice());
-        let counters = Counters::default();
-        keep(&at, run(file, &numbers, places, options, &counters, cancel)?.headers);
-        for tensor in found.iter().filter(of_device).filter(|tensor| tensor.meta) {
+        let planned = DeviceLoad::into_blocks(file, &numbers)?;
+        let to = (&device, consumer, blocks.as_slice());
+        let (headers, streams) = run(file, &planned, to, options, &counters, cancel)?;
+        under_way.push(streams);
+        keep(&at, headers);
+        for tensor in found.iter().filter(|tensor| tensor.meta) {
             out.fill_zero(tensor.at).map_err(thrown)?;
         }
+        counters.publish("load", file.uri(), device.name(), numbers.len());
+    }
+    for streams in under_way {
+        streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
     }
     let missing = || Error::Bug("a tensor of no device".to_owned());
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
@@ -237,6 +184,19 @@ struct Found {
 }
 
 impl Found {
+    /// Its memory in the host, which need not be initialised.
+    ///
+    /// # Safety
+    /// It is in host memory, and nobody else uses it as long as this is.
+    unsafe fn memory<'a>(&self) -> &'a mut [MaybeUninit<u8>] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        let start = std::ptr::with_exposed_provenance_mut(self.address);
+        // SAFETY: the tensor has `len` bytes from here on; the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
+    }
+
     /// Finds the memory of tensors, after checking that they fit and do not overlap.
     fn check(file: &TensorFile, selection: &[usize], out: &torch::TensorList) -> Result<Vec<Self>> {
         let mut found = Vec::with_capacity(selection.len());

@@ -22,16 +22,18 @@ use crate::torch::{self, TensorInfo, TensorList, thrown};
 
 /// Tensors that were loaded and wait to become torch's.
 pub struct Loaded {
-    tensors: Vec<Waiting>,
+    what: What,
+    places: Vec<Place>,
     /// Memory of a device that tensors are in.
     blocks: Option<UniquePtr<TensorList>>,
 }
 
-struct Waiting {
-    name: String,
-    dtype: i8,
-    shape: Vec<i64>,
-    place: Place,
+/// Names, types and shapes.
+enum What {
+    /// Of a file's index, by number.
+    Entries(Arc<Vec<Entry>>, Vec<usize>),
+    /// Of lent tensors, without names.
+    Like(Vec<(i8, Vec<i64>)>),
 }
 
 /// Where a loaded tensor is.
@@ -45,67 +47,68 @@ pub enum Place {
 }
 
 impl Loaded {
-    /// Adds to the place of each tensor, given by number, what torch must know about it.
+    /// The tensors with these numbers, each with its place.
     pub fn new(
         file: &TensorFile,
-        loaded: impl Iterator<Item = (usize, Place)>,
+        numbers: &[usize],
+        places: Vec<Place>,
         blocks: Option<UniquePtr<TensorList>>,
-    ) -> Result<Self> {
-        let tensors = loaded.map(|(number, place)| {
-            let entry = file.entry(number)?;
-            let shape = entry.shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
-            Ok(Waiting {
-                name: entry.name.stored().to_owned(),
-                dtype: entry.dtype.code(),
-                shape: shape.map_err(|_| {
-                    Error::Unsupported(format!(
-                        "tensor `{}` of shape {:?}",
-                        entry.name, entry.shape
-                    ))
-                })?,
-                place,
-            })
-        });
-        Ok(Loaded { tensors: tensors.collect::<Result<_>>()?, blocks })
+    ) -> Self {
+        let what = What::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
+        Loaded { what, places, blocks }
     }
 
     /// Copies of lent tensors in host memory, in their order and without names.
     pub fn copies(tensors: &TensorList, memory: Vec<HostBuffer>) -> Result<Self> {
-        let tensors = memory.into_iter().enumerate().map(|(at, memory)| {
+        let like = (0..memory.len()).map(|at| {
             let TensorInfo { dtype, shape, .. } = tensors.info(at).map_err(thrown)?;
             let shape = shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
             let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
-            Ok(Waiting { name: String::new(), dtype, shape, place: Place::Host(memory) })
+            Ok((dtype, shape))
         });
-        Ok(Loaded { tensors: tensors.collect::<Result<_>>()?, blocks: None })
+        let what = What::Like(like.collect::<Result<_>>()?);
+        Ok(Loaded { what, places: memory.into_iter().map(Place::Host).collect(), blocks: None })
     }
 
     // C++ stays below `size()`; beyond it there is nothing to return.
 
     /// How many.
     pub fn size(&self) -> usize {
-        self.tensors.len()
+        self.places.len()
+    }
+
+    fn entry(&self, at: usize) -> Option<&Entry> {
+        match &self.what {
+            What::Entries(entries, numbers) => entries.get(*numbers.get(at)?),
+            What::Like(_) => None,
+        }
     }
 
     /// The stored form of a name.
     pub fn name(&self, at: usize) -> &str {
-        self.tensors.get(at).map_or("", |tensor| &tensor.name)
+        self.entry(at).map_or("", |entry| entry.name.stored())
     }
 
     /// `c10::ScalarType`.
     pub fn dtype(&self, at: usize) -> i8 {
-        self.tensors.get(at).map_or(0, |tensor| tensor.dtype)
+        match &self.what {
+            What::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
+            What::Like(like) => like.get(at).map_or(0, |(dtype, _)| *dtype),
+        }
     }
 
     /// The dimensions.
     pub fn shape(&self, at: usize) -> &[i64] {
-        self.tensors.get(at).map_or(&[0], |tensor| &tensor.shape)
+        match &self.what {
+            What::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
+            What::Like(like) => like.get(at).map_or(&[0], |(_, shape)| shape),
+        }
     }
 
     /// Host memory; empty when it was taken before, or is none.
     pub fn take(&mut self, at: usize) -> Box<HostMemory> {
         let none = HostBuffer::empty();
-        let taken = match self.tensors.get_mut(at).map(|tensor| &mut tensor.place) {
+        let taken = match self.places.get_mut(at) {
             Some(Place::Host(memory)) => std::mem::replace(memory, none),
             _ => none,
         };
@@ -114,7 +117,7 @@ impl Loaded {
 
     /// The block in which a tensor is; -1 for host memory, -2 for zeros that are to be made.
     pub fn block(&self, at: usize) -> i64 {
-        match self.tensors.get(at).map(|tensor| &tensor.place) {
+        match self.places.get(at) {
             Some(Place::Block(block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
             Some(Place::Zeros) => -2,
             _ => -1,
@@ -123,7 +126,7 @@ impl Loaded {
 
     /// Where in its block a tensor begins, in bytes.
     pub fn offset(&self, at: usize) -> u64 {
-        match self.tensors.get(at).map(|tensor| &tensor.place) {
+        match self.places.get(at) {
             Some(Place::Block(_, offset)) => *offset,
             _ => 0,
         }

@@ -53,14 +53,16 @@ mod sys;
 
 pub use half;
 
+pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
-pub use api::load::{LoadOptions, LoadedTensor, Verify, load, load_into};
+pub use api::headers::read_headers;
+pub use api::load::{LoadOptions, LoadedTensor, load, load_into, load_into_uninit};
 pub use api::save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
 pub use api::snapshot::snapshot;
 pub use api::typed::{Element, Tensor, write};
 pub use cancel::{Cancel, Never};
 pub use codec::crypt;
-pub use engine::fill::read_headers;
+pub use codec::hash::Verify;
 pub use error::{Error, Result};
 pub use format::header::Hashes;
 #[cfg(any(feature = "http", feature = "redis"))]

@@ -4,7 +4,7 @@
 
 use std::ffi::c_int;
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
@@ -14,6 +14,7 @@ use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
 use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
+use tensorizer::mem::Buffers;
 use tensorizer::sink::WriteAt;
 use tensorizer::source::{ReadAt, Stream, Traits};
 
@@ -40,8 +41,11 @@ impl PyFile {
     }
 
     /// Reads once; 0 at the end.
-    fn read_some(&self, py: Python<'_>, buffer: &mut [u8]) -> io::Result<usize> {
-        let wanted = buffer.len().min(REQUEST_LEN);
+    fn read_some(&self, py: Python<'_>, buffers: &mut Buffers<'_>) -> io::Result<usize> {
+        let wanted = buffers.left_in_one().min(REQUEST_LEN);
+        if wanted == 0 {
+            return Ok(0);
+        }
         let read = self.object.call_method1(py, "read", (wanted,)).map_err(raised)?;
         let read = read.bind(py);
         // bytes as they are; bytearray, memoryview and others through one more copy.
@@ -59,13 +63,10 @@ impl PyFile {
                 owned.cast::<PyBytes>().map_err(|e| raised(e.into()))?.as_bytes()
             }
         };
-        match buffer.get_mut(..bytes.len()) {
-            Some(start) => start.copy_from_slice(bytes),
-            None => {
-                return Err(io::Error::other("the file object returned more bytes than asked for"));
-            }
+        if bytes.len() > wanted {
+            return Err(io::Error::other("the file object returned more bytes than asked for"));
         }
-        Ok(bytes.len())
+        Ok(buffers.put(bytes))
     }
 
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
@@ -85,15 +86,8 @@ impl PyFile {
 
 /// Front to back, for objects that cannot seek.
 impl Stream for PyFile {
-    fn read_next(
-        &mut self,
-        buffers: &mut [IoSliceMut<'_>],
-        _cancel: &dyn Cancel,
-    ) -> io::Result<usize> {
-        let Some(buffer) = buffers.iter_mut().find(|buffer| !buffer.is_empty()) else {
-            return Ok(0);
-        };
-        self.locked(|py| self.read_some(py, buffer))
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, _cancel: &dyn Cancel) -> io::Result<usize> {
+        self.locked(|py| self.read_some(py, buffers))
     }
 }
 
@@ -115,15 +109,12 @@ impl ReadAt for PyFile {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let Some(buffer) = buffers.iter_mut().find(|buffer| !buffer.is_empty()) else {
-            return Ok(0);
-        };
         self.locked(|py| {
             self.seek(py, offset)?;
-            self.read_some(py, buffer)
+            self.read_some(py, buffers)
         })
         .map_err(|e| Error::io("reading", &self.uri, e))
     }
@@ -171,13 +162,7 @@ impl WriteAt for PyFile {
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let what = || "bytes written before".to_owned();
-        tensorizer::source::read_exact_at(
-            self,
-            offset,
-            &mut [IoSliceMut::new(buffer)],
-            &what,
-            &Never,
-        )
+        tensorizer::source::read_exact_at(self, offset, &mut Buffers::of(buffer), &what, &Never)
     }
 
     fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {

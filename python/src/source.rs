@@ -1,13 +1,13 @@
 //! `tensorizer._C.Source`: an open address for `stream_io`.
 
 use std::ffi::OsString;
-use std::io::IoSliceMut;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::error::{Error, Result};
+use tensorizer::mem::Buffers;
 use tensorizer::net::s3::S3Options;
 use tensorizer::net::{NetOptions, Trust};
 use tensorizer::source::address::{self, Address};
@@ -152,7 +152,7 @@ impl Source {
                 }
                 let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
-                match source.read_at(at, &mut [IoSliceMut::new(rest)], &signals)? {
+                match source.read_at(at, &mut Buffers::of(rest), &signals)? {
                     0 => break,
                     read => done += read,
                 }

@@ -3,14 +3,12 @@
 #![allow(clippy::indexing_slicing)]
 
 use std::ffi::OsStr;
-use std::io::IoSliceMut;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::cancel::{Cancel, Never};
 use crate::codec::crypt::{DecryptionOptions, MANIFEST_LEN, Manifest};
-use crate::engine::fill::see_headers;
 use crate::error::{Error, Result, Shown};
 use crate::format::index::{self, Entry};
 use crate::format::name_tree::NameTree;
@@ -18,6 +16,7 @@ use crate::format::pair::{self, PairId};
 use crate::format::prologue::{PROLOGUE_LEN, Prologue};
 use crate::io::source::address::{self, Address};
 use crate::io::source::{ClosedSource, FileSource, Pipe, PipeSource, ReadAt, read_exact_at};
+use crate::mem::Buffers;
 
 /// A file's index, and where its bytes come from.
 pub struct TensorFile {
@@ -32,7 +31,7 @@ pub struct TensorFile {
     sealed: OnceLock<(Manifest, Vec<[u8; 32]>)>,
     key_fits: AtomicBool,
     pair_id: Option<PairId>,
-    entries: Vec<Entry>,
+    entries: Arc<Vec<Entry>>,
     names: NameTree,
 }
 
@@ -120,78 +119,25 @@ impl TensorFile {
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
             pair_id,
-            entries,
+            entries: Arc::new(entries),
             names,
         })
     }
 
-    /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
-    /// if that is demanded; a seal that is there must be right in any case.
-    pub fn decrypt(self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<Self> {
-        self.unlock(options, cancel)?;
-        Ok(self)
+    /// Prologue and index as they are, if the file says that it is sealed.
+    pub(super) fn sealed_head(&self) -> Option<(&[u8], &[u8])> {
+        self.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
     }
 
-    /// The same for a file that is shared already.
-    pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
-        if !self.prologue.encrypted {
-            return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri)));
-        }
-        options.opened(&self.uri);
-        self.check_seal(&options, cancel)?;
-        let set = self.decryption.set(options);
-        set.map_err(|_| Error::InvalidArgument(format!("`{}` has a key already", self.uri)))
-    }
-
-    fn check_seal(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
-        let Some(head) = &self.head else {
-            if options.require_manifest {
-                return Err(Error::Crypt(format!(
-                    "`{}` has no manifest, so that its names, shapes and order may have been changed",
-                    self.uri
-                )));
-            }
-            return Ok(());
-        };
-        if self.source().traits().len.is_none() {
-            return Err(Error::Unsupported(format!(
-                "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
-                 front to back only; use a file, or a server that answers requests for ranges",
-                self.uri
-            )));
-        }
-        let mut derivation = None;
-        if options.needs_derivation() {
-            let Some(number) = self.entries.iter().position(|entry| entry.data_len > 0) else {
-                // Nothing is encrypted, so that no header says how the key is derived.
-                return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
-            };
-            let found = OnceLock::new();
-            see_headers(self, &[number], cancel, &|_, header| {
-                found.get_or_init(|| header.crypt_info.as_ref()?.key_derivation.clone());
-                Ok(())
-            })?;
-            derivation = found.into_inner().flatten();
-        }
-        let manifest = Manifest::new(&options.key(derivation.as_ref(), &self.uri, cancel)?)?;
-        let numbers: Vec<usize> = (0..self.entries.len()).collect();
-        let digests = Mutex::new(vec![[0; 32]; numbers.len()]);
-        see_headers(self, &numbers, cancel, &|number, header| {
-            let digest = manifest.digest(&header.raw);
-            let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(slot) = digests.get_mut(number) {
-                *slot = digest;
-            }
-            Ok(())
-        })?;
-        let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let (prologue, index) = head.split_at(PROLOGUE_LEN);
-        if !manifest.verifies(prologue, index, &digests)? {
-            return Err(self.unsealed());
-        }
+    /// Remembers the seal, and what stands for each header.
+    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<[u8; 32]>) {
         // Headers are read again with their data, and whoever sends them may send others then.
         self.sealed.get_or_init(|| (manifest, digests));
-        Ok(())
+    }
+
+    /// Has loads decrypt; false if they do already.
+    pub(super) fn set_decryption(&self, options: Arc<DecryptionOptions>) -> bool {
+        self.decryption.set(options).is_ok()
     }
 
     /// Refuses a header that is not the one that was sealed.
@@ -211,7 +157,7 @@ impl TensorFile {
         self.key_fits.store(true, Ordering::Relaxed);
     }
 
-    fn unsealed(&self) -> Error {
+    pub(super) fn unsealed(&self) -> Error {
         Error::Crypt(format!(
             "the manifest of `{}` does not fit: wrong key, or names, shapes, order, hashes or tags \
              were changed",
@@ -278,11 +224,16 @@ impl TensorFile {
     /// Bytes of the file as they are.
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(), offset, &mut [IoSliceMut::new(buffer)], &what, cancel)
+        read_exact_at(&*self.source(), offset, &mut Buffers::of(buffer), &what, cancel)
     }
 
     /// The tensors, in the order of the index.
     pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The same, to be kept beyond the file.
+    pub fn shared_entries(&self) -> &Arc<Vec<Entry>> {
         &self.entries
     }
 
@@ -333,7 +284,7 @@ fn read_up_to(
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
         let at = offset.saturating_add(done as u64);
-        match source.read_at(at, &mut [IoSliceMut::new(rest)], cancel)? {
+        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
             0 => break,
             read => done += read,
         }
@@ -364,7 +315,7 @@ fn read_growing(
         read_exact_at(
             source,
             offset.saturating_add(done as u64),
-            &mut [IoSliceMut::new(fresh)],
+            &mut Buffers::of(fresh),
             &|| "tensor index".to_owned(),
             cancel,
         )?;

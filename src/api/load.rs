@@ -1,16 +1,22 @@
-//! The read path: source → plan → buffer → transform → tensor.
+//! Loads to host memory.
 
-use std::collections::HashSet;
+use std::mem::MaybeUninit;
+use std::sync::{Mutex, PoisonError};
 
-use crate::api::file::TensorFile;
+use super::file::TensorFile;
+use super::headers::{Headers, try_key};
+use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
-use crate::engine::fill::{Slot, fill};
-use crate::engine::plan::pack;
+use crate::codec::hash::Verify;
+use crate::engine::plan::{Extent, Large, Layout};
+use crate::engine::read::{Reading, read};
+use crate::engine::target::host::{Host, Image, Span};
+use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
-use crate::io::source::{MemorySource, ReadAt};
-use crate::mem::{Arena, HostBuffer};
+use crate::mem::{Arena, HostBuffer, to_fill, zero_filled};
+use crate::stats::Counters;
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,25 +32,6 @@ pub struct LoadOptions {
     /// Such a file must not be written to or cut short while such tensors live: they would show
     /// other bytes, or touching them would end the process (SIGBUS).
     pub map: bool,
-}
-
-/// Which of the hashes in a file are compared. A tensor without one is an error.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Verify {
-    /// None.
-    #[default]
-    Nothing,
-    /// CRC-32, which finds damage by accident and costs little.
-    Crc32,
-    /// All that are there: CRC-32 and SHA-256.
-    All,
-}
-
-impl Verify {
-    /// All or nothing.
-    pub fn all_if(wanted: bool) -> Self {
-        if wanted { Verify::All } else { Verify::Nothing }
-    }
 }
 
 /// A tensor whose bytes have arrived.
@@ -66,69 +53,54 @@ const MAPPED_FROM: u64 = 1 << 20;
 /// Loads tensors, given by number, into memory of their own.
 pub fn load(
     file: &TensorFile,
-    selection: &[usize],
+    numbers: &[usize],
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<LoadedTensor>> {
-    check_selection(file, selection)?;
-    let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
-    let in_place = used_in_place(file, &entries, options);
-
-    let lens = entries.iter().zip(&in_place).map(
-        |(entry, &mapped)| {
-            if mapped { Some(0) } else { entry.memory_len() }
-        },
-    );
-    let (packed, packed_len) = pack(lens).ok_or_else(|| Error::OutOfMemory {
-        bytes: u64::MAX,
-        what: format!("the tensors of `{}`", file.uri()),
-        error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-    })?;
-    let mut arena = Arena::new(packed_len)?;
-    let mut mapping = map_tensors(file, &entries, &in_place)?;
-
-    let mapped: &[u8] = mapping.as_mut().map_or(&[][..], |m| &*m.bytes_mut());
-    let slots = slots(arena.bytes_mut(), &packed, mapped, &entries, &in_place)?;
-    let (of_file, of_mapping) = (file.source(), MemorySource::new(mapped, file.uri()));
-    let source: &dyn ReadAt = if mapped.is_empty() { &*of_file } else { &of_mapping };
-    let headers = fill(file, source, &entries, slots, options, cancel)?;
-
-    let mapped = match mapping {
-        Some(mapping) => mapping.freeze(&mapped_ranges(&entries, &in_place)?)?,
-        None => Vec::new(),
-    };
-    let (mut read, mut mapped) = (arena.freeze(&packed)?.into_iter(), mapped.into_iter());
-    let memory = in_place.iter().map(|&in_place| {
-        // Every tensor has a place in the packed block; that of a mapped one is empty.
-        let packed = read.next();
-        if in_place { mapped.next() } else { packed }
-    });
-    let loaded =
-        selection.iter().zip(headers).zip(memory).filter_map(|((&number, header), memory)| {
-            Some(LoadedTensor { number, header, memory: memory? })
-        });
-    Ok(loaded.collect())
+    let selection = Selection::new(file, numbers)?;
+    let mut memory = Memory::new(&selection, options)?;
+    let headers = memory.load(&selection, options, cancel)?;
+    let buffers = selection.restore(memory.freeze()?);
+    let loaded = numbers.iter().zip(headers).zip(buffers);
+    Ok(loaded.map(|((&number, header), memory)| LoadedTensor { number, header, memory }).collect())
 }
 
 /// Loads tensors, given by number, into memory that the caller has. Each destination must have
 /// exactly the tensor's length; nothing is written to any of them if one has not.
 pub fn load_into(
     file: &TensorFile,
-    selection: &[usize],
-    mut destinations: Vec<&mut [u8]>,
+    numbers: &[usize],
+    destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
-    check_selection(file, selection)?;
-    let entries = selection.iter().map(|&number| file.entry(number)).collect::<Result<Vec<_>>>()?;
-    if entries.len() != destinations.len() {
+    load_into_uninit(
+        file,
+        numbers,
+        destinations.into_iter().map(to_fill).collect(),
+        options,
+        cancel,
+    )
+}
+
+/// The same for memory that need not be initialised. It is, when this returns without an error.
+pub fn load_into_uninit(
+    file: &TensorFile,
+    numbers: &[usize],
+    destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
+    let selection = Selection::new(file, numbers)?;
+    if numbers.len() != destinations.len() {
         return Err(Error::InvalidArgument(format!(
             "{} tensors to load into {} destinations",
-            entries.len(),
+            numbers.len(),
             destinations.len()
         )));
     }
-    for (entry, destination) in entries.iter().zip(&destinations) {
+    let mut destinations = selection.sort(destinations);
+    for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.memory_len() != Some(destination.len() as u64) {
             return Err(Error::InvalidArgument(format!(
                 "tensor `{}` of {} {:?} needs {} bytes, its destination has {}",
@@ -140,40 +112,228 @@ pub fn load_into(
             )));
         }
     }
-    let slots = entries.iter().zip(&mut destinations).map(|(entry, destination)| {
+    for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
-            destination.fill(0);
-        }
-        Slot::Read(destination)
-    });
-    let slots = slots.collect();
-    let filled = fill(file, &*file.source(), &entries, slots, options, cancel);
-    if filled.is_err() && file.decryption().is_some() {
-        // Nothing is left of what could not be authenticated.
-        for destination in destinations {
-            destination.fill(0);
+            destination.fill(MaybeUninit::new(0));
         }
     }
-    filled
+    let options = &LoadOptions { map: false, ..*options };
+    if file.decryption().is_none() {
+        let (headers, _) = run(&selection, Host::new(destinations, Vec::new()), options, cancel)?;
+        return headers.into_kept();
+    }
+    let mut bytes: Vec<&mut [u8]> = destinations.into_iter().map(zero_filled).collect();
+    let lent = bytes.iter_mut().map(|bytes| to_fill(bytes)).collect();
+    let loaded = run(&selection, Host::new(lent, Vec::new()), options, cancel);
+    let loaded = loaded.and_then(|(headers, left)| {
+        whole(&headers, &left, bytes.iter_mut().map(|bytes| &mut **bytes).collect(), cancel)?;
+        headers.into_kept()
+    });
+    if loaded.is_err() {
+        // Nothing is left of what could not be authenticated.
+        bytes.into_iter().for_each(|bytes| bytes.fill(0));
+    }
+    loaded
 }
 
-pub fn check_selection(file: &TensorFile, selection: &[usize]) -> Result<()> {
-    let mut seen = HashSet::with_capacity(selection.len());
-    for &number in selection {
-        if !seen.insert(number) {
-            let name = &file.entry(number)?.name;
-            return Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")));
+/// Reads to host memory. Gives the tensors that are still to be decrypted as a whole.
+fn run<'s>(
+    selection: &'s Selection<'s>,
+    mut target: Host<'_>,
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<(Headers<'s>, Vec<usize>)> {
+    selection.check_key_is_there()?;
+    try_key(selection, cancel)?;
+    let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
+    let source = selection.file.source();
+    let reading = Reading {
+        files: &[&*source],
+        extents: &selection.extents(),
+        catalog: &headers,
+        verify: options.verify,
+        decrypts: headers.decrypts(),
+        readers: options.readers,
+    };
+    let counters = Counters::default();
+    let left = read(&reading, &mut target, &counters, cancel)?;
+    Ok((headers, left))
+}
+
+/// Decrypts tensors as a whole, several at once.
+fn whole(
+    headers: &Headers<'_>,
+    left: &[usize],
+    bytes: Vec<&mut [u8]>,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    if left.is_empty() {
+        return Ok(());
+    }
+    let queue: Vec<(usize, &mut [u8])> =
+        bytes.into_iter().enumerate().filter(|(tensor, _)| left.contains(tensor)).collect();
+    let threads = crate::cpu_count().min(queue.len());
+    let queue = Mutex::new(queue);
+    workers::run(threads, cancel, |control| {
+        while !control.stopped() {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let Some((tensor, bytes)) = next else { break };
+            headers.whole(tensor, bytes, control)?;
         }
+        Ok(())
+    })
+}
+
+/// Host memory for the tensors of a load, in the order of the file.
+struct Memory {
+    blocks: Vec<Arena>,
+    layout: Layout,
+    /// The beginning of the file, if any tensor is used in place.
+    mapping: Option<Arena>,
+    tensors: Vec<Spot>,
+}
+
+/// Where a tensor's bytes are.
+enum Spot {
+    /// In a block.
+    Block { block: usize, at: usize, len: usize },
+    /// In the mapping, and so is its header.
+    Mapped { header: usize, at: usize, len: usize },
+}
+
+impl Memory {
+    fn new(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
+        let file = selection.file;
+        let too_large = || Error::OutOfMemory {
+            bytes: u64::MAX,
+            what: format!("the tensors of `{}`", file.uri()),
+            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+        };
+        let in_place = used_in_place(file, &selection.entries, options);
+        let mut own: Vec<(Extent, u64)> = Vec::with_capacity(in_place.len());
+        let extents = selection.extents();
+        for ((entry, extent), _) in
+            selection.entries.iter().zip(extents).zip(&in_place).filter(|(_, in_place)| !**in_place)
+        {
+            own.push((extent, entry.memory_len().ok_or_else(too_large)?));
+        }
+        let layout = Layout::new(&own, Large::Together).ok_or_else(too_large)?;
+        let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
+        let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
+        let blocks = blocks.collect::<Result<Vec<_>>>()?;
+        let mut places = layout.places.iter().zip(&own);
+        let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
+            if *in_place {
+                let header = size(entry.header_offset)?;
+                let (at, len) = (size(entry.data_offset)?, size(entry.data_len)?);
+                return Ok(Spot::Mapped { header, at, len });
+            }
+            let (place, (_, len)) =
+                places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
+            Ok(Spot::Block { block: place.block, at: size(place.offset)?, len: size(*len)? })
+        });
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        let mapping = map_tensors(file, &selection.entries, &in_place)?;
+        Ok(Memory { blocks, layout, mapping, tensors })
     }
-    let locked = file.prologue().encrypted && file.decryption().is_none();
-    if let Some(entry) = file.entries().first().filter(|_| locked) {
-        return Err(Error::Crypt(format!(
-            "Tensor is encrypted, but decryption was not requested: `{}` in `{}`",
-            entry.name,
-            file.uri()
-        )));
+
+    fn load(
+        &mut self,
+        selection: &Selection<'_>,
+        options: &LoadOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<Vec<KeptHeader>> {
+        let (headers, left) = run(selection, self.target()?, options, cancel)?;
+        let mut bytes = self.bytes()?;
+        whole(&headers, &left, std::mem::take(&mut bytes), cancel)?;
+        headers.into_kept()
     }
-    Ok(())
+
+    /// The bytes of each tensor; none for those that are mapped.
+    fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
+        let bug = || Error::Bug("a tensor beyond its block".to_owned());
+        let mut blocks: Vec<(usize, &mut [u8])> =
+            self.blocks.iter_mut().map(|block| (0, block.bytes_mut())).collect();
+        let bytes = self.tensors.iter().map(|spot| {
+            let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+            let (position, rest) = blocks.get_mut(block).ok_or_else(bug)?;
+            let skip = at.checked_sub(*position).ok_or_else(bug)?;
+            let cut = std::mem::take(rest).split_at_mut_checked(skip).ok_or_else(bug)?;
+            let (mine, later) = cut.1.split_at_mut_checked(len).ok_or_else(bug)?;
+            (*position, *rest) = (at + len, later);
+            Ok(mine)
+        });
+        bytes.collect()
+    }
+
+    /// All of it, as the engine fills it.
+    fn target(&mut self) -> Result<Host<'_>> {
+        let mut images = Vec::new();
+        let mapped = self.mapping.as_mut().map_or(&mut [][..], |mapping| mapping.bytes_mut());
+        let (mut rest, mut position) = (mapped, 0);
+        let bug = || Error::Bug("a tensor beyond its mapping".to_owned());
+        for spot in &self.tensors {
+            let Spot::Mapped { header, at, len } = *spot else { continue };
+            let skip = header.checked_sub(position).ok_or_else(bug)?;
+            let cut = rest.split_at_mut_checked(skip).ok_or_else(bug)?;
+            let (mine, later) = cut.1.split_at_mut_checked(at + len - header).ok_or_else(bug)?;
+            (rest, position) = (later, at + len);
+            images.push(Image { file: 0, position: header as u64, memory: Span::Mapped(mine) });
+        }
+        let mut blocks: Vec<(usize, Option<&mut [u8]>)> =
+            self.blocks.iter_mut().map(|block| (0, Some(block.bytes_mut()))).collect();
+        for ((_, bytes), block) in blocks.iter_mut().zip(&self.layout.blocks) {
+            if let Some(span) = block.image
+                && let Some(bytes) = bytes.take()
+            {
+                let skip = usize::try_from(span.skip).map_err(|_| bug())?;
+                let (_, bytes) = bytes.split_at_mut_checked(skip).ok_or_else(bug)?;
+                let memory = Span::Empty(to_fill(bytes));
+                images.push(Image { file: span.file, position: span.start, memory });
+            }
+        }
+        images.sort_by_key(|image| (image.file, image.position));
+        let tensors = self.tensors.iter().map(|spot| {
+            let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+            let (position, rest) = blocks.get_mut(block).ok_or_else(bug)?;
+            let Some(bytes) = rest.take() else { return Ok(&mut [][..]) };
+            let skip = at.checked_sub(*position).ok_or_else(bug)?;
+            let cut = bytes.split_at_mut_checked(skip).ok_or_else(bug)?;
+            let (mine, later) = cut.1.split_at_mut_checked(len).ok_or_else(bug)?;
+            (*position, *rest) = (at + len, Some(later));
+            Ok(to_fill(mine))
+        });
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        Ok(Host::new(tensors, images).share())
+    }
+
+    /// The buffers that tensors own from now on.
+    fn freeze(self) -> Result<Vec<HostBuffer>> {
+        let mut ranges: Vec<Vec<(usize, usize)>> = self.blocks.iter().map(|_| Vec::new()).collect();
+        let mut mapped = Vec::new();
+        for spot in &self.tensors {
+            match *spot {
+                Spot::Mapped { at, len, .. } => mapped.push((at, len)),
+                Spot::Block { block, at, len } => {
+                    let ranges = ranges.get_mut(block);
+                    ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?.push((at, len));
+                }
+            }
+        }
+        let blocks = self.blocks.into_iter().zip(&ranges);
+        let blocks = blocks.map(|(block, ranges)| Ok(block.freeze(ranges)?.into_iter()));
+        let mut blocks = blocks.collect::<Result<Vec<_>>>()?;
+        let mapping = self.mapping.map(|mapping| mapping.freeze(&mapped)).transpose()?;
+        let mut mapping = mapping.into_iter().flatten();
+        let buffers = self.tensors.iter().map(|spot| {
+            let buffer = match spot {
+                Spot::Mapped { .. } => mapping.next(),
+                Spot::Block { block, .. } => blocks.get_mut(*block).and_then(Iterator::next),
+            };
+            buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
+        });
+        buffers.collect()
+    }
 }
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
@@ -203,42 +363,4 @@ fn map_tensors(file: &TensorFile, entries: &[&Entry], in_place: &[bool]) -> Resu
         return Err(Error::Truncated { uri: file.uri().to_owned(), what, start: 0, end, size });
     }
     Arena::map_file(handle, end, file.uri()).map(Some)
-}
-
-/// `(offset, len)` in the mapping of each tensor that is used in place, in rising order.
-fn mapped_ranges(entries: &[&Entry], in_place: &[bool]) -> Result<Vec<(usize, usize)>> {
-    let size =
-        |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("byte {n} of a mapping")));
-    entries
-        .iter()
-        .zip(in_place)
-        .filter(|(_, in_place)| **in_place)
-        .map(|(entry, _)| Ok((size(entry.data_offset)?, size(entry.data_len)?)))
-        .collect()
-}
-
-/// Hands each tensor its part of the block or of the mapping.
-fn slots<'a>(
-    block: &'a mut [u8],
-    packed: &[(usize, usize)],
-    mapped: &'a [u8],
-    entries: &[&Entry],
-    in_place: &[bool],
-) -> Result<Vec<Slot<'a>>> {
-    let mut ranges = mapped_ranges(entries, in_place)?.into_iter();
-    let (mut rest, mut position) = (block, 0);
-    let mut slots = Vec::with_capacity(entries.len());
-    for (&(start, len), &in_place) in packed.iter().zip(in_place) {
-        let bug = || Error::Bug(format!("tensor at {start} of {len} bytes has no place"));
-        let (_, after) = rest.split_at_mut_checked(start - position).ok_or_else(bug)?;
-        let (mine, after) = after.split_at_mut_checked(len).ok_or_else(bug)?;
-        (rest, position) = (after, start + len);
-        slots.push(if in_place {
-            let (at, len) = ranges.next().ok_or_else(bug)?;
-            Slot::InPlace(mapped.get(at..at + len).ok_or_else(bug)?)
-        } else {
-            Slot::Read(mine)
-        });
-    }
-    Ok(slots)
 }

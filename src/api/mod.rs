@@ -1,7 +1,11 @@
 //! What programs call: open a file, load from it, save to one.
 
+pub mod device;
 pub mod file;
+pub mod headers;
 pub mod load;
 pub mod save;
+mod selection;
 pub mod snapshot;
 pub mod typed;
+mod unlock;

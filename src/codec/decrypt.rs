@@ -1,44 +1,33 @@
-//! Decryption of tensors whose bytes many threads bring in any order.
+//! Decryption of tensors whose bytes arrive in chunks, by the threads that bring them.
 //!
-//! A piece that has arrived as a whole is decrypted where it is, by the thread that brought it.
-//! Files of unusual writers have pieces across the ends of reads: those are put together in memory
-//! of their own, decrypted, and copied back.
+//! Chunks end where pieces of encryption do, in files of usual writers. A tensor whose pieces are
+//! longer, or of odd lengths, is left for its whole data to be decrypted at once.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use crate::cancel::Cancel;
-use crate::codec::crypt::{DecryptionOptions, Key, Pieces};
+use crate::codec::crypt::{DecryptionOptions, Key, PIECE_LEN, Pieces};
 use crate::error::{Error, Result};
 use crate::format::header::Header;
 use crate::format::index::Entry;
 
-/// Bytes of a tensor, and where in its data they begin.
-pub type Plain<'a> = (u64, &'a [u8]);
-type Sealed<'a> = (u64, &'a mut [u8]);
+/// How long a thread waits for another's header before it looks whether the call was given up.
+const IDLE: Duration = Duration::from_millis(20);
 
 /// The encrypted tensors of one call.
-pub struct Opener<'o, 'a> {
+pub struct Decryptor<'o> {
     options: &'o DecryptionOptions,
     uri: &'o str,
     entries: &'o [&'o Entry],
-    lanes: Vec<Mutex<Lane<'a>>>,
-}
-
-/// One tensor.
-#[derive(Default)]
-struct Lane<'a> {
-    /// How it is encrypted, once its header is known.
-    how: Option<Arc<(Pieces, Key)>>,
-    /// What arrived before the header.
-    waiting: Vec<Sealed<'a>>,
-    /// Parts of pieces, by number.
-    fragments: HashMap<u64, Vec<Sealed<'a>>>,
+    /// Each with its header; None for tensors without data.
+    ciphers: Vec<OnceLock<Option<(Pieces, Key)>>>,
+    came: (Mutex<()>, Condvar),
 }
 
 /// How the data of a tensor are encrypted; None if it has none.
-pub fn how(
-    header: &Header,
+pub fn cipher(
+    header: &Header<'_>,
     entry: &Entry,
     options: &DecryptionOptions,
     uri: &str,
@@ -58,17 +47,11 @@ pub fn how(
     Ok(Some((pieces, options.key(derivation, uri, cancel)?)))
 }
 
-impl<'o, 'a> Opener<'o, 'a> {
+impl<'o> Decryptor<'o> {
     /// For these tensors.
     pub fn new(options: &'o DecryptionOptions, uri: &'o str, entries: &'o [&'o Entry]) -> Self {
-        let lanes = entries.iter().map(|_| Mutex::default()).collect();
-        Opener { options, uri, entries, lanes }
-    }
-
-    fn lane(&self, tensor: usize) -> Result<MutexGuard<'_, Lane<'a>>> {
-        let lane = self.lanes.get(tensor);
-        let lane = lane.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
-        Ok(lane.lock().unwrap_or_else(PoisonError::into_inner))
+        let ciphers = entries.iter().map(|_| OnceLock::new()).collect();
+        Decryptor { options, uri, entries, ciphers, came: (Mutex::new(()), Condvar::new()) }
     }
 
     fn entry(&self, tensor: usize) -> Result<&'o Entry> {
@@ -76,120 +59,63 @@ impl<'o, 'a> Opener<'o, 'a> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// Brings a header. Gives what could be decrypted with it.
-    pub fn header(
-        &self,
-        tensor: usize,
-        header: &Header,
-        cancel: &dyn Cancel,
-    ) -> Result<Vec<Plain<'a>>> {
-        let Some(how) = how(header, self.entry(tensor)?, self.options, self.uri, cancel)? else {
-            return Ok(Vec::new());
-        };
-        let how = Arc::new(how);
-        let waiting = {
-            let mut lane = self.lane(tensor)?;
-            lane.how = Some(Arc::clone(&how));
-            std::mem::take(&mut lane.waiting)
-        };
-        let mut plain = Vec::new();
-        for (start, bytes) in waiting {
-            self.open(tensor, &how, start, bytes, &mut plain)?;
+    /// Brings a header. False if the tensor's data cannot be decrypted in chunks.
+    pub fn header(&self, tensor: usize, header: &Header<'_>, cancel: &dyn Cancel) -> Result<bool> {
+        let found = cipher(header, self.entry(tensor)?, self.options, self.uri, cancel)?;
+        let in_chunks = found.as_ref().is_none_or(|(pieces, _)| pieces.fit(PIECE_LEN));
+        let place = self.ciphers.get(tensor);
+        place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| found);
+        let _came = self.came.0.lock().unwrap_or_else(PoisonError::into_inner);
+        self.came.1.notify_all();
+        Ok(in_chunks)
+    }
+
+    /// How a tensor is encrypted, as soon as its header is there.
+    fn wait(&self, tensor: usize, cancel: &dyn Cancel) -> Result<Option<&(Pieces, Key)>> {
+        let place = self.ciphers.get(tensor);
+        let place = place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
+        let (lock, came) = &self.came;
+        while place.get().is_none() {
+            cancel.check()?;
+            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+            if place.get().is_none() {
+                drop(came.wait_timeout(guard, IDLE).unwrap_or_else(PoisonError::into_inner));
+            }
         }
-        Ok(plain)
+        Ok(place.get().and_then(Option::as_ref))
     }
 
-    /// Brings data from `start` on. Gives what could be decrypted with it.
-    pub fn data(&self, tensor: usize, start: u64, bytes: &'a mut [u8]) -> Result<Vec<Plain<'a>>> {
-        let how = {
-            let mut lane = self.lane(tensor)?;
-            let Some(how) = lane.how.clone() else {
-                lane.waiting.push((start, bytes));
-                return Ok(Vec::new());
-            };
-            how
-        };
-        let mut plain = Vec::new();
-        self.open(tensor, &how, start, bytes, &mut plain)?;
-        Ok(plain)
-    }
-
-    /// Decrypts all data of a tensor, whose header came before.
-    pub fn whole(&self, tensor: usize, bytes: &'a mut [u8]) -> Result<&'a [u8]> {
-        let how = self.lane(tensor)?.how.clone();
-        let how = how.ok_or_else(|| Error::Bug(format!("no header of tensor {tensor}")))?;
-        self.check(tensor, how.0.open_all(bytes, &how.1))?;
-        Ok(bytes)
-    }
-
-    fn open(
+    /// Decrypts data from `start` on where they are, once their header has come. False for those of a
+    /// tensor that cannot be decrypted in chunks, which stay as they are.
+    pub fn chunk(
         &self,
         tensor: usize,
-        how: &(Pieces, Key),
         start: u64,
-        bytes: &'a mut [u8],
-        plain: &mut Vec<Plain<'a>>,
-    ) -> Result<()> {
-        let (pieces, key) = how;
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        let Some((pieces, key)) = self.wait(tensor, cancel)? else { return Ok(true) };
+        if !pieces.fit(PIECE_LEN) {
+            return Ok(false);
+        }
         let (mut at, mut rest) = (start, bytes);
         while !rest.is_empty() {
             let (number, piece_start, piece_end) = pieces.piece(at);
-            let len = usize::try_from(piece_end - at).unwrap_or(usize::MAX).min(rest.len());
-            let cut = rest.split_at_mut_checked(len);
-            let (now, later) = cut.ok_or_else(|| Error::Bug("a piece beyond data".to_owned()))?;
-            rest = later;
-            let whole = at == piece_start && at + len as u64 == piece_end;
-            if whole {
-                self.check(tensor, pieces.open(number, now, key))?;
-                plain.push((at, now));
-            } else {
-                self.fragment(tensor, how, at, now, plain)?;
-            }
-            at += len as u64;
+            let len = usize::try_from(piece_end - at).unwrap_or(usize::MAX);
+            let cut = rest.split_at_mut_checked(len).filter(|_| at == piece_start);
+            let (now, later) = cut.ok_or_else(|| Error::Bug("part of a piece".to_owned()))?;
+            self.check(tensor, pieces.open(number, now, key))?;
+            (at, rest) = (piece_end, later);
         }
-        Ok(())
+        Ok(true)
     }
 
-    /// Keeps part of a piece, and decrypts the piece when all of it is there.
-    fn fragment(
-        &self,
-        tensor: usize,
-        (pieces, key): &(Pieces, Key),
-        at: u64,
-        bytes: &'a mut [u8],
-        plain: &mut Vec<Plain<'a>>,
-    ) -> Result<()> {
-        let (number, start, end) = pieces.piece(at);
-        let mut parts = {
-            let mut lane = self.lane(tensor)?;
-            let parts = lane.fragments.entry(number).or_default();
-            parts.push((at, bytes));
-            let len: u64 = parts.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-            if len < end - start {
-                return Ok(());
-            }
-            lane.fragments.remove(&number).ok_or_else(|| Error::Bug("no fragments".to_owned()))?
-        };
-        parts.sort_unstable_by_key(|(at, _)| *at);
-        let (mut whole, entry) = (Vec::new(), self.entry(tensor)?);
-        let len = usize::try_from(end - start).unwrap_or(usize::MAX);
-        whole.try_reserve_exact(len).map_err(|_| Error::OutOfMemory {
-            bytes: end - start,
-            what: format!("a piece of tensor `{}`", entry.name),
-            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-        })?;
-        for (_, bytes) in &parts {
-            whole.extend_from_slice(bytes);
+    /// Decrypts all data of a tensor whose header has come.
+    pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
+        match self.wait(tensor, cancel)? {
+            Some((pieces, key)) => self.check(tensor, pieces.open_all(bytes, key)),
+            None => Ok(()),
         }
-        self.check(tensor, pieces.open(number, &mut whole, key))?;
-        let mut rest = whole.as_slice();
-        for (at, bytes) in parts {
-            let (now, later) = rest.split_at_checked(bytes.len()).unwrap_or((rest, &[]));
-            bytes.copy_from_slice(now);
-            rest = later;
-            plain.push((at, bytes));
-        }
-        Ok(())
     }
 
     fn check(&self, tensor: usize, opened: bool) -> Result<()> {
@@ -220,16 +146,16 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Pieces of any length, brought in parts of any length and in any order.
+        /// Pieces of any length: in chunks in any order where they fit, else all at once.
         #[test]
-        fn pieces_across_parts_are_put_together(
-            len in 1usize..40_000,
-            units in 16u64..200,
-            step in 1usize..9000,
-            order in any::<u64>(),
+        fn data_are_decrypted_in_chunks_or_at_once(
+            len in 1usize..9_000_000,
+            power in 0u32..12,
+            odd in any::<bool>(),
+            backwards in any::<bool>(),
             damage in proptest::option::of(any::<usize>()),
         ) {
-            let piece_len = units * 64;
+            let piece_len = (1024 << power) + if odd { 64 } else { 0 };
             let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
             let key = Key::new(&[5; 32]).unwrap();
             let nonce = [0xff; 24];
@@ -239,62 +165,45 @@ mod tests {
                 .map(|(number, piece)| seal(piece, &nonce, number, &key))
                 .collect();
             let block = crypt_info::encode(None, piece_len, &nonce, &macs);
-            let mut entry = Entry {
+            let entry = Entry {
                 name: Name::from_key("a").unwrap(),
                 kind: TensorKind::StateDict,
                 dtype: DType::from_name("uint8").unwrap(),
                 shape: [len as u64].into(),
                 long: false,
-                header_offset: 0,
+                header_offset: 100,
                 data_offset: 4096 + block.len() as u64,
                 data_len: len as u64,
             };
-            entry.header_offset = 100;
-            let raw = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap().finish(0, &[0; 32], &block);
-            let header = Header::parse(raw.into(), &entry, true).unwrap();
+            let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
+            let raw = draft.finish(0, &[0; 32], &block);
+            let header = Header::parse(&raw, &entry, true).unwrap();
             if let Some(at) = damage {
                 sealed[at % len] ^= 1;
             }
-
             let options = DecryptionOptions::new(Secret::Key(key));
             let entries = [&entry];
-            let opener = Opener::new(&options, "f", &entries);
-            let mut parts: Vec<(u64, Option<&mut [u8]>)> = vec![(order, None)];
-            let mut state = order;
-            let mut starts = Vec::new();
-            for (number, part) in sealed.chunks_mut(step).enumerate() {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                starts.push((number * step) as u64);
-                parts.push((state, Some(part)));
-            }
-            let mut numbered: Vec<(u64, u64, Option<&mut [u8]>)> = parts
-                .into_iter()
-                .enumerate()
-                .map(|(at, (rank, part))| (rank, at.checked_sub(1).map_or(0, |at| starts[at]), part))
-                .collect();
-            numbered.sort_by_key(|(rank, ..)| *rank);
-            let mut found = vec![None; len];
+            let decryptor = Decryptor::new(&options, "f", &entries);
+            let in_chunks = decryptor.header(0, &header, &Never).unwrap();
+            let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
+            prop_assert_eq!(in_chunks, fits);
             let mut outcome = Ok(());
-            for (_, start, part) in numbered {
-                let plain = match part {
-                    None => opener.header(0, &header, &Never),
-                    Some(part) => opener.data(0, start, part),
-                };
-                match plain {
-                    Ok(plain) => for (start, bytes) in plain {
-                        for (slot, byte) in found[start as usize..].iter_mut().zip(bytes) {
-                            prop_assert!(slot.replace(*byte).is_none(), "twice");
-                        }
-                    },
+            let mut chunks: Vec<_> = (0..).step_by(2 << 20).zip(sealed.chunks_mut(2 << 20)).collect();
+            if backwards {
+                chunks.reverse();
+            }
+            for (start, chunk) in chunks {
+                match decryptor.chunk(0, start, chunk, &Never) {
+                    Ok(done) => prop_assert_eq!(done, in_chunks),
                     Err(error) => outcome = Err(error),
                 }
             }
-            if damage.is_some() {
-                prop_assert!(matches!(outcome, Err(Error::Crypt(_))));
-            } else {
-                outcome.unwrap();
-                let found: Vec<u8> = found.into_iter().map(Option::unwrap).collect();
-                prop_assert_eq!(found, data);
+            if !in_chunks {
+                outcome = decryptor.whole(0, &mut sealed, &Never);
+            }
+            match damage {
+                Some(_) => prop_assert!(matches!(outcome, Err(Error::Crypt(_)))),
+                None => prop_assert!(outcome.is_ok() && sealed == data),
             }
         }
     }

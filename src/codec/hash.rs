@@ -13,6 +13,25 @@ pub struct Digests {
     pub sha: [u8; 32],
 }
 
+/// Which of the hashes in a file are compared. A tensor without one is an error.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// None.
+    #[default]
+    Nothing,
+    /// CRC-32, which finds damage by accident and costs little.
+    Crc32,
+    /// All that are there: CRC-32 and SHA-256.
+    All,
+}
+
+impl Verify {
+    /// All or nothing.
+    pub fn all_if(wanted: bool) -> Self {
+        if wanted { Verify::All } else { Verify::Nothing }
+    }
+}
+
 /// A tensor of this size or less is hashed by the thread that moves it, larger ones by whoever
 /// is free: see [`super::HashPool`].
 pub const SMALL: u64 = 1024 << 10;

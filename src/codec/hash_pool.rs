@@ -42,9 +42,17 @@ struct Lane<B> {
     work: Option<Work<B>>,
     crc: crc32fast::Hasher,
     /// Pieces that wait for their turn, by their position in the data.
-    waiting: BTreeMap<u64, (B, crc32fast::Hasher)>,
+    waiting: BTreeMap<u64, Piece<B>>,
     /// Position after the pieces that were taken from `waiting`.
     next: u64,
+}
+
+/// Some of a tensor's data.
+struct Piece<B> {
+    len: u64,
+    crc: crc32fast::Hasher,
+    /// The bytes, for SHA-256.
+    bytes: Option<B>,
 }
 
 struct Work<B> {
@@ -118,7 +126,10 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let mut crc = crc32fast::Hasher::new();
         crc.update(piece.as_ref());
         let mut lane = locked(lane);
-        lane.waiting.insert(start, (piece, crc));
+        let len = piece.as_ref().len() as u64;
+        // Memory that nobody needs any more may be what others wait for.
+        let bytes = self.sha.then_some(piece);
+        lane.waiting.insert(start, Piece { len, crc, bytes });
         if start == lane.next
             && let Some(work) = lane.work.take_if(|work| work.left() == 0)
         {
@@ -130,11 +141,11 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     fn park(&self, tensor: usize, mut work: Work<B>, lane: &mut Lane<B>) {
         if work.left() == 0 {
             work.piece = None;
-            while let Some((piece, crc)) = lane.waiting.remove(&lane.next) {
-                lane.crc.combine(&crc);
-                lane.next += piece.as_ref().len() as u64;
-                if self.sha {
-                    (work.piece, work.done) = (Some(piece), 0);
+            while let Some(piece) = lane.waiting.remove(&lane.next) {
+                lane.crc.combine(&piece.crc);
+                lane.next += piece.len;
+                if piece.bytes.is_some() {
+                    (work.piece, work.done) = (piece.bytes, 0);
                     break;
                 }
             }
@@ -152,6 +163,22 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         Some((tensor, locked(self.lane(tensor)?).work.take()?))
     }
 
+    /// Leaves a tensor out, of which no header was brought.
+    pub fn skip(&self, tensor: usize) {
+        if self.lane(tensor).is_some() {
+            locked(&self.queue).unfinished -= 1;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Hashes some bytes of a tensor, if those of any are there; false if not. Never waits.
+    pub fn step_now(&self, complete: impl FnMut(usize, Digests)) -> bool {
+        let first = locked(&self.queue).ready.pop_front();
+        let Some(first) = first else { return false };
+        self.hash([Some(first), None], complete);
+        true
+    }
+
     /// Hashes some bytes of one or two tensors and reports those that are complete.
     ///
     /// With `more_to_move` it does nothing unless two are ready. Otherwise it waits for work, as
@@ -160,7 +187,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         &self,
         more_to_move: impl Fn() -> bool,
         stopped: impl Fn() -> bool,
-        mut complete: impl FnMut(usize, Digests),
+        complete: impl FnMut(usize, Digests),
     ) -> bool {
         let mut queue = locked(&self.queue);
         let mut more = more_to_move();
@@ -179,8 +206,13 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
+        self.hash([first, second], complete);
+        true
+    }
+
+    fn hash(&self, ready: [Option<usize>; 2], mut complete: impl FnMut(usize, Digests)) {
         let mut works: Vec<(usize, Work<B>)> =
-            first.into_iter().chain(second).filter_map(|tensor| self.take(tensor)).collect();
+            ready.into_iter().flatten().filter_map(|tensor| self.take(tensor)).collect();
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
                 let len = a.left().min(b.left()).min(QUANTUM);
@@ -209,7 +241,6 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 self.park(tensor, work, &mut lane);
             }
         }
-        true
     }
 }
 

@@ -3,8 +3,7 @@
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
-use super::hash::{Digests, StreamHash};
-use crate::api::load::Verify;
+use super::hash::{Digests, StreamHash, Verify};
 use crate::api::save::Data;
 use crate::cancel::Cancel;
 use crate::engine::drain::staged::each_unit;
@@ -44,11 +43,11 @@ enum Covered {
 }
 
 impl KeptHeader {
-    /// Keeps a header, and gives the bytes of it that hashes cover.
-    pub fn of(header: Header) -> (Self, Vec<u8>) {
+    /// Keeps a header, and gives the bytes of it that hashes cover, if they are wanted.
+    pub fn of(header: &Header<'_>, wanted: bool) -> (Self, Vec<u8>) {
         let module_index = header.module_index;
-        let hashes = distinct(&header);
-        let covered = header.into_covered();
+        let hashes = distinct(header);
+        let covered = header.covered();
         let (start, end) = covered.split_last_chunk::<END_LEN>().unwrap_or((&[], &[0; END_LEN]));
         let zeros = zeros_at_end(start);
         let bytes = &start[..start.len() - zeros];
@@ -57,11 +56,12 @@ impl KeptHeader {
         } else {
             Covered::Hashed(Box::new(StreamHash::new(&covered, true)))
         };
+        let covered = if wanted { covered } else { Vec::new() };
         (KeptHeader { module_index, hashes, covered: kept }, covered)
     }
 
     /// The hashes after the header's covered bytes.
-    fn begin(&self) -> StreamHash {
+    pub fn begin(&self) -> StreamHash {
         match &self.covered {
             Covered::Hashed(hash) => (**hash).clone(),
             Covered::Bytes { bytes, zeros } => {
@@ -136,10 +136,10 @@ impl KeptHeader {
 
 /// The hashes of a header without repetitions, and at most two values of an algorithm: where there
 /// are two, one of them fails.
-fn distinct(header: &Header) -> Box<[Hash]> {
+fn distinct(header: &Header<'_>) -> Box<[Hash]> {
     let mut hashes: Vec<Hash> = Vec::with_capacity(2);
-    for stored in &header.hashes {
-        let hash = Hash::new(stored.algorithm, header.hash_value(stored));
+    for stored in header.hashes() {
+        let hash = Hash::new(stored.algorithm, header.hash_value(&stored));
         let same = hashes.iter().filter(|known| known.algorithm == hash.algorithm).count();
         if same < 2 && !hashes.contains(&hash) {
             hashes.push(hash);
@@ -224,8 +224,8 @@ mod tests {
             let expected = digest(&draft.bytes, &data, true);
             let whole = draft.bytes.clone();
             let raw = draft.finish(expected.crc, &expected.sha, &[]);
-            let header = Header::parse(raw.into(), &entry, false).unwrap();
-            let (kept, covered) = KeptHeader::of(header);
+            let header = Header::parse(&raw, &entry, false).unwrap();
+            let (kept, covered) = KeptHeader::of(&header, true);
             assert_eq!((kept.module_index, covered == whole), (7, true));
             let own = size_of::<KeptHeader>() + kept.hashes.len() * size_of::<Hash>();
             let more = match &kept.covered {

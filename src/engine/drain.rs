@@ -90,6 +90,7 @@ pub fn drain(
     let extents: Vec<Extent> = items
         .iter()
         .map(|item| Extent {
+            file: 0,
             header_offset: item.entry.header_offset,
             data_offset: item.entry.data_offset,
             data_len: item.entry.data_len,

@@ -3,6 +3,7 @@
 use crate::error::Malformed;
 
 /// Reads little-endian fields front to back.
+#[derive(Clone)]
 pub struct Cursor<'a> {
     bytes: &'a [u8],
     position: usize,

@@ -113,6 +113,11 @@ impl DType {
         }
     }
 
+    /// Whether a file's string is the one that is written for this type; False for some that are.
+    pub fn is_plainly(self, stored: &[u8]) -> bool {
+        self.0.plain.is_some_and(|plain| plain.as_bytes() == stored)
+    }
+
     /// The type that a file's string stands for, or what is wrong with it.
     ///
     /// Plain strings may also be spelled with `=` or without a byte order.

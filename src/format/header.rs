@@ -23,6 +23,15 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
+    /// The algorithm of a code.
+    fn of(code: u8) -> Option<Self> {
+        match code {
+            0 => Some(Algorithm::Crc32),
+            1 => Some(Algorithm::Sha256),
+            _ => None,
+        }
+    }
+
     /// The name in messages.
     pub fn name(self) -> &'static str {
         match self {
@@ -51,61 +60,42 @@ pub struct StoredHash {
 
 /// A tensor's header, as read.
 #[derive(Debug, Clone)]
-pub struct Header {
+pub struct Header<'h> {
     /// The bytes, all of them.
-    pub raw: Box<[u8]>,
+    pub raw: &'h [u8],
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
     /// What the tensor was in the saved object.
     pub kind: TensorKind,
-    /// The hashes of header and data.
-    pub hashes: Vec<StoredHash>,
+    /// Where the hashes of header and data lie, behind their count.
+    hashes: Range<usize>,
     /// How the data were encrypted, in encrypted files.
     pub crypt_info: Option<CryptInfo>,
     /// Where in the header the encryption block lies, its length field included.
     crypt_at: Option<Range<usize>>,
 }
 
-impl Header {
+impl<'h> Header<'h> {
     /// Reads the header that the index promises; everything both say must agree.
-    pub fn parse(raw: Box<[u8]>, entry: &Entry, encrypted: bool) -> Result<Self, Malformed> {
+    pub fn parse(raw: &'h [u8], entry: &Entry, encrypted: bool) -> Result<Self, Malformed> {
         let base = entry.header_offset;
-        let mut cursor = Cursor::new(&raw, base, "tensor header");
-        let name_of = || format!("tensor `{}`: header and index disagree", entry.name);
+        let mut cursor = Cursor::new(raw, base, "tensor header");
         let len = cursor.u64("header length")?;
         if usize::try_from(len) != Ok(raw.len()) {
-            return Err(Malformed::new(
-                base,
-                format!(
-                    "{}: the index leaves {} bytes for it, its length field says {len}",
-                    name_of(),
-                    raw.len()
-                ),
+            return Err(disagreement(
+                entry,
+                format!("the index leaves {} bytes for it, its length field says {len}", raw.len()),
             ));
         }
         let module_index = cursor.u16("module index")?;
         let kind = parse_kind(&mut cursor)?;
-        let name_len = cursor.u16("name length")?;
-        let at = cursor.offset();
-        let name = Name::parse(cursor.take(usize::from(name_len), "name")?)
-            .map_err(|what| Malformed::new(at, what))?;
-        let (dtype, shape) = parse_dtype_and_shape(&mut cursor, entry.long)?;
-        let disagreement = if !name.same_path(&entry.name) {
-            Some(format!("Unexpected tensor name `{name}`"))
-        } else if kind != entry.kind {
-            Some(format!("type {:?} in the index, {kind:?} in the header", entry.kind))
-        } else if dtype != entry.dtype || shape != entry.shape {
-            Some(format!(
-                "{} {:?} in the index, {dtype} {shape:?} in the header",
-                entry.dtype, entry.shape
-            ))
-        } else {
-            None
-        };
-        if let Some(what) = disagreement {
-            return Err(Malformed::new(base, format!("{}: {what}", name_of())));
+        check_name(&mut cursor, entry)?;
+        if kind != entry.kind {
+            let what = format!("type {:?} in the index, {kind:?} in the header", entry.kind);
+            return Err(disagreement(entry, what));
         }
-        let hashes = parse_hashes(&mut cursor)?;
+        check_dtype_and_shape(&mut cursor, entry)?;
+        let hashes = check_hashes(&mut cursor)?;
         let (crypt_info, crypt_at) = if encrypted {
             let from = cursor.position();
             let len = cursor.u64("encryption block length")?;
@@ -122,30 +112,39 @@ impl Header {
             .ok_or_else(|| cursor.error("the tensor header has no room for its data length"))?;
         let data_len = i64::from_le_bytes(data_len);
         if u64::try_from(data_len) != Ok(entry.data_len) {
-            return Err(Malformed::new(
-                base,
-                format!(
-                    "{}: data length {} in the index, {data_len} in the header",
-                    name_of(),
-                    entry.data_len
-                ),
+            return Err(disagreement(
+                entry,
+                format!("data length {} in the index, {data_len} in the header", entry.data_len),
             ));
         }
-        Ok(Header { module_index, kind, hashes, crypt_info, crypt_at, raw })
+        Ok(Header { raw, module_index, kind, hashes, crypt_info, crypt_at })
+    }
+
+    /// The hashes of header and data: algorithm, and the place of the value in the header.
+    pub fn hashes(&self) -> impl Iterator<Item = StoredHash> + '_ {
+        let mut at = self.hashes.start;
+        std::iter::from_fn(move || {
+            let [code, size] = *self.raw.get(at..self.hashes.end)?.first_chunk()?;
+            let start = at + 2;
+            at = start + usize::from(size);
+            // The parser has found both right.
+            let algorithm = Algorithm::of(code)?;
+            Some(StoredHash { algorithm, at: start..at })
+        })
     }
 
     /// The value of a hash.
     #[allow(clippy::indexing_slicing)] // Where the parser has found it.
-    pub fn hash_value(&self, hash: &StoredHash) -> &[u8] {
+    pub fn hash_value(&self, hash: &StoredHash) -> &'h [u8] {
         &self.raw[hash.at.clone()]
     }
 
     /// The header's part of what hashes cover: hash values zeroed, encryption block cut out.
     #[allow(clippy::indexing_slicing)] // Where the parser has found them.
-    pub fn into_covered(self) -> Vec<u8> {
-        let mut bytes = self.raw.into_vec();
-        for hash in &self.hashes {
-            bytes[hash.at.clone()].fill(0);
+    pub fn covered(&self) -> Vec<u8> {
+        let mut bytes = self.raw.to_vec();
+        for hash in self.hashes() {
+            bytes[hash.at].fill(0);
         }
         if let Some(cut) = &self.crypt_at {
             bytes.drain(cut.clone());
@@ -154,19 +153,74 @@ impl Header {
     }
 }
 
-fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
+fn disagreement(entry: &Entry, what: String) -> Malformed {
+    let what = format!("tensor `{}`: header and index disagree: {what}", entry.name);
+    Malformed::new(entry.header_offset, what)
+}
+
+/// The name is that of the index, mostly to the byte.
+fn check_name(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
+    let len = cursor.u16("name length")?;
+    let at = cursor.offset();
+    let stored = cursor.take(usize::from(len), "name")?;
+    if stored == entry.name.stored().as_bytes() {
+        return Ok(());
+    }
+    let name = Name::parse(stored).map_err(|what| Malformed::new(at, what))?;
+    if name.same_path(&entry.name) {
+        return Ok(());
+    }
+    Err(disagreement(entry, format!("Unexpected tensor name `{name}`")))
+}
+
+/// So are type and shape.
+fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
+    let mut ahead = cursor.clone();
+    if is_of_entry(&mut ahead, entry).unwrap_or(false) {
+        *cursor = ahead;
+        return Ok(());
+    }
+    let (dtype, shape) = parse_dtype_and_shape(cursor, entry.long)?;
+    if dtype == entry.dtype && shape == entry.shape {
+        return Ok(());
+    }
+    let what =
+        format!("{} {:?} in the index, {dtype} {shape:?} in the header", entry.dtype, entry.shape);
+    Err(disagreement(entry, what))
+}
+
+/// Whether type and shape are spelled as they are written for the entry.
+fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
+    let len = cursor.u8("dtype length")?;
+    if !entry.dtype.is_plainly(cursor.take(usize::from(len), "dtype")?)
+        || usize::from(cursor.u8("number of dimensions")?) != entry.shape.len()
+    {
+        return Ok(false);
+    }
+    for &dim in &entry.shape {
+        let found = if entry.long {
+            cursor.u64("dimensions")?
+        } else {
+            cursor.u32("dimensions").map(u64::from)?
+        };
+        if found != dim {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Reads the section of hashes, and says where they lie behind their count.
+fn check_hashes(cursor: &mut Cursor<'_>) -> Result<Range<usize>, Malformed> {
     let len = usize::from(cursor.u16("hash section length")?);
     let (from, at) = (cursor.position(), cursor.offset());
     let mut section = Cursor::new(cursor.take(len, "hash section")?, at, "hash section");
     let count = section.u8("hash count")?;
-    let mut hashes = Vec::with_capacity(usize::from(count));
+    let start = from + section.position();
     for _ in 0..count {
         let code = section.u8("hash type")?;
-        let algorithm = match code {
-            0 => Algorithm::Crc32,
-            1 => Algorithm::Sha256,
-            _ => return Err(section.error(format!("unknown hash type {code}"))),
-        };
+        let algorithm = Algorithm::of(code)
+            .ok_or_else(|| section.error(format!("unknown hash type {code}")))?;
         let size = usize::from(section.u8("hash size")?);
         if size != algorithm.size() {
             return Err(section.error(format!(
@@ -175,9 +229,7 @@ fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
                 algorithm.size()
             )));
         }
-        let start = from + section.position();
         section.take(size, "hash value")?;
-        hashes.push(StoredHash { algorithm, at: start..start + size });
     }
     if !section.rest().is_empty() {
         return Err(section.error(format!(
@@ -185,7 +237,7 @@ fn parse_hashes(cursor: &mut Cursor<'_>) -> Result<Vec<StoredHash>, Malformed> {
             section.rest().len()
         )));
     }
-    Ok(hashes)
+    Ok(start..from + section.position())
 }
 
 /// Which hashes of a tensor the writer stores.

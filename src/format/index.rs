@@ -44,6 +44,11 @@ impl Entry {
         element_count(&self.shape)?.checked_mul(self.dtype.size())
     }
 
+    /// Its dimensions as signed numbers; those of an index fit.
+    pub fn signed_shape(&self) -> &[i64] {
+        bytemuck::cast_slice(&self.shape)
+    }
+
     /// The tensor was on the `meta` device: it has a size but no data.
     pub fn is_meta(&self) -> bool {
         self.data_len == 0 && self.memory_len() != Some(0)

@@ -325,6 +325,17 @@ impl<'p> Ticket<'p> {
         device: &Arc<dyn Device>,
         cancel: &dyn Cancel,
     ) -> Result<Lease<'p>> {
+        self.lease_or(units, device, &|| Ok(false), cancel)
+    }
+
+    /// The same; as long as it waits it calls `idle`, which says whether it found something to do.
+    pub fn lease_or(
+        self,
+        units: usize,
+        device: &Arc<dyn Device>,
+        idle: &dyn Fn() -> Result<bool>,
+        cancel: &dyn Cancel,
+    ) -> Result<Lease<'p>> {
         let pool = self.pool;
         loop {
             let wait = {
@@ -335,18 +346,20 @@ impl<'p> Ticket<'p> {
                         return Ok(Lease::new(pool, units));
                     }
                     let under_way: usize = state.in_flight.iter().map(|f| f.units.len()).sum();
-                    let idle = under_way == 0;
+                    let quiet = under_way == 0;
                     drop(state);
                     if under_way < PLENTY && pool.grow(units, device)? {
                         continue;
                     }
-                    if idle { IDLE } else { POLL }
+                    if quiet { IDLE } else { POLL }
                 } else {
                     IDLE
                 }
             };
             cancel.check()?;
-            thread::park_timeout(wait);
+            if !idle()? {
+                thread::park_timeout(wait);
+            }
         }
     }
 }

@@ -1,14 +1,17 @@
 //! The system calls that the standard library does not offer. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+mod buffers;
 pub mod process;
 
 use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;
+
+pub use buffers::{Buffers, Lent, filled, to_fill, zero_filled};
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
@@ -28,22 +31,29 @@ fn vector_count(len: usize) -> c_int {
 }
 
 /// Reads at a position into several buffers, without moving the file's own position.
-pub fn read_vectored_at(
-    file: &File,
-    offset: u64,
-    buffers: &mut [IoSliceMut<'_>],
-) -> io::Result<usize> {
+pub fn read_vectored_at(file: &File, offset: u64, buffers: &mut Buffers<'_>) -> io::Result<usize> {
     let offset = position(offset)?;
-    // SAFETY: `IoSliceMut` is documented to have the layout of `iovec`, each one points to memory
-    // that is exclusively borrowed for this call, and the count does not exceed the slice.
-    checked(unsafe {
-        libc::preadv(
-            file.as_raw_fd(),
-            buffers.as_mut_ptr().cast(),
-            vector_count(buffers.len()),
-            offset,
-        )
-    })
+    let ranges = buffers.ranges(MAX_VECTORS);
+    // SAFETY: each range is memory that is exclusively borrowed for this call, and the count does not
+    // exceed the slice.
+    let read = checked(unsafe {
+        libc::preadv(file.as_raw_fd(), ranges.as_ptr(), vector_count(ranges.len()), offset)
+    })?;
+    // SAFETY: the kernel has written so many bytes, in order.
+    unsafe { buffers.advance(read) };
+    Ok(read)
+}
+
+/// Reads the next bytes of a pipe, a socket or a terminal.
+pub fn read_vectored(file: &File, buffers: &mut Buffers<'_>) -> io::Result<usize> {
+    let ranges = buffers.ranges(MAX_VECTORS);
+    // SAFETY: as for `read_vectored_at`.
+    let read = checked(unsafe {
+        libc::readv(file.as_raw_fd(), ranges.as_ptr(), vector_count(ranges.len()))
+    })?;
+    // SAFETY: the kernel has written so many bytes, in order.
+    unsafe { buffers.advance(read) };
+    Ok(read)
 }
 
 /// Writes several buffers at a position, without moving the file's own position.

@@ -2,7 +2,6 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation)]
 
-use std::io::IoSliceMut;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -184,7 +183,7 @@ impl ReadAt for TwoFaced {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut tensorizer::mem::Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> tensorizer::Result<usize> {
         let face = &self.faces[usize::from(self.turned.load(Ordering::Relaxed))];

@@ -185,10 +185,10 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
     for (entry, tensor) in file.entries().iter().zip(expected["tensors"].as_array().unwrap()) {
         let len = (entry.data_offset - entry.header_offset) as usize;
         let mut raw = vec![0; len].into_boxed_slice();
-        let mut buffers = [std::io::IoSliceMut::new(&mut raw)];
+        let mut buffers = tensorizer::mem::Buffers::of(&mut raw);
         read_exact_at(&*file.source(), entry.header_offset, &mut buffers, &String::new, &Never)
             .unwrap();
-        let header = Header::parse(raw, entry, true).unwrap();
+        let header = Header::parse(&raw, entry, true).unwrap();
         let info = header.crypt_info.as_ref().unwrap();
         assert_eq!(info.cipher.is_some(), entry.data_len > 0, "{name}: {info}");
         check_crypt(info, &tensor["crypt"], name);
@@ -363,8 +363,8 @@ fn every_bit_of_encryption_counts() {
         let file = open(sound.clone(), 0, name).unwrap();
         let entry = file.entries()[0].clone();
         let raw = &sound[entry.header_offset as usize..entry.data_offset as usize];
-        let header = Header::parse(raw.into(), &entry, true).unwrap();
-        let block = header.into_covered().len() - 8;
+        let header = Header::parse(raw, &entry, true).unwrap();
+        let block = header.covered().len() - 8;
         let start = entry.header_offset as usize + block;
         let (mut refused, mut bits) = (0, 0);
         for at in start..entry.end() as usize {

@@ -3,7 +3,9 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use proptest::prelude::*;
-use tensorizer::engine::plan::{Extent, SegmentKind, Target, blocks, pack, partition, stage};
+use tensorizer::engine::plan::{
+    Extent, Large, Layout, Limits, Place, Segment, SegmentKind, pack, partition, stage,
+};
 
 prop_compose! {
     fn extents()(
@@ -14,7 +16,7 @@ prop_compose! {
             let header_offset = end + gap;
             let data_offset = header_offset + header;
             end = data_offset + data_len;
-            Extent { header_offset, data_offset, data_len }
+            Extent { file: 0, header_offset, data_offset, data_len }
         }).collect()
     }
 }
@@ -28,7 +30,7 @@ proptest! {
         max_pieces in 3usize..50,
         unit in prop_oneof![Just(1u64), 1u64..5000],
     ) {
-        let parts = partition(&extents, part_len, merge_gap, max_pieces, unit);
+        let parts = partition(&extents, &Limits { len: part_len, merge_gap, segments: max_pieces, unit });
         let mut end = 0;
         let mut headers = Vec::new();
         let mut data = vec![0u64; extents.len()];
@@ -65,7 +67,7 @@ proptest! {
     /// Small tensors are hashed in one go, so they must lie in one part.
     #[test]
     fn tensors_of_an_eighth_of_a_part_are_not_cut(extents in extents()) {
-        for part in partition(&extents, 800_000, 0, 1024, 1) {
+        for part in partition(&extents, &limits(800_000, 0)) {
             for piece in part.segments {
                 if let SegmentKind::Data { tensor, .. } = piece.kind {
                     prop_assert_eq!(piece.len, extents[tensor].data_len);
@@ -76,8 +78,8 @@ proptest! {
 
     #[test]
     fn parts_are_about_as_long_as_asked_for(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
-        let extents = [Extent { header_offset: 0, data_offset: 100, data_len: len }];
-        for part in partition(&extents, part_len, 0, 10, 1) {
+        let extents = [Extent { file: 0, header_offset: 0, data_offset: 100, data_len: len }];
+        for part in partition(&extents, &limits(part_len, 0)) {
             prop_assert!(part.len() <= part_len + part_len / 2 + 100);
         }
     }
@@ -102,36 +104,58 @@ fn sizes_beyond_the_address_space_do_not_fit() {
 }
 
 proptest! {
-    /// Every byte of data has one place in a unit, and one copy takes it to its place on the device.
+    /// Every byte of data has one place in a staging buffer, and one copy takes it to its place on the
+    /// device, whatever else goes along.
     #[test]
     fn staged_data_arrive_where_they_belong(
         extents in extents(),
-        part_len in 1u64..50_000,
-        unit_len in 64usize..20_000,
-        apart in any::<bool>(),
+        aligned in any::<bool>(),
+        batch_len in 1u64..50_000,
+        buffer_len in 64usize..20_000,
+        large in prop_oneof![Just(Large::Apart), Just(Large::Together)],
     ) {
-        let grain = unit_len / 2;
-        let lens: Vec<u64> = extents.iter().map(|extent| extent.data_len).collect();
-        let (block_lens, places) = blocks(&lens, apart);
+        let extents = if aligned { aligned_to_64(extents) } else { extents };
+        let lens: Vec<(Extent, u64)> = extents.iter().map(|e| (*e, e.data_len)).collect();
+        let layout = Layout::new(&lens, large).unwrap();
+        let unit = buffer_len / 2;
         let mut there: Vec<Vec<Option<(usize, u64)>>> =
-            block_lens.iter().map(|&len| vec![None; len as usize]).collect();
-        for part in partition(&extents, part_len, 100, 1000, 1) {
-            let target = |tensor: usize| {
-                let (block, offset) = places[tensor];
-                Ok(Target { block, offset: offset as usize })
-            };
-            let staging = stage(&part, unit_len, grain, target).unwrap();
-            let mut units = vec![vec![None; unit_len]; staging.units];
-            for found in &staging.grains {
-                prop_assert!(found.len <= grain);
-                prop_assert_eq!(found.start / grain as u64, (found.start + found.len as u64 - 1) / grain as u64);
-                for (byte, slot) in units[found.unit][found.at..][..found.len].iter_mut().enumerate() {
-                    prop_assert!(slot.replace((found.tensor, found.start + byte as u64)).is_none());
+            layout.blocks.iter().map(|block| vec![None; block.len as usize]).collect();
+        for batch in partition(&extents, &limits(batch_len, 100)) {
+            let place = |segment: &Segment, position: u64| Ok(match segment.kind {
+                SegmentKind::Gap => None,
+                SegmentKind::Header { tensor } => {
+                    let block = layout.places[tensor].block;
+                    let fits = segment.len <= buffer_len as u64;
+                    let found = layout.blocks[block].find(0, position, segment.len);
+                    found.filter(|_| fits).map(|offset| Place { block, offset })
+                }
+                SegmentKind::Data { tensor, start } => {
+                    let Place { block, offset } = layout.places[tensor];
+                    Some(Place { block, offset: offset + start })
+                }
+            });
+            let staging = stage(&batch, buffer_len, unit, place).unwrap();
+            let total: usize = staging.staged.iter().map(|staged| staged.len).sum();
+            prop_assert_eq!(total as u64, batch.len());
+            let mut buffers = vec![vec![None; buffer_len]; staging.buffers];
+            for staged in &staging.staged {
+                let Some(buffer) = staged.buffer else { continue };
+                let place = &mut buffers[buffer][staged.at..][..staged.len];
+                for (byte, slot) in place.iter_mut().enumerate() {
+                    let whose = match staged.kind {
+                        SegmentKind::Data { tensor, start } => (tensor, start + byte as u64),
+                        _ => (usize::MAX, 0),
+                    };
+                    prop_assert!(slot.replace(whose).is_none());
+                }
+                if let SegmentKind::Data { start, .. } = staged.kind {
+                    let last = start + staged.len as u64 - 1;
+                    prop_assert_eq!(start / unit as u64, last / unit as u64);
                 }
             }
-            for step in &staging.moves {
-                let from = &units[step.unit][step.at..][..step.len];
-                let to = &mut there[step.target.block][step.target.offset..][..step.len];
+            for copy in &staging.copies {
+                let from = &buffers[copy.buffer][copy.at..][..copy.len];
+                let to = &mut there[copy.block][copy.offset..][..copy.len];
                 for (to, from) in to.iter_mut().zip(from) {
                     // Between tensors there are bytes of nobody.
                     if let Some(byte) = from {
@@ -140,12 +164,88 @@ proptest! {
                 }
             }
         }
-        for (tensor, &(block, offset)) in places.iter().enumerate() {
-            prop_assert!(offset % 64 == 0);
-            for (byte, found) in there[block][offset as usize..][..lens[tensor] as usize].iter().enumerate() {
+        for (tensor, (place, extent)) in layout.places.iter().zip(&extents).enumerate() {
+            prop_assert!(place.offset % 64 == 0);
+            let mine = &there[place.block][place.offset as usize..][..extent.data_len as usize];
+            for (byte, found) in mine.iter().enumerate() {
                 prop_assert_eq!(*found, Some((tensor, byte as u64)));
             }
         }
-        prop_assert!(!apart || block_lens.len() == lens.len());
     }
+
+    /// Small tensors share blocks of bounded length; large ones share none with them.
+    #[test]
+    fn nothing_large_is_kept_alive_by_something_small(
+        lens in prop::collection::vec(prop_oneof![0u64..5000, 900_000u64..1_200_000], 0..300),
+        gap in prop_oneof![Just(0u64), Just(8192)],
+        large in prop_oneof![Just(Large::Apart), Just(Large::Together)],
+    ) {
+        let mut end = 1000u64;
+        let tensors: Vec<(Extent, u64)> = lens.iter().map(|&len| {
+            let header_offset = end + gap;
+            let data_offset = (header_offset + 200).next_multiple_of(64);
+            end = data_offset + len;
+            (Extent { file: 0, header_offset, data_offset, data_len: len }, len)
+        }).collect();
+        let layout = Layout::new(&tensors, large).unwrap();
+        prop_assert_eq!(layout.places.len(), lens.len());
+        for (number, block) in layout.blocks.iter().enumerate() {
+            let inside: Vec<u64> = layout.places.iter().zip(&lens)
+                .filter(|(place, _)| place.block == number).map(|(_, len)| *len).collect();
+            let small = inside.iter().filter(|&&len| len < 1 << 20).count();
+            prop_assert!(small == 0 || small == inside.len());
+            prop_assert!(small == 0 || block.len <= 64 << 20);
+            prop_assert!(block.image.is_none() || (gap == 0 && inside.len() > 1));
+            prop_assert!(small > 0 || large == Large::Together || inside.len() == 1);
+        }
+        for ((place, len), (extent, _)) in layout.places.iter().zip(&lens).zip(&tensors) {
+            let block = layout.blocks[place.block];
+            prop_assert!(place.offset % 64 == 0 && place.offset + len <= block.len);
+            if block.image.is_some() {
+                prop_assert_eq!(block.find(0, extent.data_offset, *len), Some(place.offset));
+            }
+        }
+    }
+
+    /// Steps are the batch, cut in large data only.
+    #[test]
+    fn steps_cover_their_batch(extents in extents(), step in 1u64..20_000, whole in 0u64..50_000) {
+        for batch in partition(&extents, &limits(100_000, 100)) {
+            let steps = batch.clone().steps(step, whole);
+            let mut position = batch.offset;
+            let mut joined: Vec<Segment> = Vec::new();
+            for one in &steps {
+                prop_assert_eq!((one.file, one.offset), (batch.file, position));
+                position += one.len();
+                for segment in &one.segments {
+                    match (joined.last_mut(), segment.kind) {
+                        (Some(last), SegmentKind::Data { tensor, start }) if start > 0
+                            && matches!(last.kind, SegmentKind::Data { tensor: of, .. } if of == tensor) =>
+                        {
+                            prop_assert!(segment.len <= step);
+                            last.len += segment.len;
+                        }
+                        _ => joined.push(*segment),
+                    }
+                }
+            }
+            prop_assert_eq!(joined, batch.segments);
+        }
+    }
+}
+
+fn limits(len: u64, merge_gap: u64) -> Limits {
+    Limits { len, merge_gap, segments: 1000, unit: 1 }
+}
+
+/// The same tensors, with data that begin at multiples of 64.
+fn aligned_to_64(extents: Vec<Extent>) -> Vec<Extent> {
+    let mut moved = 0;
+    let extents = extents.into_iter().map(|extent| {
+        let header_offset = extent.header_offset + moved;
+        let data_offset = (extent.data_offset + moved).next_multiple_of(64);
+        moved = data_offset - extent.data_offset;
+        Extent { header_offset, data_offset, ..extent }
+    });
+    extents.collect()
 }

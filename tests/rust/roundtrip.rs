@@ -262,15 +262,13 @@ impl ReadAt for Scripted {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [std::io::IoSliceMut<'_>],
+        buffers: &mut tensorizer::mem::Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> tensorizer::Result<usize> {
         let end = self.bytes.len().min(self.shrink_to as usize);
-        let first = buffers.iter_mut().find(|buffer| !buffer.is_empty()).unwrap();
         let start = (offset as usize).min(end);
-        let len = first.len().min(self.step).min(end - start);
-        first[..len].copy_from_slice(&self.bytes[start..start + len]);
-        Ok(len)
+        let len = self.step.min(end - start);
+        Ok(buffers.put(&self.bytes[start..start + len]))
     }
 }
 

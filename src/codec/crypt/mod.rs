@@ -64,6 +64,11 @@ impl Pieces {
         (number, start, start.saturating_add(self.piece_len).min(self.data_len))
     }
 
+    /// Whether whole pieces lie in each chunk of `chunk_len` bytes, counted from the first.
+    pub fn fit(&self, chunk_len: u64) -> bool {
+        chunk_len.is_multiple_of(self.piece_len) || self.data_len <= chunk_len
+    }
+
     /// Decrypts one whole piece in place; false if it is not what was encrypted with the key.
     #[must_use]
     pub fn open(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use super::{Item, staged};
 use crate::api::save::Data;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, Extent, SegmentKind, partition};
+use crate::engine::plan::{Batch, Extent, Limits, SegmentKind, partition};
 use crate::error::Result;
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
@@ -61,7 +61,9 @@ pub fn jobs(items: &[Item<'_>], extents: &[Extent], in_turns: usize) -> Result<V
 
 fn parts(extents: &[Extent], tensors: std::ops::Range<usize>) -> impl Iterator<Item = Job> {
     let (first, run) = (tensors.start, &extents[tensors]);
-    let parts = partition(run, PART_LEN, 0, crate::sys::MAX_VECTORS, PIECE_LEN);
+    let limits =
+        Limits { len: PART_LEN, merge_gap: 0, segments: crate::sys::MAX_VECTORS, unit: PIECE_LEN };
+    let parts = partition(run, &limits);
     parts.into_iter().map(move |mut part| {
         for piece in &mut part.segments {
             match &mut piece.kind {

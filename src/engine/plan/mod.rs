@@ -1,11 +1,13 @@
 //! Which bytes, in what order, in what segments: pure functions over ranges. No I/O, no clock.
 
+mod image;
 mod pack;
 mod partition;
-mod shares;
+mod queue;
 mod staging;
 
+pub use image::{Block, Large, Layout, Place};
 pub use pack::{MemoryRange, pack};
-pub use partition::{Batch, Extent, Segment, SegmentKind, partition};
-pub use shares::Shares;
-pub use staging::{Grain, Move, Staging, Target, blocks, stage};
+pub use partition::{Batch, Extent, Limits, Segment, SegmentKind, partition};
+pub use queue::WorkQueue;
+pub use staging::{Copy, Staged, Staging, stage};

@@ -1,9 +1,11 @@
 //! Cuts the extents of tensors in a file into parts of about equal size, each one contiguous
 //! range that one reader or writer moves with one call.
 
-/// Where one tensor lies in the file: its header, then its data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Data of a tensor that lie together in a file, behind the tensor's header if there is one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extent {
+    /// Which file.
+    pub file: usize,
     /// Position of the header.
     pub header_offset: u64,
     /// Position of the data.
@@ -13,7 +15,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    fn end(&self) -> u64 {
+    /// Position after the data.
+    pub fn end(&self) -> u64 {
         self.data_offset + self.data_len
     }
 }
@@ -37,6 +40,18 @@ pub enum SegmentKind {
     Gap,
 }
 
+impl SegmentKind {
+    /// What the bytes from `done` on belong to.
+    pub fn later(self, done: u64) -> Self {
+        match self {
+            SegmentKind::Data { tensor, start } => {
+                SegmentKind::Data { tensor, start: start + done }
+            }
+            other => other,
+        }
+    }
+}
+
 /// Adjacent bytes with one destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
@@ -46,9 +61,11 @@ pub struct Segment {
     pub len: u64,
 }
 
-/// One contiguous range of the file.
+/// One contiguous range of a file, which one request moves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
+    /// Which file.
+    pub file: usize,
     /// File position of its first byte.
     pub offset: u64,
     /// Its bytes, in order, without holes.
@@ -65,76 +82,138 @@ impl Batch {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// The same in shorter steps, so that the hash of each finds its bytes in the cache. Only data of
+    /// more than `whole` bytes are cut; others stay with their header.
+    pub fn steps(self, step: u64, whole: u64) -> Vec<Batch> {
+        let mut steps: Vec<Batch> = Vec::new();
+        let (mut offset, mut len) = (self.offset, 0);
+        let mut push = |segment: Segment, joined: bool| {
+            match steps.last_mut().filter(|_| joined || len < step) {
+                Some(last) => {
+                    last.segments.push(segment);
+                    len += segment.len;
+                }
+                None => {
+                    steps.push(Batch { file: self.file, offset, segments: vec![segment] });
+                    len = segment.len;
+                }
+            }
+            offset += segment.len;
+        };
+        let mut behind_header = false;
+        for segment in self.segments {
+            match segment.kind {
+                SegmentKind::Data { tensor, start } if segment.len > whole => {
+                    let mut done = 0;
+                    while done < segment.len {
+                        let len = step.max(1).min(segment.len - done);
+                        let kind = SegmentKind::Data { tensor, start: start + done };
+                        push(Segment { kind, len }, false);
+                        done += len;
+                    }
+                }
+                _ => push(segment, behind_header),
+            }
+            behind_header = matches!(segment.kind, SegmentKind::Header { .. });
+        }
+        steps
+    }
 }
 
 /// A tensor of at least this size may be cut where a part ends, not only where it is longer than one.
 const CUT_LEN: u64 = 4 << 20;
 
-/// Covers every byte of the extents exactly once.
+/// How extents become batches.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes of a batch, about.
+    pub len: u64,
+    /// Gaps of at most so many bytes are read over; wider ones start a new batch.
+    pub merge_gap: u64,
+    /// The most segments of a batch.
+    pub segments: usize,
+    /// Data are cut at multiples of this, which may make batches longer.
+    pub unit: u64,
+}
+
+/// Covers every byte of the extents exactly once. A header is never cut, and comes in one batch with
+/// the first of its data.
 ///
-/// Extents are in rising order and do not overlap. Parts hold about `part_len` bytes and at most
-/// `max_pieces` pieces; a header is never cut, and comes in one part with the first of its data.
-/// Gaps of at most `merge_gap` bytes are read over, wider ones start a new part. Data are cut at
-/// multiples of `unit`, which may make parts longer.
-pub fn partition(
-    extents: &[Extent],
-    part_len: u64,
-    merge_gap: u64,
-    max_pieces: usize,
-    unit: u64,
-) -> Vec<Batch> {
-    let part_len = part_len.max(1);
-    let unit = unit.max(1);
-    let mut parts: Vec<Batch> = Vec::new();
-    let mut open: Option<Batch> = None;
+/// Extents are in rising order of files and positions, and do not overlap.
+pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
+    let limits = Limits { len: limits.len.max(1), unit: limits.unit.max(1), ..*limits };
+    let mut batches: Vec<Batch> = Vec::new();
+    let mut open: Option<Open> = None;
     for (tensor, extent) in extents.iter().enumerate() {
-        let header = Segment {
-            kind: SegmentKind::Header { tensor },
-            len: extent.data_offset - extent.header_offset,
-        };
-        let fits = |part: &Batch| {
-            let end = part.offset + part.len();
-            let gap = extent.header_offset - end;
-            // A long tensor fills what is left of a part; a short one is not worth a cut.
-            let room = part_len.saturating_sub(extent.data_offset - part.offset);
-            let cut = extent.data_len >= CUT_LEN && room >= part_len / 16;
-            gap <= merge_gap
-                && part.segments.len() + 3 <= max_pieces
-                && (extent.end() - part.offset <= part_len || part.len() * 4 < part_len || cut)
-        };
-        if !open.as_ref().is_some_and(fits) {
-            parts.extend(open.take());
+        if !open.as_ref().is_some_and(|open| open.fits(extent, &limits)) {
+            batches.extend(open.take().map(|open| open.batch));
         }
-        let part = open
-            .get_or_insert_with(|| Batch { offset: extent.header_offset, segments: Vec::new() });
-        let gap = extent.header_offset - (part.offset + part.len());
-        if gap > 0 {
-            part.segments.push(Segment { kind: SegmentKind::Gap, len: gap });
-        }
-        part.segments.push(header);
+        let begun = open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
+        begun.push(SegmentKind::Gap, extent.header_offset.saturating_sub(begun.end));
+        let header_len = extent.data_offset.saturating_sub(extent.header_offset);
+        begun.push(SegmentKind::Header { tensor }, header_len);
         let mut start = 0;
         while start < extent.data_len {
-            let room = part_len
-                .saturating_sub(open.as_ref().map_or(0, Batch::len))
-                .max(part_len.div_ceil(16));
-            let room = (room / unit).max(1) * unit;
-            let rest = extent.data_len - start;
-            // The last cut must not leave crumbs, and short tensors stay whole.
-            let whole = extent.data_len <= part_len && extent.data_len < CUT_LEN;
-            let len = if whole || rest <= room.saturating_add(part_len / 16) { rest } else { room };
-            let piece = Segment { kind: SegmentKind::Data { tensor, start }, len };
-            match &mut open {
-                Some(part) => part.segments.push(piece),
-                None => {
-                    open = Some(Batch { offset: extent.data_offset + start, segments: vec![piece] })
-                }
-            }
+            let begun =
+                open.get_or_insert_with(|| Open::at(extent.file, extent.data_offset + start));
+            let len = limits.cut(begun.len(), extent.data_len, extent.data_len - start);
+            begun.push(SegmentKind::Data { tensor, start }, len);
             start += len;
             if start < extent.data_len {
-                parts.extend(open.take());
+                batches.extend(open.take().map(|open| open.batch));
             }
         }
     }
-    parts.extend(open);
-    parts
+    batches.extend(open.map(|open| open.batch));
+    batches
+}
+
+impl Limits {
+    /// Bytes of data for a batch that has `used`, of a tensor of `all` of which `rest` are left.
+    fn cut(&self, used: u64, all: u64, rest: u64) -> u64 {
+        let room = self.len.saturating_sub(used).max(self.len.div_ceil(16));
+        let room = (room / self.unit).max(1).saturating_mul(self.unit);
+        // The last cut must not leave crumbs, and short tensors stay whole.
+        let whole = all <= self.len && all < CUT_LEN;
+        if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
+    }
+}
+
+/// A batch that may become longer.
+struct Open {
+    batch: Batch,
+    end: u64,
+}
+
+impl Open {
+    fn at(file: usize, offset: u64) -> Self {
+        Open { batch: Batch { file, offset, segments: Vec::new() }, end: offset }
+    }
+
+    fn len(&self) -> u64 {
+        self.end - self.batch.offset
+    }
+
+    fn push(&mut self, kind: SegmentKind, len: u64) {
+        if len > 0 {
+            self.batch.segments.push(Segment { kind, len });
+            self.end += len;
+        }
+    }
+
+    /// Whether the next extent belongs to this batch.
+    fn fits(&self, extent: &Extent, limits: &Limits) -> bool {
+        let Some(gap) = extent.header_offset.checked_sub(self.end) else { return false };
+        let offset = self.batch.offset;
+        // A long tensor fills what is left of a batch; a short one is not worth a cut.
+        let room = limits.len.saturating_sub(extent.data_offset.saturating_sub(offset));
+        let cut = extent.data_len >= CUT_LEN && room >= limits.len / 16;
+        extent.file == self.batch.file
+            && gap <= limits.merge_gap
+            && self.batch.segments.len() + 3 <= limits.segments
+            && (extent.end().saturating_sub(offset) <= limits.len
+                || self.len().saturating_mul(4) < limits.len
+                || cut)
+    }
 }

@@ -1,10 +1,9 @@
 //! What is left of a source after its file was closed.
 
-use std::io::IoSliceMut;
-
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::mem::Buffers;
 
 /// Refuses every read.
 pub struct ClosedSource {
@@ -24,7 +23,7 @@ impl ReadAt for ClosedSource {
     fn read_at(
         &self,
         _offset: u64,
-        _buffers: &mut [IoSliceMut<'_>],
+        _buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         Err(Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))

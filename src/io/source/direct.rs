@@ -6,18 +6,17 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::sync::{Mutex, PoisonError};
 
 use io_uring::{IoUring, opcode, types};
 
-use super::scatter::Scatter;
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::mem::Arena;
+use crate::mem::{Arena, Buffers};
 
 /// Positions and lengths of direct reads are multiples of this: the largest block of usual disks.
 const ALIGNMENT: u64 = 4096;
@@ -68,7 +67,7 @@ impl DirectReader {
         first: u64,
         skip: usize,
         wanted: usize,
-        into: &mut Scatter<'_, '_>,
+        into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
         let State { memory, ring } = state;
         let memory = memory.bytes_mut();
@@ -181,10 +180,10 @@ impl ReadAt for DirectReader {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let wanted: usize = buffers.iter().map(|buffer| buffer.len()).sum();
+        let wanted = buffers.left();
         let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
         if wanted == 0 {
@@ -193,9 +192,8 @@ impl ReadAt for DirectReader {
         let skip = usize::try_from(offset % ALIGNMENT);
         let skip = skip.map_err(|_| Error::Bug("an alignment beyond memory".to_owned()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut into = Scatter::new(buffers);
         let first = offset - skip as u64;
-        self.read_blocks(&mut state, first, skip, wanted, &mut into).map_err(|error| {
+        self.read_blocks(&mut state, first, skip, wanted, buffers).map_err(|error| {
             state.ring = None;
             Error::io("reading", &self.uri, error)
         })
@@ -230,12 +228,13 @@ mod tests {
                 [(0, 1), (4095, 2), (1, 9 << 20), (5000, 4 << 20), (10 << 20, 1234), (123, 0)]
             {
                 let (mut one, mut two) = (vec![0; len / 3], vec![0; len - len / 3]);
-                let mut buffers = [IoSliceMut::new(&mut one), IoSliceMut::new(&mut two)];
+                let mut buffers = Buffers::of(&mut one);
+                buffers.push(crate::mem::to_fill(&mut two));
                 read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!([one, two].concat() == bytes[offset..offset + len], "{offset} {len}");
             }
             let mut beyond = [0; 2000];
-            let mut buffers = [IoSliceMut::new(&mut beyond)];
+            let mut buffers = Buffers::of(&mut beyond);
             assert_eq!(reader.read_at(10 << 20, &mut buffers, &Never).unwrap(), 1234);
             assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
@@ -250,7 +249,7 @@ mod tests {
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];
-        let read = reader.read_at(100, &mut [IoSliceMut::new(&mut buffer)], &Never).unwrap();
+        let read = reader.read_at(100, &mut Buffers::of(&mut buffer), &Never).unwrap();
         assert!(buffer[..read] == bytes[100..1 << 20]);
     }
 }

@@ -1,12 +1,13 @@
 //! Local regular files, read with positional reads.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::path::Path;
 
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::mem::Buffers;
 
 /// Bytes a read: large enough for a disk to stream, small enough that the hash of a chunk finds
 /// it in the cache and that an interrupt is seen at once.
@@ -60,7 +61,7 @@ impl ReadAt for FileSource {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         loop {

@@ -1,6 +1,4 @@
 //! Where bytes come from. Every source can be read at a position; some only in rising order.
-// A broken invariant ends the call by a panic that its boundary catches.
-#![allow(clippy::indexing_slicing)]
 
 pub mod address;
 mod closed;
@@ -15,9 +13,6 @@ mod pipe;
 pub mod redis;
 #[cfg(feature = "s3")]
 pub mod s3;
-mod scatter;
-
-use std::io::IoSliceMut;
 
 pub use closed::ClosedSource;
 #[cfg(target_os = "linux")]
@@ -28,6 +23,7 @@ pub use pipe::{Pipe, PipeSource, Stream};
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::mem::Buffers;
 
 /// What a source says about itself, so that a plan suits it.
 #[derive(Debug, Clone, Copy)]
@@ -52,13 +48,10 @@ pub trait ReadAt: Send + Sync {
     /// How to read it.
     fn traits(&self) -> Traits;
 
-    /// Reads some bytes at `offset` into the buffers in order; 0 only at the end of the source.
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
-        cancel: &dyn Cancel,
-    ) -> Result<usize>;
+    /// Reads some bytes at `offset` into the buffers in order, and says how many; 0 only at the end of
+    /// the source.
+    fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
+    -> Result<usize>;
 
     /// A handle of its own for a reader of neighbouring ranges, where that is faster than this one.
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
@@ -80,30 +73,22 @@ pub trait ReadAt: Send + Sync {
 pub fn read_exact_at(
     source: &dyn ReadAt,
     offset: u64,
-    mut buffers: &mut [IoSliceMut<'_>],
+    buffers: &mut Buffers<'_>,
     what: &dyn Fn() -> String,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let total: usize = buffers.iter().map(|b| b.len()).sum();
-    let mut done = 0usize;
-    IoSliceMut::advance_slices(&mut buffers, 0);
-    while done < total {
-        let at = offset.saturating_add(done as u64);
-        let window = buffers.len().min(crate::sys::MAX_VECTORS);
-        let read = match source.read_at(at, &mut buffers[..window], cancel)? {
-            0 => {
-                return Err(Error::Truncated {
-                    uri: source.uri().to_owned(),
-                    what: what(),
-                    start: offset,
-                    end: offset.saturating_add(total as u64),
-                    size: at,
-                });
-            }
-            read => read.min(total - done),
-        };
-        done += read;
-        IoSliceMut::advance_slices(&mut buffers, read);
+    let total = buffers.left();
+    while buffers.left() > 0 {
+        let at = offset.saturating_add((total - buffers.left()) as u64);
+        if source.read_at(at, buffers, cancel)? == 0 {
+            return Err(Error::Truncated {
+                uri: source.uri().to_owned(),
+                what: what(),
+                start: offset,
+                end: offset.saturating_add(total as u64),
+                size: at,
+            });
+        }
     }
     Ok(())
 }

@@ -3,35 +3,33 @@
 #![allow(clippy::indexing_slicing)]
 
 use std::fs::File;
-use std::io::{self, IoSliceMut, Read};
+use std::io::{self, Read};
 use std::sync::{Mutex, PoisonError};
 
 use super::{ReadAt, Traits};
 use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
+use crate::mem::Buffers;
+
+/// Bytes that pass through a buffer at a time.
+const STEP: usize = 64 << 10;
 
 /// Bytes that come front to back.
 pub trait Stream: Send {
     /// Reads some of the next bytes; 0 only at the end.
-    fn read_next(
-        &mut self,
-        buffers: &mut [IoSliceMut<'_>],
-        cancel: &dyn Cancel,
-    ) -> io::Result<usize>;
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
 }
 
 impl<R: Read + Send> Stream for R {
-    fn read_next(
-        &mut self,
-        buffers: &mut [IoSliceMut<'_>],
-        cancel: &dyn Cancel,
-    ) -> io::Result<usize> {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
+        // What is to be read into need not be initialised, and others' readers may look at it.
+        let mut bytes = vec![0; buffers.left().min(STEP)];
         loop {
             cancel.check().map_err(io::Error::other)?;
-            match self.read_vectored(buffers) {
+            match self.read(&mut bytes) {
                 // A signal that the caller may have handled.
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => return other,
+                other => return other.map(|read| buffers.put(bytes.get(..read).unwrap_or(&[]))),
             }
         }
     }
@@ -41,19 +39,19 @@ impl<R: Read + Send> Stream for R {
 pub struct Pipe(pub File);
 
 impl Stream for Pipe {
-    fn read_next(
-        &mut self,
-        buffers: &mut [IoSliceMut<'_>],
-        cancel: &dyn Cancel,
-    ) -> io::Result<usize> {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         loop {
             cancel.check().map_err(io::Error::other)?;
             if !crate::sys::wait_readable(&self.0, POLL)? {
                 continue;
             }
-            match self.0.read_next(buffers, cancel) {
-                // Somebody else has taken the bytes.
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            match crate::sys::read_vectored(&self.0, buffers) {
+                // Somebody else has taken the bytes, or a signal came that the caller may have handled.
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
                 other => return other,
             }
         }
@@ -98,11 +96,9 @@ impl<S: Stream> ReadAt for PipeSource<S> {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        /// Bytes passed over at a time.
-        const STEP: usize = 64 << 10;
         let mut guard = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, position) = &mut *guard;
         let mut gap = offset.checked_sub(*position).ok_or_else(|| {
@@ -115,7 +111,7 @@ impl<S: Stream> ReadAt for PipeSource<S> {
         while gap > 0 {
             let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
             let step = &mut unwanted[..len];
-            let read = stream.read_next(&mut [IoSliceMut::new(step)], cancel);
+            let read = stream.read_next(&mut Buffers::of(step), cancel);
             match read.map_err(|e| self.failed(e))? {
                 0 => return Ok(0),
                 read => (gap, *position) = (gap - read as u64, *position + read as u64),

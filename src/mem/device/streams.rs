@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 /// Dropped before they are handed over, they are waited for: memory that copies use must not be
 /// freed.
 pub struct Streams {
+    device: Arc<dyn Device>,
     streams: [Arc<dyn Stream>; 2],
     turn: AtomicUsize,
     handed_over: bool,
@@ -22,10 +23,16 @@ impl Streams {
     pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
         let stream = || Arc::clone(device).stream(consumer);
         Ok(Streams {
+            device: Arc::clone(device),
             streams: [stream()?, stream()?],
             turn: AtomicUsize::new(0),
             handed_over: false,
         })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
     }
 
     /// The stream whose turn it is.

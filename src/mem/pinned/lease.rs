@@ -18,6 +18,10 @@ pub struct Lease<'p> {
     event: Option<Box<dyn Event>>,
 }
 
+// SAFETY: through a shared reference only bytes of units are read (`bytes`); stream and event are
+// reached exclusively.
+unsafe impl Sync for Lease<'_> {}
+
 impl<'p> Lease<'p> {
     pub(super) fn new(pool: &'p Pool, units: Vec<Unit>) -> Self {
         Lease { pool, units, stream: None, event: None }
@@ -35,6 +39,14 @@ impl<'p> Lease<'p> {
             unsafe { std::slice::from_raw_parts_mut(unit.start.as_ptr(), len) }
         });
         units.collect()
+    }
+
+    /// Bytes of a unit, also while copies from it are under way.
+    pub fn bytes(&self, unit: usize, at: usize, len: usize) -> Option<&[u8]> {
+        let start = self.range(unit, at, len).ok()?;
+        // SAFETY: initialised bytes of the unit (`range`). Nobody writes to them: `units` borrows the
+        // lease exclusively, and so do downloads, which are waited for by whoever wants the bytes.
+        Some(unsafe { std::slice::from_raw_parts(start, len) })
     }
 
     fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {

@@ -1,5 +1,6 @@
 //! Requests, redirects and bodies.
 
+use crate::mem::Buffers;
 use std::error::Error as _;
 use std::future::Future;
 use std::io::{self, ErrorKind};
@@ -14,7 +15,6 @@ use reqwest::{Certificate, Client, Response, Url};
 use super::reply::{Identity, Range};
 use crate::environment::reading;
 use crate::io::net::{Failure, Lane, Lanes, NetOptions, Tries, Trust};
-use crate::io::source::scatter::Scatter;
 
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
@@ -247,7 +247,7 @@ impl OneClient {
         &self,
         mut response: Response,
         range: Range,
-        sink: &mut Scatter<'_, '_>,
+        buffers: &mut Buffers<'_>,
         done: &mut u64,
         tries: &Tries<'_>,
     ) -> std::result::Result<(), Failure> {
@@ -257,7 +257,7 @@ impl OneClient {
                 let what = format!("the body ended at byte {done} of {}", range.end);
                 return Err(Failure::passing(ErrorKind::UnexpectedEof, what));
             }
-            *done += sink.put(&bytes) as u64;
+            *done += buffers.put(&bytes) as u64;
         }
         // The end of the body is read too, so that the connection can be used again.
         if !self.chunk(&mut response, tries).await?.is_empty() {

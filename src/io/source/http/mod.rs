@@ -4,16 +4,15 @@ pub(crate) mod client;
 pub(crate) mod reply;
 mod sequential;
 
-use std::io::IoSliceMut;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use reqwest::Url;
 
-use super::scatter::Scatter;
 use super::{PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{NetOptions, Tries, show_text};
+use crate::mem::Buffers;
 use client::{Clients, Target};
 use reply::{Identity, Range};
 
@@ -143,18 +142,17 @@ impl ReadAt for HttpSource {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
-        let end = offset.saturating_add(wanted).min(self.identity.len.unwrap_or(u64::MAX));
+        let end =
+            offset.saturating_add(buffers.left() as u64).min(self.identity.len.unwrap_or(u64::MAX));
         if end <= offset {
             return Ok(0);
         }
-        let mut sink = Scatter::new(buffers);
         let mut done = offset;
         if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
-            done += sink.put(here) as u64;
+            done += buffers.put(here) as u64;
         }
         let mut tries = Tries::new("reading", &self.options, cancel);
         while done < end {
@@ -165,7 +163,7 @@ impl ReadAt for HttpSource {
                     let opened = Some(&self.identity);
                     let (new, response) = client.follow(&target, Some(range), opened).await?;
                     self.identity.check(&response, range)?;
-                    client.scatter(response, range, &mut sink, &mut done, &tries).await?;
+                    client.scatter(response, range, buffers, &mut done, &tries).await?;
                     Ok(new)
                 })
             });

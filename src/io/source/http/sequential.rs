@@ -1,6 +1,7 @@
 //! A server without ranges: one response, read front to back.
 
-use std::io::{self, IoSliceMut};
+use crate::mem::Buffers;
+use std::io;
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes};
@@ -103,19 +104,14 @@ impl Body {
 }
 
 impl Stream for Body {
-    fn read_next(
-        &mut self,
-        buffers: &mut [IoSliceMut<'_>],
-        cancel: &dyn Cancel,
-    ) -> io::Result<usize> {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         if self.rest.is_empty() {
             let begun = Instant::now();
             let waited = self.wait(cancel);
             self.waited = self.waited.saturating_add(begun.elapsed());
             waited.map_err(io::Error::other)?;
         }
-        let mut sink = crate::io::source::scatter::Scatter::new(buffers);
-        let len = sink.put(&self.rest);
+        let len = buffers.put(&self.rest);
         self.rest.advance(len);
         self.position += len as u64;
         Ok(len)

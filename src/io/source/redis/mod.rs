@@ -5,17 +5,17 @@
 mod client;
 mod stream;
 
-use std::io::{ErrorKind, IoSliceMut};
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Instant;
 
 use redis::{Pipeline, Value, cmd};
 
-use super::scatter::Scatter;
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result, Shown};
 use crate::io::net::{Failure, NetOptions, Tries};
+use crate::mem::Buffers;
 use client::{Address, Connections};
 
 /// Bytes that one command asks for.
@@ -253,11 +253,10 @@ impl ReadAt for RedisSource {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let wanted: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
-        let end = offset.saturating_add(wanted).min(self.end);
+        let end = offset.saturating_add(buffers.left() as u64).min(self.end);
         if end <= offset {
             return Ok(0);
         }
@@ -269,7 +268,6 @@ impl ReadAt for RedisSource {
         let most = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
         let tries = Tries::new("reading", &self.options, cancel);
         let answers = self.ask(&commands, most, offset, tries)?;
-        let mut sink = Scatter::new(buffers);
         let mut done = 0;
         for (piece, answer) in pieces.iter().zip(answers) {
             let bytes = match answer {
@@ -291,7 +289,7 @@ impl ReadAt for RedisSource {
                 );
                 return Err(Error::io("reading", &self.shown, failure.error));
             }
-            done += sink.put(&bytes);
+            done += buffers.put(&bytes);
         }
         Ok(done)
     }

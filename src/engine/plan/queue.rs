@@ -6,11 +6,11 @@ use std::sync::{Mutex, PoisonError};
 /// Shares of neighbours, so that a reader reads on where it was. A kernel then reads ahead for each
 /// of them: from a cold cache that was a third faster than taking turns. Whoever has done its own
 /// share takes from the end of the longest.
-pub struct Shares<T> {
+pub struct WorkQueue<T> {
     shares: Mutex<Vec<VecDeque<T>>>,
 }
 
-impl<T> Shares<T> {
+impl<T> WorkQueue<T> {
     /// Divides work; with one share all readers take turns.
     pub fn new(work: Vec<T>, shares: usize) -> Self {
         let (total, count) = (work.len(), shares.max(1));
@@ -19,7 +19,7 @@ impl<T> Shares<T> {
             let len = total * (share + 1) / count - total * share / count;
             work.by_ref().take(len).collect()
         });
-        Shares { shares: Mutex::new(shares.collect()) }
+        WorkQueue { shares: Mutex::new(shares.collect()) }
     }
 
     /// The next work of one reader.
@@ -41,7 +41,7 @@ mod tests {
 
     #[test]
     fn readers_read_on_and_help_at_the_end() {
-        let shares = Shares::new((0..10).collect(), 3);
+        let shares = WorkQueue::new((0..10).collect(), 3);
         assert_eq!([0, 1, 2, 0].map(|reader| shares.next(reader).unwrap()), [0, 3, 6, 1]);
         // The second has done its share, and takes from the end of the longest.
         let rest: Vec<i32> = std::iter::from_fn(|| shares.next(1)).collect();
@@ -51,7 +51,7 @@ mod tests {
     proptest! {
         #[test]
         fn all_is_done_once(total in 0usize..50, count in 0usize..9, order in any::<Vec<usize>>()) {
-            let shares = Shares::new((0..total).collect(), count);
+            let shares = WorkQueue::new((0..total).collect(), count);
             let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r)).collect();
             done.extend(std::iter::from_fn(|| shares.next(0)));
             if count <= 1 {

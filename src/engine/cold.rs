@@ -1,31 +1,31 @@
 //! Files that are not in the page cache.
 
+use crate::engine::plan::Extent;
 use crate::environment::DIRECT_IO;
 use crate::error::Result;
-use crate::format::index::Entry;
 use crate::io::source::ReadAt;
 use crate::stats::Counters;
 
 /// Whether a load goes around the page cache.
-pub fn wants_direct_reads(source: &dyn ReadAt, entries: &[&Entry]) -> Result<bool> {
-    Ok(DIRECT_IO.value()? != 0 && is_cold(source, entries))
+pub fn wants_direct_reads(source: &dyn ReadAt, extents: &[Extent]) -> Result<bool> {
+    Ok(DIRECT_IO.value()? != 0 && is_cold(source, extents))
 }
 
 /// Whether most of what is to be read of a file is not in the page cache.
-fn is_cold(source: &dyn ReadAt, entries: &[&Entry]) -> bool {
+fn is_cold(source: &dyn ReadAt, extents: &[Extent]) -> bool {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
     let Some(file) = source.file() else { return false };
-    let total: u64 = entries.iter().map(|entry| entry.data_len).sum();
+    let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let step = (total / SAMPLES).max(1);
     let (mut next, mut sampled, mut cold) = (step / 2, 0, 0);
-    for entry in entries {
-        while next < entry.data_len {
+    for extent in extents {
+        while next < extent.data_len {
             sampled += 1;
-            cold += u64::from(!crate::sys::is_cached(file, entry.data_offset + next));
+            cold += u64::from(!crate::sys::is_cached(file, extent.data_offset + next));
             next += step;
         }
-        next -= entry.data_len;
+        next -= extent.data_len;
     }
     cold * 2 > sampled
 }

@@ -4,14 +4,14 @@
 
 use std::io::Cursor;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::api::save::{SaveOptions, SaveTensor, save};
 use crate::cancel::Never;
-use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Secret};
-use crate::engine::plan::blocks;
+use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::io::source::{FileSource, PipeSource};
+use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
 
 /// xorshift64, as the stand-in has it.
@@ -50,15 +50,6 @@ impl Memory {
             at += *len as usize;
         }
         Memory { bytes, starts, blocks }
-    }
-
-    fn destination<'a>(
-        &'a self,
-        device: &'a Arc<dyn Device>,
-        targets: &'a [Target],
-    ) -> Destination<'a> {
-        let (consumer, blocks) = (Consumer(0), &self.blocks);
-        Destination { device, consumer, blocks, targets, direct_storage: false }
     }
 }
 
@@ -124,42 +115,39 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
             file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &|| Ok(()))?
         }
     };
-    let lens: Vec<u64> =
-        schedule.selection.iter().map(|&n| files.tensors[n].len() as u64).collect();
-    let (block_lens, places) = blocks(&lens, schedule.apart);
-    let mut memory = Memory::new(&block_lens);
-    let targets: Vec<Target> =
-        places.iter().map(|&(block, offset)| Target { block, offset: offset as usize }).collect();
+    let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
+    let mut memory = Memory::new(&planned.block_lens());
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
     let device: Arc<dyn Device> = fake.clone();
     let pool = Pool::new(schedule.unit_len, schedule.units);
     let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        memory: &memory.blocks,
         direct_storage: schedule.direct_storage,
-        ..memory.destination(&device, &targets)
+        pool: &pool,
     };
     let options = LoadOptions {
         readers: Some(schedule.readers),
         verify: schedule.verify,
         ..LoadOptions::default()
     };
-    let looks = AtomicU32::new(0);
     let interrupt = || {
-        looks.fetch_add(1, Ordering::Relaxed);
         if schedule.interrupted { Err(Error::Cancelled) } else { Ok(()) }
     };
     let counters = Counters::default();
-    let outcome = upload(&file, &schedule.selection, &to, &pool, &options, &counters, &interrupt);
+    let outcome = planned.run(&to, &options, &counters, &interrupt);
+    let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
     assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
     pool.release();
     // Of a device that was lost, nobody knows what it still uses.
     if schedule.faults.lost.is_none() {
         assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
     }
-    let Uploaded { headers } = outcome?.unwrap();
-    assert_eq!(headers.len(), lens.len());
+    assert_eq!(outcome?.len(), schedule.selection.len());
     memory.blocks.clear();
-    for (&number, &(block, offset)) in schedule.selection.iter().zip(&places) {
-        let start = memory.starts[block] + offset as usize;
+    for (&number, place) in schedule.selection.iter().zip(planned.places()) {
+        let start = memory.starts[place.block] + place.offset as usize;
         let expected = &files.tensors[number];
         let same = memory.bytes[start..][..expected.len()] == *expected;
         assert!(same || schedule.flipped.is_some(), "tensor {number}: {schedule:?}");
@@ -242,7 +230,7 @@ impl ReadAt for Noting {
     fn read_at(
         &self,
         offset: u64,
-        buffers: &mut [std::io::IoSliceMut<'_>],
+        buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         self.most.fetch_max(self.fake.under_way(), Ordering::Relaxed);
@@ -261,29 +249,22 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
         Arc::new(Noting { file: source, fake: Arc::clone(&fake), most: AtomicUsize::new(0) });
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
-    let (block_lens, places) = blocks(&vec![500; 2000], false);
-    let memory = Memory::new(&block_lens);
-    let targets: Vec<Target> =
-        places.iter().map(|&(block, at)| Target { block, offset: at as usize }).collect();
-    let pool = Pool::new(64 << 10, 8);
-    let to = memory.destination(&device, &targets);
     let all: Vec<usize> = (0..2000).collect();
+    let planned = DeviceLoad::new(&opened, &all, false).unwrap();
+    let memory = Memory::new(&planned.block_lens());
+    assert_eq!(memory.blocks.len(), 1, "an image");
+    let pool = Pool::new(64 << 10, 8);
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        memory: &memory.blocks,
+        direct_storage: false,
+        pool: &pool,
+    };
     let (options, counters) = (LoadOptions::default(), Counters::default());
-    upload(&opened, &all, &to, &pool, &options, &counters, &|| Ok(())).unwrap().unwrap();
+    planned.run(&to, &options, &counters, &|| Ok(())).unwrap().1.hand_over().unwrap();
     assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
     assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
-}
-
-#[test]
-fn bytes_of_host_memory_are_copied() {
-    let data: Vec<Vec<u8>> = [70_000usize, 0, 5].map(|len| vec![len as u8; len]).into();
-    let memory = Memory::new(&[70_000, 0, 5]);
-    let targets: Vec<Target> = (0..3).map(|block| Target { block, offset: 0 }).collect();
-    let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
-    let (pool, counters) = (Pool::new(4096, 4), Counters::default());
-    let to = memory.destination(&device, &targets);
-    copy(data.iter().map(Vec::as_slice), &to, &pool, &counters, &|| Ok(())).unwrap();
-    assert!(memory.bytes == data.concat());
 }
 
 #[test]

@@ -1,0 +1,189 @@
+//! Headers of tensors: what the read engine asks of the format.
+
+use std::sync::OnceLock;
+
+use super::file::TensorFile;
+use super::selection::Selection;
+use crate::cancel::Cancel;
+use crate::codec::KeptHeader;
+use crate::codec::crypt::PIECE_LEN;
+use crate::codec::decrypt::{Decryptor, cipher, refused};
+use crate::codec::hash::{Digests, Verify};
+use crate::engine::read::{Begun, Catalog, Reading, read};
+use crate::engine::target::host::Host;
+use crate::error::{Error, Result};
+use crate::format::header::Header;
+use crate::format::index::Entry;
+use crate::io::source::{ReadAt, read_exact_at};
+use crate::mem::{Buffers, zeroed};
+use crate::stats::Counters;
+
+/// Sees whole headers, each with the place of its tensor in the caller's order, in any order.
+pub type See<'s> = &'s (dyn Fn(usize, &Header<'_>) -> Result<()> + Sync);
+
+/// The catalog of a `.tensors` file, for the tensors of one call.
+pub struct Headers<'s> {
+    selection: &'s Selection<'s>,
+    verify: Verify,
+    decryptor: Option<Decryptor<'s>>,
+    kept: Vec<OnceLock<KeptHeader>>,
+    see: See<'s>,
+}
+
+impl<'s> Headers<'s> {
+    /// For a load.
+    pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Self {
+        let file = selection.file;
+        let decryptor = file
+            .decryption()
+            .map(|options| Decryptor::new(options, file.uri(), &selection.entries));
+        let kept = selection.entries.iter().map(|_| OnceLock::new()).collect();
+        Headers { selection, verify, decryptor, kept, see }
+    }
+
+    /// Whether data are decrypted.
+    pub fn decrypts(&self) -> bool {
+        self.decryptor.is_some()
+    }
+
+    fn entry(&self, tensor: usize) -> Result<&'s Entry> {
+        let entry = self.selection.entries.get(tensor).copied();
+        entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    }
+
+    fn kept(&self, tensor: usize) -> Result<&KeptHeader> {
+        let kept = self.kept.get(tensor).and_then(OnceLock::get);
+        kept.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
+    }
+
+    /// Decrypts, and verifies, all data of a tensor whose header came.
+    pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
+        if let Some(decryptor) = &self.decryptor {
+            decryptor.whole(tensor, bytes, cancel)?;
+        }
+        if self.verify == Verify::Nothing {
+            return Ok(());
+        }
+        let mut hash = self.kept(tensor)?.begin();
+        hash.update_large(bytes, cancel)?;
+        self.compare(tensor, &hash.finish())
+    }
+
+    /// What is kept of the headers, in the caller's order.
+    pub fn into_kept(self) -> Result<Vec<KeptHeader>> {
+        let kept = self.kept.into_iter().zip(&self.selection.entries).map(|(kept, entry)| {
+            let kept = kept.into_inner();
+            kept.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
+        });
+        Ok(self.selection.restore(kept.collect::<Result<_>>()?))
+    }
+}
+
+impl Catalog for Headers<'_> {
+    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
+        let (file, entry) = (self.selection.file, self.entry(tensor)?);
+        file.check_header(entry, raw)?;
+        let header =
+            Header::parse(raw, entry, file.prologue().encrypted).map_err(|e| e.of(file.uri()))?;
+        let place = self.selection.order().get(tensor);
+        (self.see)(*place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?, &header)?;
+        let in_chunks = match &self.decryptor {
+            Some(decryptor) => decryptor.header(tensor, &header, cancel)?,
+            None => true,
+        };
+        let (kept, covered) = KeptHeader::of(&header, self.verify != Verify::Nothing);
+        let slot = self.kept.get(tensor);
+        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| kept);
+        Ok(Begun { covered, in_chunks })
+    }
+
+    fn decrypt(
+        &self,
+        tensor: usize,
+        start: u64,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        match &self.decryptor {
+            Some(decryptor) => decryptor.chunk(tensor, start, bytes, cancel),
+            None => Ok(true),
+        }
+    }
+
+    fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
+        let entry = self.entry(tensor)?;
+        self.kept(tensor)?.verify(digests, entry, self.selection.file.uri(), self.verify)
+    }
+}
+
+/// Reads the headers of tensors, given by number, and not their data.
+pub fn read_headers(
+    file: &TensorFile,
+    numbers: &[usize],
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
+    see_headers(file, numbers, cancel, &|_, _| Ok(()))
+}
+
+/// The same, and shows each of them whole while it is in memory.
+pub fn see_headers(
+    file: &TensorFile,
+    numbers: &[usize],
+    cancel: &dyn Cancel,
+    see: See<'_>,
+) -> Result<Vec<KeptHeader>> {
+    let selection = Selection::new(file, numbers)?;
+    let headers = Headers::new(&selection, Verify::Nothing, see);
+    let mut extents = selection.extents();
+    extents.iter_mut().for_each(|extent| extent.data_len = 0);
+    let source = file.source();
+    let reading = Reading {
+        files: &[&*source],
+        extents: &extents,
+        catalog: &headers,
+        verify: Verify::Nothing,
+        decrypts: false,
+        readers: None,
+    };
+    let counters = Counters::default();
+    read(&reading, &mut Host::new(Vec::new(), Vec::new()), &counters, cancel)?;
+    headers.into_kept()
+}
+
+/// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
+/// has been read. A key that has fitted once is not tried again.
+pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
+    let file = selection.file;
+    let source = file.source();
+    let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
+    if source.traits().len.is_none() {
+        // It can be read only once.
+        return Ok(());
+    }
+    let sealed = selection.entries.iter().filter(|entry| entry.data_len > 0);
+    let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
+    let uri = file.uri();
+    let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;
+    let header = Header::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
+    let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
+    let (_, _, end) = pieces.piece(0);
+    if end > PIECE_LEN {
+        // Longer than what is worth reading twice.
+        return Ok(());
+    }
+    let mut bytes =
+        some(&*source, entry.data_offset, entry.data_offset.saturating_add(end), cancel)?;
+    if !pieces.open(0, &mut bytes, &key) {
+        return Err(refused(entry, uri));
+    }
+    file.set_key_fits();
+    Ok(())
+}
+
+fn some(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
+    let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
+    let what = || "tensors".to_owned();
+    let mut bytes = zeroed(len, what)?;
+    read_exact_at(source, start, &mut Buffers::of(&mut bytes), &what, cancel)?;
+    Ok(bytes)
+}

@@ -1,0 +1,85 @@
+//! The tensors of one call, in the order of the file.
+
+use std::collections::HashSet;
+
+use super::file::TensorFile;
+use crate::engine::plan::Extent;
+use crate::error::{Error, Result};
+use crate::format::index::Entry;
+
+/// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
+pub struct Selection<'f> {
+    /// Where they are.
+    pub file: &'f TensorFile,
+    /// What the index says of them.
+    pub entries: Vec<&'f Entry>,
+    /// For each of them its place in the caller's order.
+    order: Vec<usize>,
+}
+
+impl<'f> Selection<'f> {
+    /// Tensors by number, none of them twice.
+    pub fn new(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
+        let mut seen = HashSet::with_capacity(numbers.len());
+        let in_order = numbers.is_sorted_by(|a, b| a < b);
+        let mut sorted = Vec::with_capacity(numbers.len());
+        for (at, &number) in numbers.iter().enumerate() {
+            let entry = file.entry(number)?;
+            if !in_order && !seen.insert(number) {
+                let name = &entry.name;
+                return Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")));
+            }
+            sorted.push((entry, at));
+        }
+        sorted.sort_by_key(|(entry, _)| entry.header_offset);
+        let (entries, order) = sorted.into_iter().unzip();
+        Ok(Selection { file, entries, order })
+    }
+
+    /// Refuses encrypted files without a key.
+    pub fn check_key_is_there(&self) -> Result<()> {
+        let locked = self.file.prologue().encrypted && self.file.decryption().is_none();
+        if let Some(entry) = self.file.entries().first().filter(|_| locked) {
+            return Err(Error::Crypt(format!(
+                "Tensor is encrypted, but decryption was not requested: `{}` in `{}`",
+                entry.name,
+                self.file.uri()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Where the tensors lie in the file. `skip` says of which only the header is wanted.
+    pub fn extents(&self) -> Vec<Extent> {
+        let extents = self.entries.iter().map(|entry| Extent {
+            file: 0,
+            header_offset: entry.header_offset,
+            data_offset: entry.data_offset,
+            data_len: entry.data_len,
+        });
+        extents.collect()
+    }
+
+    /// For each tensor its place in the caller's order.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    /// Puts one thing for each tensor into the caller's order.
+    pub fn restore<T>(&self, sorted: Vec<T>) -> Vec<T> {
+        let mut restored: Vec<Option<T>> = Vec::new();
+        restored.resize_with(sorted.len(), || None);
+        for (thing, &at) in sorted.into_iter().zip(&self.order) {
+            if let Some(slot) = restored.get_mut(at) {
+                *slot = Some(thing);
+            }
+        }
+        restored.into_iter().flatten().collect()
+    }
+
+    /// The same the other way round.
+    pub fn sort<T>(&self, given: Vec<T>) -> Vec<T> {
+        let mut given: Vec<Option<T>> = given.into_iter().map(Some).collect();
+        self.order.iter().filter_map(|&at| given.get_mut(at)?.take()).collect()
+    }
+}

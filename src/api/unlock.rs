@@ -1,0 +1,80 @@
+//! What opening an encrypted file takes: its key, and its seal if it has one.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::file::TensorFile;
+use super::headers::see_headers;
+use crate::cancel::Cancel;
+use crate::codec::crypt::{DecryptionOptions, Manifest};
+use crate::error::{Error, Result};
+
+impl TensorFile {
+    /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
+    /// if that is demanded; a seal that is there must be right in any case.
+    pub fn decrypt(self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<Self> {
+        self.unlock(options, cancel)?;
+        Ok(self)
+    }
+
+    /// The same for a file that is shared already.
+    pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
+        if !self.prologue().encrypted {
+            return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri())));
+        }
+        options.opened(self.uri());
+        self.check_seal(&options, cancel)?;
+        if self.set_decryption(options) {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument(format!("`{}` has a key already", self.uri())))
+    }
+
+    fn check_seal(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
+        let Some((prologue, index)) = self.sealed_head() else {
+            if options.require_manifest {
+                return Err(Error::Crypt(format!(
+                    "`{}` has no manifest, so that its names, shapes and order may have been changed",
+                    self.uri()
+                )));
+            }
+            return Ok(());
+        };
+        if self.source().traits().len.is_none() {
+            return Err(Error::Unsupported(format!(
+                "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
+                 front to back only; use a file, or a server that answers requests for ranges",
+                self.uri()
+            )));
+        }
+        let mut derivation = None;
+        if options.needs_derivation() {
+            let Some(number) = self.entries().iter().position(|entry| entry.data_len > 0) else {
+                // Nothing is encrypted, so that no header says how the key is derived.
+                return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
+            };
+            let found = OnceLock::new();
+            see_headers(self, &[number], cancel, &|_, header| {
+                found.get_or_init(|| header.crypt_info.as_ref()?.key_derivation.clone());
+                Ok(())
+            })?;
+            derivation = found.into_inner().flatten();
+        }
+        let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
+        let numbers: Vec<usize> = (0..self.entries().len()).collect();
+        let digests = Mutex::new(vec![[0; 32]; numbers.len()]);
+        see_headers(self, &numbers, cancel, &|number, header| {
+            let digest = manifest.digest(header.raw);
+            let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = digests.get_mut(number) {
+                *slot = digest;
+            }
+            Ok(())
+        })?;
+        let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if !manifest.verifies(prologue, index, &digests)? {
+            return Err(self.unsealed());
+        }
+        self.set_sealed(manifest, digests);
+        Ok(())
+    }
+}

@@ -1,0 +1,173 @@
+//! Where in memory tensors go.
+//!
+//! Small neighbours share a block that is an image of their span of the file, headers included: one
+//! range to read and one to copy to a device, instead of three for each tensor. Nothing large is ever
+//! kept alive by something small: blocks end after 64 MiB, and large tensors are in none of them.
+
+use super::Extent;
+use crate::mem::ALIGNMENT;
+
+/// Tensors below this share blocks.
+pub const SMALL: u64 = 1 << 20;
+/// The most bytes of a shared block.
+pub const BLOCK_LEN: u64 = 64 << 20;
+/// Unwanted bytes between two tensors of an image; more would cost more memory than they are worth.
+const MAX_GAP: u64 = 4 << 10;
+/// The longest header within an image.
+const MAX_HEADER: u64 = 64 << 10;
+
+/// The place of a tensor's data.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Place {
+    /// Which block.
+    pub block: usize,
+    /// Position in it.
+    pub offset: u64,
+}
+
+/// Memory for tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// Bytes.
+    pub len: u64,
+    /// What it is an image of.
+    pub image: Option<Span>,
+}
+
+/// A range of a file that a block is an image of, to the end of the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Which file.
+    pub file: usize,
+    /// The position of its first byte.
+    pub start: u64,
+    /// Where in the block that byte lies, so that data are as aligned as in the file.
+    pub skip: u64,
+}
+
+impl Block {
+    /// Where in the block some bytes of a file lie, if it is an image of them.
+    pub fn find(&self, file: usize, position: u64, len: u64) -> Option<u64> {
+        let span = self.image.filter(|span| span.file == file)?;
+        let offset = position.checked_sub(span.start)?.checked_add(span.skip)?;
+        (offset.checked_add(len)? <= self.len).then_some(offset)
+    }
+}
+
+/// Where tensors of [`SMALL`] bytes and more lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Large {
+    /// In one block, which gives the memory of each back as it goes.
+    Together,
+    /// In a block each.
+    Apart,
+}
+
+/// Memory for all tensors of a load.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// The blocks.
+    pub blocks: Vec<Block>,
+    /// The place of each tensor.
+    pub places: Vec<Place>,
+    large: Option<usize>,
+    small: Option<usize>,
+}
+
+impl Layout {
+    /// A layout for tensors, each of one extent and with its bytes in memory, in rising order of
+    /// files and positions. None where sizes do not fit into 64 bits.
+    pub fn new(tensors: &[(Extent, u64)], large: Large) -> Option<Self> {
+        let mut layout = Layout::default();
+        let mut rest = tensors;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at_checked(image_len(rest))?;
+            match now {
+                [(_, len)] if *len < SMALL => layout.small(*len)?,
+                [(_, len)] => layout.large(*len, large)?,
+                image => layout.image(image)?,
+            }
+            rest = later;
+        }
+        Some(layout)
+    }
+
+    /// A block for each tensor of so many bytes.
+    pub fn apart(lens: impl Iterator<Item = u64>) -> Self {
+        let mut layout = Layout::default();
+        for len in lens {
+            layout.alone(len);
+        }
+        layout
+    }
+
+    /// A layout in blocks that exist.
+    pub fn of(blocks: Vec<Block>, places: Vec<Place>) -> Self {
+        Layout { blocks, places, ..Layout::default() }
+    }
+
+    fn alone(&mut self, len: u64) -> usize {
+        let block = self.blocks.len();
+        self.blocks.push(Block { len, image: None });
+        self.places.push(Place { block, offset: 0 });
+        block
+    }
+
+    fn large(&mut self, len: u64, large: Large) -> Option<()> {
+        match self.large.filter(|_| large == Large::Together) {
+            Some(block) => self.behind(block, len)?,
+            None => self.large = Some(self.alone(len)),
+        }
+        Some(())
+    }
+
+    fn small(&mut self, len: u64) -> Option<()> {
+        let used = |block| self.blocks.get(block).map_or(u64::MAX, |block: &Block| block.len);
+        let fits = |block: &usize| used(*block).saturating_add(len) <= BLOCK_LEN - ALIGNMENT as u64;
+        match self.small.filter(fits) {
+            Some(block) => self.behind(block, len)?,
+            None => self.small = Some(self.alone(len)),
+        }
+        Some(())
+    }
+
+    /// Behind what a block has, aligned like torch's own allocations.
+    fn behind(&mut self, block: usize, len: u64) -> Option<()> {
+        let end = &mut self.blocks.get_mut(block)?.len;
+        let offset = end.checked_next_multiple_of(ALIGNMENT as u64)?;
+        *end = offset.checked_add(len)?;
+        self.places.push(Place { block, offset });
+        Some(())
+    }
+
+    fn image(&mut self, tensors: &[(Extent, u64)]) -> Option<()> {
+        let ((first, _), (last, _)) = tensors.first().zip(tensors.last())?;
+        let (start, skip) = (first.header_offset, first.header_offset % ALIGNMENT as u64);
+        let block = self.blocks.len();
+        let len = last.end().checked_sub(start)?.checked_add(skip)?;
+        self.blocks.push(Block { len, image: Some(Span { file: first.file, start, skip }) });
+        let offset = |extent: &Extent| extent.data_offset.saturating_sub(start) + skip;
+        let places = tensors.iter().map(|(extent, _)| Place { block, offset: offset(extent) });
+        self.places.extend(places);
+        Some(())
+    }
+}
+
+/// How many of the first tensors can be in one image; at least one.
+fn image_len(tensors: &[(Extent, u64)]) -> usize {
+    let Some((first, _)) = tensors.first() else { return 0 };
+    let mut end = first.header_offset;
+    let fits = |(extent, len): &&(Extent, u64)| {
+        let near = extent.header_offset.saturating_sub(end) <= MAX_GAP;
+        let header_len = extent.data_offset.saturating_sub(extent.header_offset);
+        end = extent.end();
+        near && extent.file == first.file
+            && *len < SMALL
+            // What has no data in the file needs memory of its own.
+            && extent.data_len == *len
+            && extent.data_offset.is_multiple_of(ALIGNMENT as u64)
+            && header_len <= MAX_HEADER
+            && extent.end().saturating_sub(first.header_offset) < BLOCK_LEN
+    };
+    tensors.iter().take_while(fits).count().max(1)
+}

@@ -1,0 +1,395 @@
+//! The read engine: sources → batches in memory of a target → decryption and hashes → the target.
+//!
+//! Each reader takes a batch from the work queue and memory for it from the target, reads it with one
+//! request, hands headers to the catalog, decrypts and hashes data where they lie, and gives the
+//! memory back to the target.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
+use super::target::direct::Direct;
+use super::target::{Chunk, Lease, Target};
+use super::workers::{self, Control};
+use crate::cancel::Cancel;
+use crate::codec::HashPool;
+use crate::codec::crypt::PIECE_LEN;
+use crate::codec::hash::{self, Digests, Verify, digest_all};
+use crate::error::{Error, Result};
+use crate::io::source::{ReadAt, read_exact_at};
+use crate::mem::{Buffers, zeroed};
+use crate::stats::{Counters, Stage};
+
+/// Requests of more bytes than this are those of sources that wait for an answer.
+const LONG_REQUEST: u64 = 8 << 20;
+/// Less than this is read on the calling thread.
+const INLINE_LEN: u64 = 1 << 20;
+/// When hashes are verified, a step of reading: a part of the second-level cache of a core.
+const STEP: u64 = 512 << 10;
+/// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
+/// shared out, and would otherwise be waited for at the end.
+const LARGE: u64 = 64 << 20;
+
+/// What the engine asks of whoever knows the format. Tensors are numbered as their extents are.
+pub trait Catalog: Sync {
+    /// Takes a tensor's header, which it checks.
+    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun>;
+
+    /// Decrypts data from `start` on where they lie. False if that is not possible in chunks.
+    fn decrypt(
+        &self,
+        tensor: usize,
+        start: u64,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<bool>;
+
+    /// Compares the hashes of a tensor.
+    fn compare(&self, tensor: usize, digests: &Digests) -> Result<()>;
+}
+
+/// What a header tells the engine.
+pub struct Begun {
+    /// The bytes of it that hashes cover, if they are to be verified.
+    pub covered: Vec<u8>,
+    /// Whether the tensor's data can be decrypted in chunks, or need not be.
+    pub in_chunks: bool,
+}
+
+/// What is to be read, and how.
+pub struct Reading<'r> {
+    /// Where the bytes come from.
+    pub files: &'r [&'r dyn ReadAt],
+    /// The data of each tensor, in rising order of files and positions.
+    pub extents: &'r [Extent],
+    /// Who knows what they mean.
+    pub catalog: &'r dyn Catalog,
+    /// Which hashes are verified.
+    pub verify: Verify,
+    /// Whether data are decrypted.
+    pub decrypts: bool,
+    /// Readers at once, if the caller wants so many.
+    pub readers: Option<usize>,
+}
+
+/// Reads everything to its target. Gives the tensors whose data could not be decrypted in chunks, and
+/// were neither decrypted nor verified.
+pub fn read<T: Target>(
+    what: &Reading<'_>,
+    target: &mut T,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<Vec<usize>> {
+    let Some(source) = what.files.first() else { return Ok(Vec::new()) };
+    let traits = source.traits();
+    let readers = what.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
+    let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
+    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
+    let total = lens.fold(0, u64::saturating_add);
+    let limits = target.limits(&traits, readers, total, what.decrypts);
+    // Long requests are not cut: each one waits for its answer.
+    let step = match (what.decrypts, what.verify) {
+        _ if traits.request_len > LONG_REQUEST || !target.takes_steps() => u64::MAX,
+        (true, _) => PIECE_LEN,
+        (false, Verify::Nothing) => u64::MAX,
+        (false, _) => STEP,
+    };
+    // Tensors that come in one chunk are hashed at once.
+    let whole = hash::SMALL.min(limits.len).min(target.unit());
+    let large_first = what.verify == Verify::All && traits.max_readers > 1;
+    let jobs =
+        jobs(what.extents, partition(what.extents, &limits), target, (step, whole), large_first)?;
+    let threads = if total < INLINE_LEN { 0 } else { readers.min(jobs.len()) };
+    counters.threads(threads.max(1));
+    // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
+    // turns.
+    let own = source.file().is_some() && !large_first && !what.decrypts && threads > 1;
+    let pass = Pass {
+        what,
+        target: &*target,
+        counters,
+        whole,
+        hashes: HashPool::new(
+            what.extents.iter().map(|extent| {
+                let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
+                pooled.then_some(extent.data_len)
+            }),
+            what.verify == Verify::All,
+        ),
+        left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
+        queue: WorkQueue::new(jobs, if own { threads } else { 1 }),
+        turn: Mutex::new(()),
+    };
+    let numbers = AtomicUsize::new(0);
+    workers::run(threads, cancel, |control| {
+        let number = numbers.fetch_add(1, Ordering::Relaxed);
+        let alone = if threads > 1 { target.reader(*source) } else { None };
+        pass.work(number, alone.as_deref(), control)
+    })?;
+    let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
+    Ok(left.map(|(tensor, _)| tensor).collect())
+}
+
+/// Batches for one reader, read one after another, each with what the target has planned for it.
+type Job<T> = Vec<(Batch, <T as Target>::Job)>;
+
+/// Plans all batches, in the order in which they are begun.
+fn jobs<T: Target>(
+    extents: &[Extent],
+    batches: Vec<Batch>,
+    target: &mut T,
+    (step, whole): (u64, u64),
+    large_first: bool,
+) -> Result<Vec<Job<T>>> {
+    let mut jobs = Vec::with_capacity(batches.len());
+    for batch in batches {
+        let largest = batch.segments.iter().filter_map(|segment| match segment.kind {
+            SegmentKind::Data { tensor, .. } => extents.get(tensor).map(|extent| extent.data_len),
+            _ => None,
+        });
+        let first = largest.max().filter(|&len| large_first && len >= LARGE);
+        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, whole) };
+        let steps = steps.into_iter().map(|batch| {
+            let job = target.plan(&batch)?;
+            Ok((batch, job))
+        });
+        jobs.push((first, steps.collect::<Result<Job<T>>>()?));
+    }
+    // Targets plan in file order; only then are jobs put into their own.
+    jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
+    Ok(jobs.into_iter().map(|(_, job)| job).collect())
+}
+
+/// What the readers of one call share.
+struct Pass<'r, T: Target> {
+    what: &'r Reading<'r>,
+    target: &'r T,
+    counters: &'r Counters,
+    /// Tensors of this size or less come in one chunk.
+    whole: u64,
+    hashes: HashPool<T::Bytes>,
+    /// Tensors whose data could not be decrypted in chunks.
+    left: Vec<AtomicBool>,
+    queue: WorkQueue<Job<T>>,
+    turn: Mutex<()>,
+}
+
+/// A tensor that is hashed at once: its number, its header's covered bytes, and its chunk.
+struct Whole {
+    tensor: usize,
+    covered: Vec<u8>,
+    chunk: Option<usize>,
+}
+
+/// Data that go to the hash pool: their chunk, their tensor, and their position.
+type Pooled = (usize, usize, u64);
+
+impl<T: Target> Pass<'_, T> {
+    /// What one reader does. `alone` is its own way to the first source.
+    fn work(&self, number: usize, alone: Option<&dyn ReadAt>, control: &Control<'_>) -> Result<()> {
+        while !control.stopped() {
+            if self.hash(true, control)? {
+                continue;
+            }
+            let next = {
+                // Who has the earlier batch is the first to get memory, so that nobody holds memory
+                // who waits for somebody without.
+                let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+                self.queue.next(number).map(|job| (job, self.target.enter()))
+            };
+            match next {
+                Some((job, turn)) => self.job(job, turn, alone, control)?,
+                None if self.hash(false, control)? => {}
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    fn job<'t>(
+        &'t self,
+        job: Job<T>,
+        turn: T::Turn<'t>,
+        alone: Option<&dyn ReadAt>,
+        control: &Control<'_>,
+    ) -> Result<()> {
+        let mut turn = Some(turn);
+        for (batch, planned) in job {
+            let source = match self.what.files.get(batch.file) {
+                Some(_) if batch.file == 0 && alone.is_some() => alone,
+                source => source.copied(),
+            };
+            let source = source.ok_or_else(|| Error::Bug(format!("no file {}", batch.file)))?;
+            let direct = self.target.direct().filter(|direct| direct.is_of_use());
+            if let Some(direct) = direct
+                && self.by_device(&batch, source, direct, control)?
+            {
+                continue;
+            }
+            let turn = turn.take().unwrap_or_else(|| self.target.enter());
+            self.batch(batch, planned, turn, source, control)?;
+        }
+        Ok(())
+    }
+
+    fn batch<'t>(
+        &'t self,
+        batch: Batch,
+        planned: T::Job,
+        turn: T::Turn<'t>,
+        source: &dyn ReadAt,
+        control: &Control<'_>,
+    ) -> Result<()> {
+        let offset = batch.offset;
+        let idle = || self.hash_now();
+        let mut lease = self
+            .counters
+            .time(Stage::Memory, || self.target.acquire(turn, batch, planned, &idle, control))?;
+        let what = || "tensors".to_owned();
+        self.counters.time(Stage::Read, || {
+            lease.fill(&|from, buffers| {
+                read_exact_at(source, offset.saturating_add(from), buffers, &what, control)
+            })
+        })?;
+        let mut wholes = Vec::new();
+        let mut pooled = Vec::new();
+        let mut data_len = 0;
+        for (number, chunk) in lease.chunks()?.into_iter().enumerate() {
+            match chunk.kind {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
+                    wholes.extend(self.header(tensor, chunk.bytes, control)?);
+                }
+                SegmentKind::Data { tensor, start } => {
+                    data_len += chunk.bytes.len() as u64;
+                    let plain = self.decrypt(tensor, start, chunk, control)?;
+                    if !plain || self.what.verify == Verify::Nothing {
+                        continue;
+                    }
+                    match wholes.last_mut().filter(|whole: &&mut Whole| whole.tensor == tensor) {
+                        Some(whole) => whole.chunk = Some(number),
+                        None => pooled.push((number, tensor, start)),
+                    }
+                }
+            }
+        }
+        let keep = !wholes.is_empty() || !pooled.is_empty();
+        let bytes = self.counters.time(Stage::Copy, || self.target.commit(lease, keep))?;
+        self.counters.bytes(data_len);
+        self.counters.time(Stage::Hash, || self.verify(bytes, &wholes, pooled))
+    }
+
+    /// Takes a header; gives the tensor if it is hashed at once.
+    fn header(&self, tensor: usize, raw: &[u8], control: &Control<'_>) -> Result<Option<Whole>> {
+        let Begun { covered, in_chunks } = self.what.catalog.header(tensor, raw, control)?;
+        if !in_chunks {
+            if let Some(left) = self.left.get(tensor)
+                && !left.swap(true, Ordering::Relaxed)
+            {
+                self.hashes.skip(tensor);
+            }
+            return Ok(None);
+        }
+        if self.what.verify == Verify::Nothing {
+            return Ok(None);
+        }
+        if self.what.extents.get(tensor).is_some_and(|extent| extent.data_len <= self.whole) {
+            return Ok(Some(Whole { tensor, covered, chunk: None }));
+        }
+        self.hashes.header(tensor, &covered);
+        Ok(None)
+    }
+
+    fn decrypt(
+        &self,
+        tensor: usize,
+        start: u64,
+        chunk: Chunk<'_>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
+        if !self.what.decrypts {
+            return Ok(true);
+        }
+        self.counters
+            .time(Stage::Decrypt, || self.what.catalog.decrypt(tensor, start, chunk.bytes, control))
+    }
+
+    /// Hashes the bytes of a batch, or leaves them to the pool.
+    fn verify(&self, bytes: Vec<T::Bytes>, wholes: &[Whole], pooled: Vec<Pooled>) -> Result<()> {
+        let of = |whole: &Whole| whole.chunk.and_then(|chunk| bytes.get(chunk));
+        let inputs: Vec<(&[u8], &[u8])> = wholes
+            .iter()
+            .map(|whole| (whole.covered.as_slice(), of(whole).map_or(&[][..], T::Bytes::as_ref)))
+            .collect();
+        let digests = digest_all(&inputs, self.what.verify == Verify::All);
+        for (whole, digests) in wholes.iter().zip(digests) {
+            self.what.catalog.compare(whole.tensor, &digests)?;
+        }
+        let mut pooled = pooled.into_iter().peekable();
+        for (number, bytes) in bytes.into_iter().enumerate() {
+            if let Some((_, tensor, start)) = pooled.next_if(|(chunk, ..)| *chunk == number) {
+                self.hashes.data(tensor, start, bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
+    fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
+        let outcome = Mutex::new(Ok(()));
+        let busy =
+            self.hashes.step(|| more_to_read, || control.stopped(), self.comparing(&outcome));
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+    }
+
+    /// Hashes what is there, and does not wait.
+    fn hash_now(&self) -> Result<bool> {
+        let outcome = Mutex::new(Ok(()));
+        let busy = self.hashes.step_now(self.comparing(&outcome));
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+    }
+
+    fn comparing<'o>(&'o self, outcome: &'o Mutex<Result<()>>) -> impl Fn(usize, Digests) + 'o {
+        |tensor, digests| {
+            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            if outcome.is_ok() {
+                *outcome = self.what.catalog.compare(tensor, &digests);
+            }
+        }
+    }
+
+    /// Has the device read the data of a batch; headers are read as ever. False if it does not.
+    fn by_device(
+        &self,
+        batch: &Batch,
+        source: &dyn ReadAt,
+        direct: &Direct<'_>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
+        let mut position = batch.offset;
+        for Segment { kind, len } in &batch.segments {
+            let size = usize::try_from(*len).map_err(|_| Error::Bug(format!("{len} bytes")))?;
+            match *kind {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
+                    let mut raw = zeroed(size, || "headers of tensors".to_owned())?;
+                    let mut buffers = Buffers::of(&mut raw);
+                    let what = || "tensors".to_owned();
+                    read_exact_at(source, position, &mut buffers, &what, control)?;
+                    self.header(tensor, &raw, control)?;
+                }
+                SegmentKind::Data { tensor, start } => {
+                    let read = || direct.read(tensor, start, size, position);
+                    if !self.counters.time(Stage::Read, read)? {
+                        self.counters
+                            .fallback("GPUDirect Storage failed in the middle: plain reads since");
+                        return Ok(false);
+                    }
+                    self.counters.bytes(*len);
+                }
+            }
+            position += len;
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,218 @@
+//! The memory of a device as a target: bytes are read into staging buffers, so that what is adjacent
+//! on the device is adjacent there, and copied from there while others are read.
+//!
+//! Nothing waits for the device unless all staging buffers are in use; in the end the consumer's
+//! stream is told to.
+
+use std::sync::Arc;
+
+use super::direct::Direct;
+use super::{Chunk, Lease, Target};
+use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
+use crate::engine::plan::{
+    Batch, Block, Limits, Place, Segment, SegmentKind, Staged, Staging, stage,
+};
+use crate::error::{Error, Result};
+use crate::io::source::{ReadAt, Traits};
+use crate::mem::device::{DeviceMemory, Streams};
+use crate::mem::pinned::{self, Pool, Ticket};
+use crate::mem::{Buffers, to_fill, zeroed};
+
+/// Requests of more bytes than this are those of sources that wait for an answer.
+pub const LONG_REQUEST: u64 = 8 << 20;
+/// The most segments of a batch: more than fit into a staging buffer.
+const MAX_SEGMENTS: usize = 64 << 10;
+
+/// Where on a device the tensors of a load go.
+pub struct OnDevice<'d> {
+    /// Blocks of its memory.
+    pub memory: &'d [DeviceMemory],
+    /// What each block is.
+    pub blocks: &'d [Block],
+    /// The place of each tensor's data.
+    pub places: &'d [Place],
+    /// The way there.
+    pub streams: &'d Streams,
+    /// The device's staging buffers.
+    pub pool: &'d Pool,
+    /// How a reader goes around the page cache, if it is to.
+    pub around_the_cache: &'d (dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync),
+    /// A file that the device reads by itself.
+    pub direct: Option<&'d Direct<'d>>,
+}
+
+impl OnDevice<'_> {
+    /// Where a segment at a position of a file goes, if anywhere: what is between tensors goes along
+    /// in an image.
+    fn place(&self, file: usize, segment: &Segment, position: u64) -> Result<Option<Place>> {
+        let bug = || Error::Bug("a tensor without a place".to_owned());
+        match segment.kind {
+            SegmentKind::Data { tensor, start } => {
+                let place = self.places.get(tensor).ok_or_else(bug)?;
+                Ok(Some(Place { block: place.block, offset: place.offset + start }))
+            }
+            SegmentKind::Header { tensor } => {
+                let Place { block, .. } = *self.places.get(tensor).ok_or_else(bug)?;
+                // What does not fit into a staging buffer goes nowhere.
+                let fits = segment.len <= self.pool.unit_len() as u64;
+                let image = self.blocks.get(block).filter(|_| fits);
+                let offset = image.and_then(|image| image.find(file, position, segment.len));
+                Ok(offset.map(|offset| Place { block, offset }))
+            }
+            SegmentKind::Gap => Ok(None),
+        }
+    }
+}
+
+impl<'d> Target for OnDevice<'d> {
+    type Job = ();
+    type Turn<'t>
+        = Ticket<'d>
+    where
+        Self: 't;
+    type Lease<'t>
+        = Buffered<'d>
+    where
+        Self: 't;
+    type Bytes = Kept<'d>;
+
+    /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
+    /// two batches. Batches get longer than this by a third, and may fill buffers by half.
+    fn limits(&self, source: &Traits, readers: usize, _total: u64, decrypts: bool) -> Limits {
+        let (buffer, limit) = (self.pool.unit_len() as u64, self.pool.limit() as u64);
+        let most = (limit / (2 * readers as u64)).min(limit.saturating_sub(1) / 3).max(1);
+        let long = source.request_len > LONG_REQUEST;
+        let buffers = if long { (source.request_len / buffer).clamp(1, most) } else { 1 };
+        Limits {
+            len: buffers * (buffer - buffer / 16),
+            merge_gap: source.merge_gap,
+            segments: MAX_SEGMENTS,
+            unit: if decrypts { PIECE_LEN } else { 1 },
+        }
+    }
+
+    /// A piece of encryption, or what suits the buffers.
+    fn unit(&self) -> u64 {
+        PIECE_LEN.min(self.pool.unit_len() as u64 / 2).max(1)
+    }
+
+    fn takes_steps(&self) -> bool {
+        false
+    }
+
+    fn plan(&mut self, _batch: &Batch) -> Result<()> {
+        Ok(())
+    }
+
+    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
+        (self.around_the_cache)(source).or_else(|| source.for_one_reader())
+    }
+
+    fn enter(&self) -> Ticket<'d> {
+        self.pool.enter()
+    }
+
+    fn acquire<'t>(
+        &'t self,
+        turn: Ticket<'d>,
+        batch: Batch,
+        (): (),
+        idle: &dyn Fn() -> Result<bool>,
+        cancel: &dyn Cancel,
+    ) -> Result<Buffered<'d>> {
+        let unit = usize::try_from(self.unit()).map_err(|_| Error::Bug("a unit".to_owned()))?;
+        let place = |segment: &Segment, position| self.place(batch.file, segment, position);
+        let staging = stage(&batch, self.pool.unit_len(), unit, place)?;
+        let passing = staging.staged.iter().filter(|staged| staged.buffer.is_none());
+        let passing = passing.map(|staged| staged.len).sum();
+        let passing = zeroed(passing, || "headers of tensors".to_owned())?;
+        let lease = turn.lease_or(staging.buffers, self.streams.device(), idle, cancel)?;
+        Ok(Buffered { staging, lease, passing })
+    }
+
+    fn commit(&self, full: Buffered<'d>, keep: bool) -> Result<Vec<Kept<'d>>> {
+        let Buffered { staging, mut lease, .. } = full;
+        let stream = self.streams.next();
+        for copy in &staging.copies {
+            let block = self.memory.get(copy.block);
+            let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;
+            lease.upload(stream, (copy.buffer, copy.at, copy.len), block, copy.offset)?;
+        }
+        if !keep {
+            return Ok(Vec::new());
+        }
+        let lease = Arc::new(lease);
+        let kept =
+            staging.staged.into_iter().map(|staged| Kept { lease: Arc::clone(&lease), staged });
+        Ok(kept.collect())
+    }
+
+    fn direct(&self) -> Option<&Direct<'_>> {
+        self.direct
+    }
+}
+
+/// Staging buffers with a batch.
+pub struct Buffered<'d> {
+    staging: Staging,
+    lease: pinned::Lease<'d>,
+    /// Bytes that go nowhere.
+    passing: Box<[u8]>,
+}
+
+impl Buffered<'_> {
+    /// The memory of everything staged, in order.
+    fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
+        let bug = || Error::Bug("staged bytes without memory".to_owned());
+        // What is left of each buffer, and where that begins.
+        let mut buffers: Vec<(usize, &mut [u8])> =
+            self.lease.units().into_iter().map(|unit| (0, unit)).collect();
+        let mut passing = &mut *self.passing;
+        let mut memory = Vec::with_capacity(self.staging.staged.len());
+        for staged in &self.staging.staged {
+            let (skip, rest) = match staged.buffer {
+                Some(buffer) => {
+                    let (at, rest) = buffers.get_mut(buffer).ok_or_else(bug)?;
+                    let skip = staged.at.checked_sub(*at).ok_or_else(bug)?;
+                    *at = staged.at + staged.len;
+                    (skip, rest)
+                }
+                None => (0, &mut passing),
+            };
+            let cut = std::mem::take(rest).split_at_mut_checked(skip).ok_or_else(bug)?;
+            let (now, later) = cut.1.split_at_mut_checked(staged.len).ok_or_else(bug)?;
+            *rest = later;
+            memory.push(now);
+        }
+        Ok(memory)
+    }
+}
+
+impl Lease for Buffered<'_> {
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
+        let mut buffers = Buffers::default();
+        self.memory()?.into_iter().for_each(|bytes| buffers.push(to_fill(bytes)));
+        read(0, &mut buffers)
+    }
+
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+        let kinds: Vec<SegmentKind> =
+            self.staging.staged.iter().map(|staged| staged.kind).collect();
+        let memory = self.memory()?;
+        Ok(kinds.into_iter().zip(memory).map(|(kind, bytes)| Chunk { kind, bytes }).collect())
+    }
+}
+
+/// Bytes in a staging buffer, which is not used again as long as this lives.
+pub struct Kept<'d> {
+    lease: Arc<pinned::Lease<'d>>,
+    staged: Staged,
+}
+
+impl AsRef<[u8]> for Kept<'_> {
+    fn as_ref(&self) -> &[u8] {
+        let Staged { buffer, at, len, .. } = self.staged;
+        buffer.and_then(|buffer| self.lease.bytes(buffer, at, len)).unwrap_or(&[])
+    }
+}

@@ -1,0 +1,111 @@
+//! Files that the device reads by itself, once that was found to give the right bytes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::cancel::Cancel;
+use crate::engine::plan::{Extent, Place};
+use crate::error::{Error, Result};
+use crate::io::source::{ReadAt, read_exact_at};
+use crate::mem::Buffers;
+use crate::mem::device::{DeviceFile, DeviceMemory, Streams};
+use crate::mem::pinned::Pool;
+use crate::stats::Counters;
+
+/// Bytes that are read both ways before the device is trusted.
+const TRIED: usize = 1 << 20;
+
+/// A file as the device reads it.
+pub struct Direct<'d> {
+    file: Box<dyn DeviceFile>,
+    memory: &'d [DeviceMemory],
+    places: &'d [Place],
+    refused: AtomicBool,
+}
+
+impl<'d> Direct<'d> {
+    /// None where the device cannot read a source's file, or gave other bytes.
+    pub fn open(
+        source: &dyn ReadAt,
+        extents: &[Extent],
+        (memory, places): (&'d [DeviceMemory], &'d [Place]),
+        streams: &Streams,
+        pool: &Pool,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Self>> {
+        let Some(file) = source.file() else { return Ok(None) };
+        let Some(file) = Arc::clone(streams.device()).file(file) else {
+            counters.fallback("GPUDirect Storage is not there, or not for this file system");
+            return Ok(None);
+        };
+        // It knows no streams: whatever the memory was used for before must have ended.
+        streams.finish()?;
+        let direct = Direct { file, memory, places, refused: AtomicBool::new(false) };
+        if !direct.gives_the_same(source, extents, streams, pool, cancel)? {
+            counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
+            return Ok(None);
+        }
+        counters.reading("GPUDirect Storage");
+        Ok(Some(direct))
+    }
+
+    fn gives_the_same(
+        &self,
+        source: &dyn ReadAt,
+        extents: &[Extent],
+        streams: &Streams,
+        pool: &Pool,
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        let largest = extents.iter().enumerate().max_by_key(|(_, extent)| extent.data_len);
+        let Some((tensor, extent)) = largest.filter(|(_, extent)| extent.data_len > 0) else {
+            return Ok(true);
+        };
+        let most = TRIED.min(pool.unit_len());
+        let len = usize::try_from(extent.data_len).unwrap_or(usize::MAX).min(most);
+        if !self.read(tensor, 0, len, extent.data_offset)? {
+            return Ok(false);
+        }
+        let (block, offset) = self.place(tensor, 0)?;
+        let mut lease = pool.enter().lease(1, streams.device(), cancel)?;
+        lease.download(streams.next(), (0, 0, len), block, offset)?;
+        lease.wait(cancel)?;
+        let mut plain = vec![0; len];
+        let what = || "tensors".to_owned();
+        let mut buffers = Buffers::of(&mut plain);
+        read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
+        Ok(lease.units().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
+    }
+
+    fn place(&self, tensor: usize, start: u64) -> Result<(&'d DeviceMemory, usize)> {
+        let bug = || Error::Bug("a tensor without a place".to_owned());
+        let place = self.places.get(tensor).ok_or_else(bug)?;
+        let block = self.memory.get(place.block).ok_or_else(bug)?;
+        Ok((block, usize::try_from(place.offset + start).map_err(|_| bug())?))
+    }
+
+    /// Whether it was of use until now.
+    pub fn is_of_use(&self) -> bool {
+        !self.refused.load(Ordering::Relaxed)
+    }
+
+    /// Has the device read bytes of a tensor from a position of the file. False, now and from now on,
+    /// if it does not: then they have to come another way.
+    pub fn read(&self, tensor: usize, start: u64, len: usize, position: u64) -> Result<bool> {
+        let (block, offset) = self.place(tensor, start)?;
+        let mut done = 0;
+        while done < len {
+            let at = position + done as u64;
+            match block.read_from(&*self.file, offset + done, len - done, at) {
+                // A plain read says what there is to say about the file's end.
+                Ok(0) | Err(_) => {
+                    self.refused.store(true, Ordering::Relaxed);
+                    return Ok(false);
+                }
+                Ok(read) => done += read.min(len - done),
+            }
+        }
+        Ok(true)
+    }
+}

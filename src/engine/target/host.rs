@@ -1,0 +1,322 @@
+//! Host memory as a target: bytes are read to where they stay.
+
+use std::mem::MaybeUninit;
+
+use super::{Chunk, Lease, Target};
+use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
+use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
+use crate::error::{Error, Result};
+use crate::io::source::{ReadAt, Traits};
+use crate::mem::{Buffers, Lent, filled, zeroed};
+
+/// Less than this is not worth a batch.
+const MIN_BATCH: u64 = 1 << 20;
+/// The most segments of a batch: a reader's share of the smallest tensors.
+const MAX_SEGMENTS: usize = 64 << 10;
+
+/// Memory for the tensors of a load.
+pub struct Host<'a> {
+    /// For each tensor the memory of its data that was not planned yet, unless it is in an image.
+    tensors: Vec<&'a mut [MaybeUninit<u8>]>,
+    /// In the order of their files and positions.
+    images: Vec<Image<'a>>,
+    /// Whether each reader reads neighbouring batches.
+    shares: bool,
+}
+
+/// Memory that is like a range of a file.
+pub struct Image<'a> {
+    /// Which file.
+    pub file: usize,
+    /// The position of its next byte that was not planned yet.
+    pub position: u64,
+    /// The memory from there on.
+    pub memory: Span<'a>,
+}
+
+/// Memory of an image.
+pub enum Span<'a> {
+    /// To be read into.
+    Empty(&'a mut [MaybeUninit<u8>]),
+    /// A mapping of the file, whose bytes are there.
+    Mapped(&'a mut [u8]),
+}
+
+impl<'a> Span<'a> {
+    fn len(&self) -> usize {
+        match self {
+            Span::Empty(bytes) => bytes.len(),
+            Span::Mapped(bytes) => bytes.len(),
+        }
+    }
+
+    /// Cuts the first bytes off.
+    fn cut(&mut self, len: usize) -> Option<Self> {
+        match self {
+            Span::Empty(bytes) => {
+                let (now, later) = std::mem::take(bytes).split_at_mut_checked(len)?;
+                *bytes = later;
+                Some(Span::Empty(now))
+            }
+            Span::Mapped(bytes) => {
+                let (now, later) = std::mem::take(bytes).split_at_mut_checked(len)?;
+                *bytes = later;
+                Some(Span::Mapped(now))
+            }
+        }
+    }
+}
+
+impl<'a> Image<'a> {
+    fn holds(&self, position: u64, len: u64) -> bool {
+        let skip = position.checked_sub(self.position);
+        skip.and_then(|skip| skip.checked_add(len))
+            .is_some_and(|end| end <= self.memory.len() as u64)
+    }
+
+    fn cut(&mut self, position: u64, len: u64) -> Option<Span<'a>> {
+        let skip = usize::try_from(position.checked_sub(self.position)?).ok()?;
+        self.memory.cut(skip)?;
+        let span = self.memory.cut(usize::try_from(len).ok()?)?;
+        self.position = position + len;
+        Some(span)
+    }
+}
+
+impl<'a> Host<'a> {
+    /// `tensors` have no bytes where they are in an image; images are in the order of their files
+    /// and positions.
+    pub fn new(tensors: Vec<&'a mut [MaybeUninit<u8>]>, images: Vec<Image<'a>>) -> Self {
+        Host { tensors, images, shares: false }
+    }
+
+    /// Has each reader read neighbouring batches, if its source gives it a way of its own.
+    pub fn share(mut self) -> Self {
+        self.shares = true;
+        self
+    }
+
+    /// The image that holds some bytes, if any does.
+    fn image(&mut self, file: usize, position: u64, len: u64) -> Option<&mut Image<'a>> {
+        let after =
+            self.images.partition_point(|image| (image.file, image.position) <= (file, position));
+        let image = self.images.get_mut(after.checked_sub(1)?)?;
+        (image.file == file && image.holds(position, len)).then_some(image)
+    }
+}
+
+/// Adjacent segments with adjacent memory.
+pub struct Run<'a> {
+    segments: usize,
+    memory: Memory<'a>,
+}
+
+enum Memory<'a> {
+    Empty(&'a mut [MaybeUninit<u8>]),
+    Full(&'a mut [u8]),
+    /// Of the lease: headers, and bytes that nobody wants.
+    Passing(usize),
+}
+
+impl Memory<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Memory::Empty(bytes) => bytes.len(),
+            Memory::Full(bytes) => bytes.len(),
+            Memory::Passing(len) => *len,
+        }
+    }
+}
+
+impl<'a> Target for Host<'a> {
+    type Job = Vec<Run<'a>>;
+    type Turn<'t>
+        = ()
+    where
+        Self: 't;
+    type Lease<'t>
+        = HostLease<'a>
+    where
+        Self: 't;
+    type Bytes = &'a [u8];
+
+    /// As many bytes as suit the source, in rounds in which every reader has the same to do.
+    fn limits(&self, source: &Traits, readers: usize, total: u64, decrypts: bool) -> Limits {
+        let readers = readers as u64;
+        let rounds = total.div_ceil(readers.saturating_mul(source.request_len)).max(1);
+        let even = total.div_ceil(readers.saturating_mul(rounds));
+        Limits {
+            // Batches end where tensors do, if that is near: a little more, so that there are not more.
+            len: even.saturating_add(even / 32).max(MIN_BATCH),
+            merge_gap: source.merge_gap,
+            segments: MAX_SEGMENTS,
+            unit: if decrypts { PIECE_LEN } else { 1 },
+        }
+    }
+
+    fn unit(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn takes_steps(&self) -> bool {
+        true
+    }
+
+    fn plan(&mut self, batch: &Batch) -> Result<Vec<Run<'a>>> {
+        let bug = || Error::Bug("a batch without destinations".to_owned());
+        let mut runs = Vec::new();
+        let mut position = batch.offset;
+        let mut segments = batch.segments.iter().peekable();
+        while let Some(segment) = segments.next() {
+            let (mut count, mut len) = (1, segment.len);
+            let memory = match (self.image(batch.file, position, len), segment.kind) {
+                (Some(image), _) => {
+                    while let Some(next) =
+                        segments.next_if(|next| image.holds(position, len.saturating_add(next.len)))
+                    {
+                        (count, len) = (count + 1, len + next.len);
+                    }
+                    match image.cut(position, len).ok_or_else(bug)? {
+                        Span::Empty(bytes) => Memory::Empty(bytes),
+                        Span::Mapped(bytes) => Memory::Full(bytes),
+                    }
+                }
+                (None, SegmentKind::Data { tensor, .. }) => {
+                    let rest = self.tensors.get_mut(tensor).ok_or_else(bug)?;
+                    let len = usize::try_from(len).map_err(|_| bug())?;
+                    let cut = std::mem::take(rest).split_at_mut_checked(len).ok_or_else(bug)?;
+                    *rest = cut.1;
+                    Memory::Empty(cut.0)
+                }
+                (None, _) => Memory::Passing(usize::try_from(len).map_err(|_| bug())?),
+            };
+            runs.push(Run { segments: count, memory });
+            position += len;
+        }
+        Ok(runs)
+    }
+
+    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
+        if self.shares { source.for_one_reader() } else { None }
+    }
+
+    fn enter(&self) {}
+
+    fn acquire<'t>(
+        &'t self,
+        _turn: (),
+        batch: Batch,
+        runs: Vec<Run<'a>>,
+        _idle: &dyn Fn() -> Result<bool>,
+        _cancel: &dyn Cancel,
+    ) -> Result<HostLease<'a>> {
+        let passing = runs.iter().map(|run| match run.memory {
+            Memory::Passing(len) => len,
+            _ => 0,
+        });
+        let passing = zeroed(passing.sum(), || "headers of tensors".to_owned())?;
+        Ok(HostLease { segments: batch.segments, runs, passing })
+    }
+
+    fn commit(&self, lease: HostLease<'a>, keep: bool) -> Result<Vec<&'a [u8]>> {
+        if !keep {
+            return Ok(Vec::new());
+        }
+        let mut bytes: Vec<&'a [u8]> = Vec::with_capacity(lease.segments.len());
+        let mut segments = lease.segments.iter();
+        for run in lease.runs {
+            let mut rest: &'a [u8] = match run.memory {
+                Memory::Full(bytes) => bytes,
+                Memory::Empty(_) | Memory::Passing(_) => &[],
+            };
+            for segment in segments.by_ref().take(run.segments) {
+                let len = usize::try_from(segment.len).unwrap_or(usize::MAX).min(rest.len());
+                let (now, later) = rest.split_at(len);
+                bytes.push(now);
+                rest = later;
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Memory for one batch.
+pub struct HostLease<'a> {
+    segments: Vec<Segment>,
+    runs: Vec<Run<'a>>,
+    passing: Box<[u8]>,
+}
+
+impl Lease for HostLease<'_> {
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
+        let mut passing = &mut *self.passing;
+        let mut position = 0;
+        // What is there already lies between what is to be read.
+        let is_full = |run: &Run<'_>| matches!(run.memory, Memory::Full(_));
+        for runs in self.runs.chunk_by_mut(|a, b| is_full(a) == is_full(b)) {
+            let len: u64 = runs.iter().map(|run| run.memory.len() as u64).sum();
+            if !runs.first().is_some_and(is_full) {
+                fill(runs, &mut passing, |buffers| read(position, buffers))?;
+            }
+            position += len;
+        }
+        Ok(())
+    }
+
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+        let bug = || Error::Bug("a chunk without memory".to_owned());
+        let mut passing = &mut *self.passing;
+        let mut chunks = Vec::with_capacity(self.segments.len());
+        let mut segments = self.segments.iter();
+        for run in &mut self.runs {
+            let mut rest: &mut [u8] = match &mut run.memory {
+                Memory::Full(bytes) => bytes,
+                Memory::Empty(_) => return Err(bug()),
+                Memory::Passing(len) => {
+                    let cut = std::mem::take(&mut passing).split_at_mut_checked(*len);
+                    let (now, later) = cut.ok_or_else(bug)?;
+                    passing = later;
+                    now
+                }
+            };
+            for segment in segments.by_ref().take(run.segments) {
+                let len = usize::try_from(segment.len).map_err(|_| bug())?;
+                let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+                let (bytes, later) = cut.ok_or_else(bug)?;
+                rest = later;
+                chunks.push(Chunk { kind: segment.kind, bytes });
+            }
+        }
+        Ok(chunks)
+    }
+}
+
+/// Fills adjacent runs; those that pass take their memory from `passing`.
+fn fill(
+    runs: &mut [Run<'_>],
+    passing: &mut &mut [u8],
+    read: impl FnOnce(&mut Buffers<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut lent = Vec::with_capacity(runs.len());
+    for run in &mut *runs {
+        match std::mem::replace(&mut run.memory, Memory::Passing(0)) {
+            Memory::Empty(bytes) => lent.push(Lent::Kept(bytes)),
+            Memory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
+            Memory::Passing(len) => {
+                let cut = std::mem::take(passing).split_at_mut_checked(len);
+                let cut = cut.ok_or_else(|| Error::Bug("a header without memory".to_owned()))?;
+                *passing = cut.1;
+                run.memory = Memory::Passing(len);
+                lent.push(Lent::Passing(cut.0));
+            }
+        }
+    }
+    let kept: Vec<bool> = lent.iter().map(|lent| matches!(lent, Lent::Kept(_))).collect();
+    let short = || Error::Bug("a batch was not filled".to_owned());
+    let mut full = filled(lent, read, short)?.into_iter();
+    for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
+        run.memory = Memory::Full(full.next().unwrap_or(&mut []));
+    }
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! Where the bytes of a load go: memory for a batch, and what happens to it once it is full.
+
+pub mod device;
+pub mod direct;
+pub mod host;
+
+use crate::cancel::Cancel;
+use crate::engine::plan::{Batch, Limits, SegmentKind};
+use crate::error::Result;
+use crate::io::source::{ReadAt, Traits};
+use crate::mem::Buffers;
+
+/// Memory for the batches of a load.
+pub trait Target: Sync {
+    /// What was planned for a batch.
+    type Job: Send;
+    /// A place in the queue for memory.
+    type Turn<'t>
+    where
+        Self: 't;
+    /// Memory for one batch.
+    type Lease<'t>: Lease
+    where
+        Self: 't;
+    /// Bytes that stay where they are as long as somebody has this.
+    type Bytes: AsRef<[u8]> + Send;
+
+    /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
+    /// pieces of encryption do.
+    fn limits(&self, source: &Traits, readers: usize, total: u64, decrypts: bool) -> Limits;
+
+    /// Bytes in whose multiples data are cut within a batch, at most.
+    fn unit(&self) -> u64;
+
+    /// Whether batches are read in shorter steps where hashes are to find their bytes in the cache.
+    fn takes_steps(&self) -> bool;
+
+    /// Plans a batch. Batches come in the order of their files and positions.
+    fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
+
+    /// A way of its own to a source for one reader, where that is faster.
+    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>>;
+
+    /// Takes a place in the queue for memory.
+    fn enter(&self) -> Self::Turn<'_>;
+
+    /// Waits for memory. Meanwhile it calls `idle`, which says whether it found something to do.
+    fn acquire<'t>(
+        &'t self,
+        turn: Self::Turn<'t>,
+        batch: Batch,
+        job: Self::Job,
+        idle: &dyn Fn() -> Result<bool>,
+        cancel: &dyn Cancel,
+    ) -> Result<Self::Lease<'t>>;
+
+    /// Takes a full lease. With `keep`, gives the bytes of its chunks, in their order.
+    fn commit(&self, lease: Self::Lease<'_>, keep: bool) -> Result<Vec<Self::Bytes>>;
+
+    /// What brings bytes into place by itself, without host memory.
+    fn direct(&self) -> Option<&direct::Direct<'_>> {
+        None
+    }
+}
+
+/// Memory for one batch.
+pub trait Lease {
+    /// Has it filled. `read` fills buffers from a position of the batch on.
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()>;
+
+    /// The bytes of the batch, in order and without gaps, once they are there.
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>>;
+}
+
+/// Bytes of a segment, or of part of one.
+pub struct Chunk<'l> {
+    /// Whose they are.
+    pub kind: SegmentKind,
+    /// The bytes.
+    pub bytes: &'l mut [u8],
+}
