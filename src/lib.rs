@@ -69,8 +69,4 @@ pub use format::header::Hashes;
 pub use io::net;
 pub use io::{sink, source};
 pub use mem::device;
-
-/// Cores that this process may use; the quota of its control group is respected.
-pub fn cpu_count() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-}
+pub use sys::cpu_count;

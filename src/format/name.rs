@@ -6,26 +6,16 @@
 
 use std::sync::Arc;
 
+pub use super::path::Component;
+pub(super) use super::path::MARK;
 use super::path::{Steps, encode, has_split_pair, is_encoded};
 use crate::error::Shown;
 
-/// The first character of a stored path.
-pub(super) const MARK: char = '\u{1e}';
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
 
 /// Most steps of a path. Real structures have a handful; what walks the tree may recurse.
 pub const MAX_DEPTH: usize = 256;
-
-/// One step of a path.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Component {
-    /// A mapping's key: UTF-8, except that JSON can spell lone surrogates, which are kept in the
-    /// same way that UTF-8 would encode them.
-    Key(Box<[u8]>),
-    /// A list's index.
-    Index(u64),
-}
 
 /// A tensor's name as stored: a plain string, or a JSON array that was found well-formed. Clones
 /// share the text.

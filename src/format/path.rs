@@ -2,7 +2,18 @@
 
 use std::fmt::Write as _;
 
-use super::name::{Component, MARK};
+/// The first character of a stored path.
+pub(super) const MARK: char = '\u{1e}';
+
+/// One step of a path.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Component {
+    /// A mapping's key: UTF-8, except that JSON can spell lone surrogates, which are kept in the
+    /// same way that UTF-8 would encode them.
+    Key(Box<[u8]>),
+    /// A list's index.
+    Index(u64),
+}
 
 /// Writes the marker and a JSON array in ASCII, without white space.
 pub(super) fn encode(path: impl IntoIterator<Item = Component>) -> String {

@@ -358,3 +358,8 @@ pub fn page_size() -> usize {
     // SAFETY: takes a number and returns one.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
+
+/// Cores that this process may use; the quota of its control group is respected.
+pub fn cpu_count() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}

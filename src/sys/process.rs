@@ -4,6 +4,8 @@
 
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The process that made something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,5 +74,62 @@ impl<T> Drop for Inherited<T> {
             // SAFETY: dropped nowhere else, and not used after this.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
+    }
+}
+
+/// A value that each process has for itself. One that was forked off begins with a new one: the
+/// parent's locks may have been held at that moment, and would never be released. Never dropped.
+pub struct PerProcess<T>(AtomicPtr<Made<T>>);
+
+struct Made<T> {
+    maker: Maker,
+    value: T,
+}
+
+impl<T: Default + Send + Sync> PerProcess<T> {
+    /// Made when it is asked for.
+    pub const fn new() -> Self {
+        PerProcess(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// The value of this process.
+    pub fn get(&'static self) -> &'static T {
+        let known = self.0.load(Ordering::Acquire);
+        // SAFETY: null, or from a box that is never freed; shared, and never changed.
+        if let Some(made) = unsafe { known.as_ref() }
+            && made.maker.is_here()
+        {
+            return &made.value;
+        }
+        let new = Box::new(Made { maker: Maker::this(), value: T::default() });
+        let new = Box::into_raw(new);
+        let set = self.0.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire);
+        let made = match set {
+            Ok(_) => new,
+            Err(other) => {
+                // SAFETY: from the box above, which nobody else has seen.
+                drop(unsafe { Box::from_raw(new) });
+                other
+            }
+        };
+        // SAFETY: as above; not null. Another thread of this process has made `other`, after this
+        // one has looked: a process has one thread when it begins.
+        unsafe { &(*made).value }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_share_the_value_of_their_process() {
+        static VALUE: PerProcess<std::sync::Mutex<u32>> = PerProcess::new();
+        let addresses = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| ptr::from_ref(VALUE.get()).addr())).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
+        });
+        assert_eq!(addresses, [ptr::from_ref(VALUE.get()).addr(); 8]);
     }
 }

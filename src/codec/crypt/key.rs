@@ -5,10 +5,7 @@ use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
-use super::sodium;
-
-/// Bytes of a key.
-pub const KEY_LEN: usize = 32;
+use super::sodium::{self, KEY_LEN};
 
 /// A key of XSalsa20-Poly1305. Clones share the memory.
 #[derive(Clone)]

@@ -75,7 +75,7 @@ impl Pieces {
         let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
             return false;
         };
-        sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key)
+        sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key.bytes())
     }
 
     /// Decrypts all pieces in place.
@@ -101,7 +101,7 @@ pub fn nonce_of(first: &[u8; NONCE_LEN], number: u64) -> [u8; NONCE_LEN] {
 
 /// Encrypts a piece in place and gives its tag.
 pub fn seal(bytes: &mut [u8], nonce: &[u8; NONCE_LEN], number: u64, key: &Key) -> [u8; MAC_LEN] {
-    sodium::seal(bytes, &nonce_of(nonce, number), key)
+    sodium::seal(bytes, &nonce_of(nonce, number), key.bytes())
 }
 
 /// Random bytes from the operating system.

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use zeroize::Zeroizing;
 
-use super::key::KEY_LEN;
+use super::sodium::KEY_LEN;
 use super::{Key, sodium};
 use crate::cancel::{self, Cancel, detached};
 use crate::error::{Error, Result};
 use crate::format::crypt_info::KeyDerivation;
-use crate::sys::process::Maker;
+use crate::sys::process::PerProcess;
 
 /// libsodium's limits of Argon2id.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -112,6 +112,29 @@ impl DecryptionOptions {
         matches!(self.secret, Secret::Passphrase(_))
     }
 
+    /// Refuses a derivation that costs more than the format or the caller allows.
+    fn check_limits(&self, derivation: &KeyDerivation, uri: &str) -> Result<()> {
+        let limits = [
+            ("opslimit", derivation.opslimit, MIN_OPSLIMIT, MAX_OPSLIMIT, self.max_opslimit),
+            ("memlimit", derivation.memlimit, MIN_MEMLIMIT, MAX_MEMLIMIT, self.max_memlimit),
+        ];
+        for (name, found, least, most, allowed) in limits {
+            if !(least..=most).contains(&found) {
+                return Err(Error::Crypt(format!(
+                    "`{uri}`: the {name} of its key derivation must be {least} to {most}, \
+                     found {found}"
+                )));
+            }
+            if found > allowed {
+                return Err(Error::Crypt(format!(
+                    "`{uri}`: the {name} of its key derivation is {found}, and at most {allowed} \
+                     is allowed: raise max_{name} if you trust the file"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// The key of a tensor whose header names this derivation.
     pub fn key(
         &self,
@@ -140,24 +163,7 @@ impl DecryptionOptions {
         if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
             return Ok(key.clone());
         }
-        let limits = [
-            ("opslimit", derivation.opslimit, MIN_OPSLIMIT, MAX_OPSLIMIT, self.max_opslimit),
-            ("memlimit", derivation.memlimit, MIN_MEMLIMIT, MAX_MEMLIMIT, self.max_memlimit),
-        ];
-        for (name, found, least, most, allowed) in limits {
-            if !(least..=most).contains(&found) {
-                return Err(Error::Crypt(format!(
-                    "`{uri}`: the {name} of its key derivation must be {least} to {most}, \
-                     found {found}"
-                )));
-            }
-            if found > allowed {
-                return Err(Error::Crypt(format!(
-                    "`{uri}`: the {name} of its key derivation is {found}, and at most {allowed} \
-                     is allowed: raise max_{name} if you trust the file"
-                )));
-            }
-        }
+        self.check_limits(derivation, uri)?;
         let Asked { keys, work } = self.asked().get(uri).copied().unwrap_or(Asked::NOTHING);
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
@@ -182,18 +188,7 @@ impl DecryptionOptions {
 const TURN: Duration = Duration::from_millis(10);
 /// One derivation at a time: it takes as much memory as a file asks for. A process that was forked
 /// off has a lock of its own, for nobody in it would give the parent's back.
-fn deriving() -> Arc<Mutex<()>> {
-    static DERIVING: Mutex<Option<(Maker, Arc<Mutex<()>>)>> = Mutex::new(None);
-    let mut deriving = DERIVING.lock().unwrap_or_else(PoisonError::into_inner);
-    match &*deriving {
-        Some((maker, lock)) if maker.is_here() => Arc::clone(lock),
-        _ => {
-            let lock = Arc::default();
-            *deriving = Some((Maker::this(), Arc::clone(&lock)));
-            lock
-        }
-    }
-}
+static DERIVING: PerProcess<Mutex<()>> = PerProcess::new();
 
 /// Derives a key from a passphrase. That cannot be stopped: when the call is to end before, it ends
 /// by itself, and the next one waits for it.
@@ -208,9 +203,8 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
         (Zeroizing::new(source.to_vec()), derivation.clone());
     let wanted = Arc::new(());
     let asks = Arc::downgrade(&wanted);
-    let lock = deriving();
     let derived = detached(cancel, move || {
-        let _turn = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
         asks.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)

@@ -5,9 +5,10 @@ use std::sync::OnceLock;
 
 use libsodium_sys as ffi;
 
-use super::Key;
-use super::key::KEY_LEN;
 use crate::format::crypt_info::MAC_LEN;
+
+/// Bytes of a key.
+pub const KEY_LEN: usize = 32;
 
 /// Starts the library once; false where it finds no source of random numbers.
 fn started() -> bool {
@@ -17,7 +18,7 @@ fn started() -> bool {
 }
 
 /// Decrypts in place; false, with the bytes unchanged, if the tag is not theirs.
-pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &Key) -> bool {
+pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> bool {
     let pointer = bytes.as_mut_ptr();
     // SAFETY: `pointer` is good for reading and writing `len` bytes, which may be the same bytes;
     // tag, nonce and key have the lengths that the function reads. `started` comes first.
@@ -29,13 +30,13 @@ pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &Key) 
                 mac.as_ptr(),
                 bytes.len() as u64,
                 nonce.as_ptr(),
-                key.bytes().as_ptr(),
+                key.as_ptr(),
             )
         } == 0
 }
 
 /// Encrypts in place and gives the tag.
-pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &Key) -> [u8; MAC_LEN] {
+pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> [u8; MAC_LEN] {
     let mut mac = [0; MAC_LEN];
     let pointer = bytes.as_mut_ptr();
     started();
@@ -47,7 +48,7 @@ pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &Key) -> [u8; MAC_LEN] {
             pointer,
             bytes.len() as u64,
             nonce.as_ptr(),
-            key.bytes().as_ptr(),
+            key.as_ptr(),
         );
     }
     mac

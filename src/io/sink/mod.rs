@@ -1,6 +1,4 @@
 //! Where bytes are written to. Every sink can be written at a position.
-// A broken invariant ends the call by a panic that its boundary catches.
-#![allow(clippy::indexing_slicing)]
 
 mod alike;
 mod file;
@@ -8,88 +6,20 @@ mod hidden;
 #[cfg(feature = "s3")]
 mod s3;
 mod temporary;
+mod write_at;
 
 use std::ffi::OsStr;
-use std::io::IoSlice;
-use std::path::PathBuf;
 
 pub use file::FileSink;
 #[cfg(feature = "s3")]
 pub use s3::S3Sink;
+pub use write_at::{Unclosed, WriteAt, write_all_at};
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 #[cfg(feature = "s3")]
 use crate::io::net::{NetOptions, s3::S3Options};
 use crate::io::source::address::{self, Address};
-
-/// Bytes moved at a time to make room.
-const MOVE_STEP: u64 = 8 << 20;
-
-/// Random-access writing.
-pub trait WriteAt: Send + Sync {
-    /// The path or address, for messages.
-    fn uri(&self) -> &str;
-
-    /// The most threads that may write at once.
-    fn max_writers(&self) -> usize;
-
-    /// Threads that write unless the caller names a number.
-    fn default_writers(&self) -> usize {
-        crate::cpu_count().min(self.max_writers())
-    }
-
-    /// Whether others see what was written before it is published.
-    fn shows_early(&self) -> bool;
-
-    /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
-    /// of the file's head and, where it shows early, of its end.
-    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
-
-    /// Reads bytes back that were written before.
-    fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
-
-    /// Announces that the file will be at least `len` bytes long, so that a full disk shows early,
-    /// and that its first `head` bytes are written last.
-    fn reserve(&self, _head: u64, _len: u64) -> Result<()> {
-        Ok(())
-    }
-
-    /// Moves what is from `at` to `end` towards the end of the file, by `len` bytes or more: gives
-    /// by how many, a multiple of 2 MiB if `len` is one.
-    fn insert(&self, at: u64, end: u64, len: u64, cancel: &dyn Cancel) -> Result<u64> {
-        let mut end = end;
-        let mut buffer = Vec::new();
-        while end > at {
-            let from = end.saturating_sub(MOVE_STEP).max(at);
-            buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
-            self.read_back(from, &mut buffer)?;
-            write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
-            end = from;
-        }
-        Ok(len)
-    }
-
-    /// Ends the file at `len` bytes and makes it visible under its name.
-    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
-
-    /// The same for a file that its writer has forgotten, so that it may not be all that was to be
-    /// written: what has the name already stays.
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        self.publish(len, cancel).map(|()| Unclosed::InPlace)
-    }
-}
-
-/// What became of a file that its writer has forgotten.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unclosed {
-    /// It was finished where it was being written, as its name or in the caller's file.
-    InPlace,
-    /// Its name is that of another file, which stays: it was finished under this one.
-    Beside(PathBuf),
-    /// It is not to be had: nobody can read an object before it is complete.
-    GivenUp,
-}
 
 /// Begins a file at an address or a local path, with the options of the environment.
 pub fn create(uri: &str, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
@@ -115,26 +45,4 @@ pub fn unwritable(scheme: &str) -> Error {
         _ => "upload a local file by other means, or write to s3://",
     };
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))
-}
-
-/// Writes all of the buffers.
-pub fn write_all_at<S: WriteAt + ?Sized>(
-    sink: &S,
-    offset: u64,
-    mut buffers: &mut [IoSlice<'_>],
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    let mut at = offset;
-    IoSlice::advance_slices(&mut buffers, 0);
-    while !buffers.is_empty() {
-        let window = buffers.len().min(crate::sys::MAX_VECTORS);
-        let written = sink.write_at(at, &buffers[..window], cancel)?;
-        if written == 0 {
-            let error = std::io::Error::from(std::io::ErrorKind::WriteZero);
-            return Err(Error::io("writing", sink.uri(), error));
-        }
-        at += written as u64;
-        IoSlice::advance_slices(&mut buffers, written);
-    }
-    Ok(())
 }

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use super::{Consumer, Device, DeviceFile, Event, Stream};
 use crate::environment::FAKE_DEVICE;
 use crate::error::{Error, Result};
+use crate::sys::process::PerProcess;
 
 /// What the stand-in does wrong.
 #[derive(Debug, Clone, Copy, Default)]
@@ -32,10 +33,10 @@ pub struct Faults {
 
 /// What stands in for the CPU, if the environment says so.
 pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
-    static ONE: OnceLock<Arc<FakeDevice>> = OnceLock::new();
+    static ONE: PerProcess<OnceLock<Arc<FakeDevice>>> = PerProcess::new();
     let seed = FAKE_DEVICE.value()?;
     let one = || FakeDevice::new(seed, Faults::default());
-    Ok((seed > 0).then(|| Arc::clone(ONE.get_or_init(one)) as Arc<dyn Device>))
+    Ok((seed > 0).then(|| Arc::clone(ONE.get().get_or_init(one)) as Arc<dyn Device>))
 }
 
 /// The stand-in for a CUDA device.

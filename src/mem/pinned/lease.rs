@@ -1,16 +1,17 @@
 //! Units that one reader or writer has for a while. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::thread;
 
-use super::{Flight, POLL, Pool, Unit};
+use super::units::{Flight, POLL, Unit, Units};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, Stream};
 
 /// Units that one reader or writer has.
 pub struct Lease<'p> {
-    pool: &'p Pool,
+    pool: &'p Units,
     units: Vec<Unit>,
     /// On which copies from or to these units are under way.
     stream: Option<Arc<dyn Stream>>,
@@ -23,7 +24,7 @@ pub struct Lease<'p> {
 unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
-    pub(super) fn new(pool: &'p Pool, units: Vec<Unit>) -> Self {
+    pub(super) fn new(pool: &'p Units, units: Vec<Unit>) -> Self {
         Lease { pool, units, stream: None, event: None }
     }
 
@@ -32,7 +33,7 @@ impl<'p> Lease<'p> {
         if self.stream.is_some() {
             return Vec::new();
         }
-        let len = self.pool.unit_len;
+        let len = self.pool.len;
         let units = self.units.iter_mut().map(|unit| {
             // SAFETY: the unit's own initialised bytes, borrowed exclusively through it; no copy
             // is under way.
@@ -50,7 +51,7 @@ impl<'p> Lease<'p> {
     }
 
     fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {
-        let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.unit_len);
+        let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.len);
         let unit = self.units.get(unit).filter(|_| inside);
         let unit = unit.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a unit")))?;
         // SAFETY: `at` lies in the unit, as checked above.

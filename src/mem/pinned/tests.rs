@@ -1,4 +1,5 @@
 //! The pool on the stand-in for a device.
+#![allow(unsafe_code)]
 
 use super::*;
 use crate::cancel::Never;

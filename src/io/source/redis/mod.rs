@@ -100,6 +100,20 @@ impl RedisSource {
         let begun = Instant::now();
         let tries =
             || Tries::new("reading", &self.options, cancel).opening().resumed(begun.elapsed(), 0);
+        let mut keys = self.scan(prefix, &tries)?;
+        // A scan may give a key twice.
+        keys.sort_unstable();
+        keys.dedup();
+        // Others may have keys with the same beginning: those without a position are theirs.
+        let keys: Vec<(u64, Vec<u8>)> =
+            keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
+        let mut held = self.held(&keys, &tries)?;
+        held.sort_by_key(|held| held.start);
+        Ok(held)
+    }
+
+    /// All keys with the prefix, as the server gives them.
+    fn scan<'t>(&self, prefix: &str, tries: &dyn Fn() -> Tries<'t>) -> Result<Vec<Vec<u8>>> {
         let mut keys = Vec::new();
         let mut key_bytes = 0;
         let mut cursor = b"0".to_vec();
@@ -132,16 +146,18 @@ impl RedisSource {
                 }
             }
             if next == b"0" {
-                break;
+                return Ok(keys);
             }
             cursor = next;
         }
-        // A scan may give a key twice.
-        keys.sort_unstable();
-        keys.dedup();
-        // Others may have keys with the same beginning: those without a position are theirs.
-        let keys: Vec<(u64, Vec<u8>)> =
-            keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
+    }
+
+    /// The lengths of their values; those without bytes are left out.
+    fn held<'t>(
+        &self,
+        keys: &[(u64, Vec<u8>)],
+        tries: &dyn Fn() -> Tries<'t>,
+    ) -> Result<Vec<Held>> {
         let mut held = Vec::with_capacity(keys.len());
         for batch in keys.chunks(SCAN_COUNT) {
             let mut lengths = Pipeline::new();
@@ -164,7 +180,6 @@ impl RedisSource {
                 }
             }
         }
-        held.sort_by_key(|held| held.start);
         Ok(held)
     }
 

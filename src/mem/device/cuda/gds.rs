@@ -4,15 +4,16 @@
 //! The library is looked for at run time, under the name that NVIDIA's packages and torch give it.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::sync::{Arc, OnceLock};
 
-use super::DeviceFile;
-use super::cuda::CudaDevice;
+use super::context::Context;
+use super::library::Library;
+use crate::mem::device::DeviceFile;
 
 /// `CUfileError_t`: an error of cuFile, and one of the driver.
 #[repr(C)]
@@ -46,35 +47,25 @@ type Read =
     unsafe extern "C" fn(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
 
 #[derive(Clone, Copy)]
-struct Library {
+struct CuFile {
     register: Register,
     deregister: Deregister,
     read: Read,
 }
 
 /// The library, if it is there and its driver could be opened.
-fn library() -> Option<Library> {
-    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+fn cufile() -> Option<CuFile> {
+    static LIBRARY: OnceLock<Option<CuFile>> = OnceLock::new();
     *LIBRARY.get_or_init(|| {
-        // SAFETY: the library's initialisers may run at any time; it stays open. Each symbol has
-        // the type that cuFile's header, of all its versions, gives it.
+        // SAFETY: the library's initialisers may run at any time. Each function has the type that
+        // cuFile's header, of all its versions, gives it.
         unsafe {
-            let library = libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW);
-            if library.is_null() {
-                return None;
-            }
-            let find = |name: &CStr| {
-                let symbol = libc::dlsym(library, name.as_ptr());
-                if symbol.is_null() { None } else { Some(symbol) }
-            };
-            let open = std::mem::transmute::<*mut c_void, Open>(find(c"cuFileDriverOpen")?);
-            let register = find(c"cuFileHandleRegister")?;
-            let deregister = find(c"cuFileHandleDeregister")?;
-            let read = find(c"cuFileRead")?;
-            let found = Library {
-                register: std::mem::transmute::<*mut c_void, Register>(register),
-                deregister: std::mem::transmute::<*mut c_void, Deregister>(deregister),
-                read: std::mem::transmute::<*mut c_void, Read>(read),
+            let library = Library::open(c"libcufile.so.0")?;
+            let open: Open = library.find(c"cuFileDriverOpen")?;
+            let found = CuFile {
+                register: library.find(c"cuFileHandleRegister")?,
+                deregister: library.find(c"cuFileHandleDeregister")?,
+                read: library.find(c"cuFileRead")?,
             };
             (open().cufile == 0).then_some(found)
         }
@@ -83,8 +74,8 @@ fn library() -> Option<Library> {
 
 /// A file that the device reads.
 pub struct GdsFile {
-    device: Arc<CudaDevice>,
-    library: Library,
+    context: Arc<Context>,
+    library: CuFile,
     handle: *mut c_void,
     _file: File,
 }
@@ -96,8 +87,8 @@ unsafe impl Sync for GdsFile {}
 
 impl GdsFile {
     /// Opens the file once more for the device. None where it cannot be read this way.
-    pub fn open(device: Arc<CudaDevice>, file: &File) -> Option<Self> {
-        let library = library()?;
+    pub fn open(context: Arc<Context>, file: &File) -> Option<Self> {
+        let library = cufile()?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
         let mut description = Description {
@@ -106,14 +97,14 @@ impl GdsFile {
             operations: std::ptr::null(),
         };
         let mut handle = std::ptr::null_mut();
-        let registered = device.within(|| {
+        let registered = context.within(|| {
             // SAFETY: both live until the call returns; the descriptor is open as long as the
             // handle, which is dropped first.
             unsafe { (library.register)(&mut handle, &mut description) }
         });
         let registered = registered.ok()?;
         let fits = registered.cufile == 0 && registered.driver == 0 && !handle.is_null();
-        fits.then_some(GdsFile { device, library, handle, _file: file })
+        fits.then_some(GdsFile { context, library, handle, _file: file })
     }
 }
 
@@ -121,7 +112,7 @@ impl DeviceFile for GdsFile {
     unsafe fn read(&self, to: usize, len: usize, offset: u64) -> io::Result<usize> {
         let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
         let to = std::ptr::with_exposed_provenance_mut(to);
-        let read = self.device.within(|| {
+        let read = self.context.within(|| {
             // SAFETY: the caller's promise about the device's memory; the handle is open.
             unsafe { (self.library.read)(self.handle, to, len, offset, 0) }
         });
@@ -136,6 +127,6 @@ impl DeviceFile for GdsFile {
 impl Drop for GdsFile {
     fn drop(&mut self) {
         // SAFETY: registered when it was opened, and nobody else has it.
-        let _ = self.device.within(|| unsafe { (self.library.deregister)(self.handle) });
+        let _ = self.context.within(|| unsafe { (self.library.deregister)(self.handle) });
     }
 }

@@ -1,0 +1,121 @@
+//! The primary context of a CUDA device, which is the one that torch uses. One of the few doors to
+//! `unsafe`.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_int};
+use std::ptr;
+
+use super::driver::{self, Code, Driver};
+use crate::error::{Error, Result};
+use crate::sys::process::Maker;
+
+/// A device's context. Lives as long as the process.
+pub struct Context {
+    name: String,
+    driver: &'static Driver,
+    raw: driver::Context,
+    maker: Maker,
+}
+
+// SAFETY: contexts of the driver may be used on any thread that makes them current, as `enter`
+// does.
+unsafe impl Send for Context {}
+// SAFETY: as above; nothing in it changes.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// That of the device which torch calls `cuda:<index>`.
+    pub fn open(index: u32) -> Result<Self> {
+        let name = format!("cuda:{index}");
+        let Some(driver) = driver::driver() else {
+            let what = "this process finds no CUDA driver (libcuda.so.1)".to_owned();
+            return Err(Error::Device { device: name, what });
+        };
+        let mut context = Context { name, driver, raw: ptr::null_mut(), maker: Maker::this() };
+        let ordinal = c_int::try_from(index).unwrap_or(c_int::MAX);
+        let mut device = 0;
+        // SAFETY: each call writes to the variables given, which live until it returns.
+        unsafe {
+            context.check("starting the driver", (driver.init)(0))?;
+            context.check("finding the device", (driver.device)(&mut device, ordinal))?;
+            let retained = (driver.retain_context)(&mut context.raw, device);
+            context.check("opening the device", retained)?;
+        }
+        Ok(context)
+    }
+
+    /// What torch calls the device.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The driver.
+    pub fn driver(&self) -> &'static Driver {
+        self.driver
+    }
+
+    /// Refuses the context of another process: the driver does not work in one that was forked off.
+    pub fn check_process(&self) -> Result<()> {
+        if self.maker.is_here() {
+            return Ok(());
+        }
+        let what = "used before this process was forked off, in which CUDA does not work";
+        Err(Error::Device { device: self.name.clone(), what: what.to_owned() })
+    }
+
+    /// Calls something with the context as the current one.
+    pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
+        let _entered = self.enter()?;
+        Ok(call())
+    }
+
+    /// Makes the context the current one of this thread, until the result is dropped.
+    pub fn enter(&self) -> Result<Entered> {
+        let mut mode = driver::CAPTURE_RELAXED;
+        // SAFETY: the context lives as long as the process; the mode is written back into the
+        // variable.
+        unsafe {
+            self.check("entering the device", (self.driver.push_context)(self.raw))?;
+            // Nothing that happens here belongs to a graph that another thread captures, and
+            // nothing of it may spoil that graph.
+            let _ = (self.driver.exchange_capture_mode)(&mut mode);
+        }
+        Ok(Entered { driver: self.driver, mode })
+    }
+
+    /// An error where the driver did not succeed.
+    pub fn check(&self, what: &str, code: Code) -> Result<()> {
+        if code == driver::SUCCESS {
+            return Ok(());
+        }
+        let mut text = ptr::null();
+        // SAFETY: gives a pointer to a constant of the driver, or leaves the null.
+        unsafe {
+            let _ = (self.driver.error_text)(code, &mut text);
+        }
+        let said = if text.is_null() {
+            format!("error {code}")
+        } else {
+            // SAFETY: not null, so a constant of the driver that ends with a zero.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        };
+        Err(Error::Device { device: self.name.clone(), what: format!("{what}: {said}") })
+    }
+}
+
+/// The current context of a thread, to be put back as it was.
+pub struct Entered {
+    driver: &'static Driver,
+    mode: c_int,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut before = ptr::null_mut();
+        // SAFETY: undoes what `enter` did on this thread; both variables are only written to.
+        unsafe {
+            let _ = (self.driver.exchange_capture_mode)(&mut self.mode);
+            let _ = (self.driver.pop_context)(&mut before);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The functions of the CUDA driver that are called here, with the types of `cuda.h`. One of the
+//! few doors to `unsafe`.
+//!
+//! The driver is looked for at run time: the same library serves machines with and without one.
+//! Only as `libcuda.so.1`, as torch does: `libcuda.so` may be a stub to link programs with, of
+//! which every function fails.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use super::library::Library;
+
+/// `CUresult`. A newer driver has errors that are not known here.
+pub type Code = c_int;
+/// `CUDA_SUCCESS`.
+pub const SUCCESS: Code = 0;
+/// `CUDA_ERROR_NOT_READY`.
+pub const NOT_READY: Code = 600;
+
+/// `CUcontext`.
+pub type Context = *mut c_void;
+/// `CUstream`; null is the default one.
+pub type Stream = *mut c_void;
+/// `CUevent`.
+pub type Event = *mut c_void;
+/// `CUdeviceptr`.
+pub type Address = u64;
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub const CAPTURE_RELAXED: c_int = 2;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+pub const NOT_CAPTURING: c_int = 0;
+/// `CU_STREAM_NON_BLOCKING`.
+pub const NON_BLOCKING: c_uint = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+pub const WITHOUT_TIMING: c_uint = 2;
+/// `CU_MEMHOSTREGISTER_PORTABLE`.
+pub const FOR_ALL_DEVICES: c_uint = 1;
+
+macro_rules! functions {
+    ($($field:ident = $symbol:literal ($($argument:ty),*);)+) => {
+        /// The driver's functions.
+        pub struct Driver {
+            $(
+                #[doc = concat!("`", $symbol, "`.")]
+                pub $field: unsafe extern "C" fn($($argument),*) -> Code,
+            )+
+        }
+
+        impl Driver {
+            fn open() -> Option<Self> {
+                // SAFETY: the driver's initialisers may run at any time. Each function has the
+                // type that `cuda.h` gives it, since CUDA 10.1 and in all later versions.
+                unsafe {
+                    let library = Library::open(c"libcuda.so.1")?;
+                    $(
+                        let name = concat!($symbol, "\0").as_bytes();
+                        let $field = library.find(std::ffi::CStr::from_bytes_with_nul(name).ok()?)?;
+                    )+
+                    Some(Driver { $($field),+ })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    init = "cuInit" (c_uint);
+    error_text = "cuGetErrorString" (Code, *mut *const c_char);
+    device = "cuDeviceGet" (*mut c_int, c_int);
+    retain_context = "cuDevicePrimaryCtxRetain" (*mut Context, c_int);
+    push_context = "cuCtxPushCurrent_v2" (Context);
+    pop_context = "cuCtxPopCurrent_v2" (*mut Context);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
+    register_memory = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
+    unregister_memory = "cuMemHostUnregister" (*mut c_void);
+    copy_to_device = "cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, Stream);
+    copy_to_host = "cuMemcpyDtoHAsync_v2" (*mut c_void, Address, usize, Stream);
+    create_stream = "cuStreamCreate" (*mut Stream, c_uint);
+    query_stream = "cuStreamQuery" (Stream);
+    is_capturing = "cuStreamIsCapturing" (Stream, *mut c_int);
+    wait_for_event = "cuStreamWaitEvent" (Stream, Event, c_uint);
+    synchronize = "cuStreamSynchronize" (Stream);
+    create_event = "cuEventCreate" (*mut Event, c_uint);
+    record_event = "cuEventRecord" (Event, Stream);
+    query_event = "cuEventQuery" (Event);
+    destroy_event = "cuEventDestroy_v2" (Event);
+}
+
+/// The driver of this process, if it can have one.
+pub fn driver() -> Option<&'static Driver> {
+    static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
+    DRIVER.get_or_init(Driver::open).as_ref()
+}

@@ -1,0 +1,73 @@
+//! CUDA devices, by way of the driver. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+mod context;
+mod driver;
+#[cfg(target_os = "linux")]
+mod gds;
+mod library;
+mod stream;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{Consumer, Device, Stream};
+use crate::error::Result;
+use context::Context;
+use stream::OwnStreams;
+
+/// A CUDA device. Lives as long as the process.
+pub struct CudaDevice {
+    context: Arc<Context>,
+    streams: Arc<OwnStreams>,
+}
+
+impl CudaDevice {
+    /// The device that torch calls `cuda:<index>`.
+    pub fn find(index: u32) -> Result<Arc<dyn Device>> {
+        static KNOWN: Mutex<Option<HashMap<u32, Arc<CudaDevice>>>> = Mutex::new(None);
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = known.get_or_insert_default();
+        if let Some(device) = known.get(&index) {
+            device.context.check_process()?;
+            return Ok(Arc::clone(device) as Arc<dyn Device>);
+        }
+        let context = Arc::new(Context::open(index)?);
+        let streams = Arc::new(OwnStreams::new(Arc::clone(&context)));
+        let device = Arc::new(CudaDevice { context, streams });
+        known.insert(index, Arc::clone(&device));
+        Ok(device)
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> &str {
+        self.context.name()
+    }
+
+    unsafe fn pin(&self, memory: *mut u8, len: usize) -> bool {
+        let Ok(_entered) = self.context.enter() else { return false };
+        let register = self.context.driver().register_memory;
+        // SAFETY: the caller's promise that the memory stays mapped.
+        let code = unsafe { register(memory.cast(), len, driver::FOR_ALL_DEVICES) };
+        code == driver::SUCCESS
+    }
+
+    unsafe fn unpin(&self, memory: *mut u8) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: the caller's promise that it was pinned. What fails here leaves it pinned
+            // until the process ends, which costs memory only.
+            let _ = unsafe { (self.context.driver().unregister_memory)(memory.cast()) };
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn file(self: Arc<Self>, file: &std::fs::File) -> Option<Box<dyn super::DeviceFile>> {
+        let file = gds::GdsFile::open(Arc::clone(&self.context), file)?;
+        Some(Box::new(file))
+    }
+
+    fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
+        self.streams.lend(consumer)
+    }
+}

@@ -1,0 +1,194 @@
+//! Streams and events of a CUDA device. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::context::Context;
+use super::driver;
+use crate::error::{Error, Result};
+use crate::mem::device::{Consumer, Event, Stream};
+
+#[derive(Clone, Copy)]
+struct RawStream(driver::Stream);
+
+// SAFETY: streams may be used on any thread in whose current context they are.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+/// Our own streams of a device. They are never destroyed.
+pub struct OwnStreams {
+    context: Arc<Context>,
+    /// Those that nobody has.
+    idle: Mutex<Vec<RawStream>>,
+}
+
+impl OwnStreams {
+    /// None yet.
+    pub fn new(context: Arc<Context>) -> Self {
+        OwnStreams { context, idle: Mutex::default() }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<RawStream>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A stream on which nothing is left to be done: who got another would wait for what its last
+    /// user waits for. So many are kept; beyond that, the oldest one serves.
+    fn take(&self) -> Option<RawStream> {
+        const MOST: usize = 64;
+        let mut idle = self.idle();
+        // SAFETY: the stream is open, and of the device that was entered.
+        let has_ended = |stream: &RawStream| unsafe {
+            (self.context.driver().query_stream)(stream.0) == driver::SUCCESS
+        };
+        let found = idle.iter().rposition(has_ended);
+        found.or((idle.len() >= MOST).then_some(0)).map(|at| idle.remove(at))
+    }
+
+    /// A stream on which nothing begins before what was put on the consumer's.
+    pub fn lend(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
+        let context = &self.context;
+        let _entered = context.enter()?;
+        let consumer = RawStream(ptr::with_exposed_provenance_mut(consumer.0));
+        let mut capture = driver::NOT_CAPTURING;
+        // SAFETY: the consumer's stream is torch's and open, or null for the default one; the
+        // status is written to the variable.
+        let code = unsafe { (context.driver().is_capturing)(consumer.0, &mut capture) };
+        context.check("asking for the current stream", code)?;
+        if capture != driver::NOT_CAPTURING {
+            return Err(Error::InvalidArgument(format!(
+                "{}: the current stream captures a CUDA graph, of which loading and saving cannot \
+                 be part: do it before the capture",
+                context.name()
+            )));
+        }
+        let own = match self.take() {
+            Some(own) => own,
+            None => {
+                let mut own = ptr::null_mut();
+                // SAFETY: the new stream is written to the variable.
+                let code =
+                    unsafe { (context.driver().create_stream)(&mut own, driver::NON_BLOCKING) };
+                context.check("creating a stream", code)?;
+                RawStream(own)
+            }
+        };
+        let stream = CudaStream { streams: Arc::clone(self), own, consumer };
+        // What the consumer has begun may still use the memory that we are to fill or read.
+        stream.wait_for(consumer, own)?;
+        Ok(Arc::new(stream))
+    }
+}
+
+/// One of our streams, on loan.
+struct CudaStream {
+    streams: Arc<OwnStreams>,
+    own: RawStream,
+    consumer: RawStream,
+}
+
+impl CudaStream {
+    fn context(&self) -> &Arc<Context> {
+        &self.streams.context
+    }
+
+    fn mark(&self, stream: RawStream) -> Result<CudaEvent> {
+        let context = self.context();
+        let mut raw = ptr::null_mut();
+        // SAFETY: the new event is written to the variable.
+        let code = unsafe { (context.driver().create_event)(&mut raw, driver::WITHOUT_TIMING) };
+        context.check("creating an event", code)?;
+        let event = CudaEvent { context: Arc::clone(context), raw };
+        // SAFETY: both are open and of this context.
+        let code = unsafe { (context.driver().record_event)(event.raw, stream.0) };
+        context.check("recording an event", code)?;
+        Ok(event)
+    }
+
+    /// Has what is put on `later` from now on wait for what was put on `sooner` until now.
+    fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
+        let event = self.mark(sooner)?;
+        // SAFETY: both are open; a driver keeps an event that is waited for beyond its end.
+        let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw, 0) };
+        self.context().check("ordering streams", code)
+    }
+}
+
+impl Drop for CudaStream {
+    /// Copies may still be under way: the stream is given to nobody before they have ended.
+    fn drop(&mut self) {
+        self.streams.idle().push(self.own);
+    }
+}
+
+impl Stream for CudaStream {
+    fn handle(&self) -> usize {
+        self.own.0.expose_provenance()
+    }
+
+    unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()> {
+        let context = self.context();
+        let _entered = context.enter()?;
+        let to = to as driver::Address;
+        // SAFETY: the caller's promise about both ranges.
+        let code = unsafe { (context.driver().copy_to_device)(to, from.cast(), len, self.own.0) };
+        context.check("copying to the device", code)
+    }
+
+    unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()> {
+        let context = self.context();
+        let _entered = context.enter()?;
+        let from = from as driver::Address;
+        // SAFETY: the caller's promise about both ranges.
+        let code = unsafe { (context.driver().copy_to_host)(to.cast(), from, len, self.own.0) };
+        context.check("copying from the device", code)
+    }
+
+    fn record(&self) -> Result<Box<dyn Event>> {
+        let _entered = self.context().enter()?;
+        Ok(Box::new(self.mark(self.own)?))
+    }
+
+    fn hand_over(&self) -> Result<()> {
+        let _entered = self.context().enter()?;
+        self.wait_for(self.own, self.consumer)
+    }
+
+    fn finish(&self) -> Result<()> {
+        let context = self.context();
+        let _entered = context.enter()?;
+        // SAFETY: the stream is open.
+        let code = unsafe { (context.driver().synchronize)(self.own.0) };
+        context.check("waiting for copies", code)
+    }
+}
+
+struct CudaEvent {
+    context: Arc<Context>,
+    raw: driver::Event,
+}
+
+// SAFETY: events may be used on any thread in whose current context they are.
+unsafe impl Send for CudaEvent {}
+
+impl Event for CudaEvent {
+    fn passed(&self) -> Result<bool> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the event is open.
+        match unsafe { (self.context.driver().query_event)(self.raw) } {
+            driver::NOT_READY => Ok(false),
+            code => self.context.check("copying", code).map(|()| true),
+        }
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: open, and nobody else knows it.
+            let _ = unsafe { (self.context.driver().destroy_event)(self.raw) };
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! What a device can do, whatever it is.
+//!
+//! The unsafe methods are called by [`crate::mem::pinned`] only.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::sync::Arc;
+
+use crate::error::Result;
+
+/// A device as torch numbers it: those of CUDA from 0 on.
+pub type Index = i16;
+/// The CPU.
+pub const CPU: Index = -1;
+
+/// A device.
+pub trait Device: Send + Sync {
+    /// What torch calls it, such as `cuda:0`.
+    fn name(&self) -> &str;
+
+    /// Makes the device copy from and to some host memory at full speed. False if it cannot: then
+    /// copies are slower, and right all the same.
+    ///
+    /// # Safety
+    /// The memory stays mapped until [`Device::unpin`] is called for it.
+    unsafe fn pin(&self, memory: *mut u8, len: usize) -> bool;
+
+    /// Undoes [`Device::pin`]. No copy from or to the memory is under way.
+    ///
+    /// # Safety
+    /// The memory was pinned.
+    unsafe fn unpin(&self, memory: *mut u8);
+
+    /// A stream of our own, on which nothing begins before what was put on the consumer's.
+    fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>>;
+
+    /// A file that the device can read by itself; None if it cannot.
+    fn file(self: Arc<Self>, _file: &File) -> Option<Box<dyn DeviceFile>> {
+        None
+    }
+}
+
+/// A file that a device reads by itself, in no order with its streams.
+pub trait DeviceFile: Send + Sync {
+    /// Reads bytes from a position of the file into the device's memory; 0 at its end.
+    ///
+    /// # Safety
+    /// The range of the device's memory exists, and nobody else uses it during the call.
+    unsafe fn read(&self, to: usize, len: usize, offset: u64) -> std::io::Result<usize>;
+}
+
+/// The stream of whoever uses the device's memory before and after us, as the driver knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Consumer(pub usize);
+
+/// Copies that run one after another.
+pub trait Stream: Send + Sync {
+    /// As the driver knows it.
+    fn handle(&self) -> usize;
+
+    /// Begins a copy to the device.
+    ///
+    /// # Safety
+    /// Both ranges exist, and nobody changes the host's or uses the device's, until an event that
+    /// is recorded later has passed.
+    unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()>;
+
+    /// Begins a copy from the device.
+    ///
+    /// # Safety
+    /// Both ranges exist, and nobody uses the host's or changes the device's, until an event that
+    /// is recorded later has passed.
+    unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()>;
+
+    /// Marks the end of what was begun so far.
+    fn record(&self) -> Result<Box<dyn Event>>;
+
+    /// Has everything that is put on the consumer's stream from now on wait for this one.
+    fn hand_over(&self) -> Result<()>;
+
+    /// Waits for everything that was begun.
+    fn finish(&self) -> Result<()>;
+}
+
+/// A mark in a stream.
+pub trait Event: Send {
+    /// Whether everything before it has ended.
+    fn passed(&self) -> Result<bool>;
+}
