@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch
 
 from . import _device
+from ._addresses import open_address
 from ._deserializer import TensorDeserializer
 from ._encryption import DecryptionParams, EncryptionParams, native_decryption
 from ._errors import CryptographyError, HashMismatchError
 from ._exchange import take
-from ._files import open_address
 from ._reading import open_reader
 from ._serializer import TensorSerializer
 from ._terminal import Progress, say, shown

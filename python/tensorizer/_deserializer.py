@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from . import _device, _modules
+from ._addresses import open_address
 from ._encryption import DecryptionParams, native_decryption
 from ._errors import CryptographyError
 from ._exchange import cast_dtype, lend
-from ._files import open_address
 from ._loading import Loader
 from ._reading import (
     as_numpy,

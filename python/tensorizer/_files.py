@@ -50,25 +50,6 @@ class Remote:
     base: int
 
 
-def is_address(file_obj: Any) -> bool:
-    """Tell whether something is the address of a server.
-
-    Raises:
-        ValueError: It is an address of a kind that is not known.
-
-    """
-    return isinstance(file_obj, str) and local_path(file_obj) is None
-
-
-def open_address(file_obj: Any, mode: str = "rb") -> Any:
-    """Open what is the address of a server; return anything else as it is."""
-    if is_address(file_obj):
-        from .stream_io import open_stream
-
-        return open_stream(file_obj, mode)
-    return file_obj
-
-
 def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     """Say how to open a path, ``os.PathLike``, descriptor or binary file object.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from . import _files, _modules
+from ._addresses import open_address
 from ._encryption import EncryptionParams, native_encryption
 from ._exchange import lend
 from ._native import MAX_DEPTH, Writer, cpu_count
@@ -94,7 +95,7 @@ class TensorSerializer:
                     f"limit_cpu_concurrency must be at least 1, not {limit_cpu_concurrency}"
                 )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
-        file_obj = _files.open_address(file_obj, "wb")
+        file_obj = open_address(file_obj, "wb")
         options = {
             "alignment": alignment,
             "threads": limit_cpu_concurrency,

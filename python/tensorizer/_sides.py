@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ._addresses import is_address
 from ._errors import FormatError
-from ._files import is_address
 from ._native import Reader, local_path
 from ._serializer import TensorSerializer
 from ._turns import lock_of, shown

@@ -7,12 +7,9 @@ import io
 import logging
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ._native import PathSink, Sink, Source
-
-if TYPE_CHECKING:
-    from ._serializer import TensorSerializer
 
 logger = logging.getLogger("tensorizer.stream_io")
 
@@ -159,6 +156,16 @@ class RemoteFile(io.BufferedIOBase):
         return part
 
 
+class Serializer(Protocol):
+    """What writes a whole file into a stream, past its methods."""
+
+    def close(self) -> None:
+        """Complete the file."""
+
+    def _abandon(self) -> None:
+        """Give the file up."""
+
+
 class UploadFile(io.BufferedIOBase):
     """An object of a server, for writing from its beginning to its end.
 
@@ -173,14 +180,14 @@ class UploadFile(io.BufferedIOBase):
         self._process = os.getpid()
         self._held = bytearray()
         self._sent = 0
-        self._serializer: weakref.ref[TensorSerializer] | None = None
+        self._serializer: weakref.ref[Serializer] | None = None
 
     @property
     def name(self) -> str:
         """The address."""
         return self._sink.uri
 
-    def _native_sink(self, serializer: TensorSerializer) -> tuple[Sink, int]:
+    def _native_sink(self, serializer: Serializer) -> tuple[Sink, int]:
         """Return what the native code writes to, and from where on."""
         self._check_open()
         self._send()

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import _weights_only_unpickler as restricted
 
+from ._addresses import is_address
 from ._errors import PairMismatchError
-from ._files import is_address
 from ._native import local_path
 from ._pairs import LOOKS, LoadFunc, Loading, SaveFunc, save_pair, side_of
 from ._pickling import loading_module, restricted_unpickler

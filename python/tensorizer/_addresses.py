@@ -1,0 +1,25 @@
+"""What callers give as a file may be the address of a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._native import local_path
+from .stream_io import open_stream
+
+
+def is_address(file_obj: Any) -> bool:
+    """Tell whether something is the address of a server.
+
+    Raises:
+        ValueError: It is an address of a kind that is not known.
+
+    """
+    return isinstance(file_obj, str) and local_path(file_obj) is None
+
+
+def open_address(file_obj: Any, mode: str = "rb") -> Any:
+    """Open what is the address of a server; return anything else as it is."""
+    if is_address(file_obj):
+        return open_stream(file_obj, mode)
+    return file_obj
