@@ -473,20 +473,20 @@ def segments():
             found.add(name)
     return found
 
-def mapped():
-    return [[int(end, 16) for end in line.split()[0].split("-")] for line in open("/proc/self/maps")]
+def ends(name):
+    return [int(end, 16) for end in name.split("-")]
 
 path, other = sys.argv[1:]
 before = segments()
 expected = tensorizer.load(path)
 assert tensorizer.stats()["pinned_bytes"] >= 32 << 20
-staging = [[int(end, 16) for end in name.split("-")] for name in segments() - before]
+staging = [ends(name) for name in segments() - before]
 assert sum(end - start for start, end in staging) >= tensorizer.stats()["pinned_bytes"]
 child = os.fork()
 if child == 0:
     status = 1
     try:
-        there = mapped()
+        there = [ends(line.split()[0]) for line in open("/proc/self/maps")]
         assert not any(s < end and start < e for s, e in there for start, end in staging)
         tensorizer.release_pinned()
         assert not tensorizer.release_pinned(), "nothing is the child's to give back"
