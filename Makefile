@@ -48,7 +48,7 @@ test-rust: $(STAMPS)/torch
 	cargo check --quiet --package tensorizer --no-default-features
 	@if $(KNOWN_BY_CORE) | grep -E '^(cxx|pyo3|tch|torch-sys) '; \
 	  then echo "the core depends on the above"; exit 1; fi
-	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis) '; \
+	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis|cudarc) '; \
 	  then echo "the core alone depends on the above"; exit 1; fi
 
 # Many tests wait for somebody: two at once take two thirds of the time.

@@ -57,12 +57,15 @@ pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
 pub use api::headers::read_headers;
 pub use api::load::{LoadOptions, LoadedTensor, load, load_into, load_into_uninit};
-pub use api::save::{Data, HostCopy, Pair, SaveOptions, SaveTensor, Writer, save, save_to};
+pub use api::save::{Writer, save, save_to};
+pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 pub use api::snapshot::snapshot;
 pub use api::typed::{Element, Tensor, write};
+pub use api::verify::matches_header;
 pub use cancel::{Cancel, Never};
 pub use codec::crypt;
 pub use codec::hash::Verify;
+pub use engine::write::{HostCopy, Origin as Data};
 pub use error::{Error, Result};
 pub use format::header::Hashes;
 #[cfg(any(feature = "http", feature = "redis"))]

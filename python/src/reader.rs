@@ -12,9 +12,8 @@ use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::index::Entry;
-use tensorizer::read_headers;
 use tensorizer::source::PipeSource;
-use tensorizer::{LoadOptions, Verify};
+use tensorizer::{LoadOptions, Verify, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -304,7 +303,8 @@ impl Reader {
                 let header = known.get(*number).and_then(Option::as_ref);
                 let header = header.ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
-                out.push(same && header.matches(&tensor.data, entry, self.file.uri(), &signals)?);
+                let uri = self.file.uri();
+                out.push(same && matches_header(&tensor.data, header, entry, uri, &signals)?);
             }
             Ok(out)
         })?)

@@ -4,91 +4,19 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use crate::api::save_options::{Pair, SaveOptions, SaveTensor};
 use crate::cancel::Cancel;
-use crate::codec::crypt::{EncryptionOptions, MANIFEST_LEN, Manifest};
+use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
-use crate::engine::drain::{Item, drain};
+use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
-use crate::format::TensorKind;
-use crate::format::dtype::DType;
-use crate::format::header::Hashes;
 use crate::format::index::{self, Entry, end_of_index};
 use crate::format::layout::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
-use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PAIR_LEN, PairId};
 use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
 use crate::io::sink::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
-
-/// Bytes of a tensor that had to be brought into one piece of host memory first.
-pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
-
-/// Where the bytes of a tensor are.
-pub enum Data<'a> {
-    /// A tensor of the `meta` device: nowhere.
-    Meta,
-    /// In memory, in row-major order.
-    Bytes(&'a [u8]),
-    /// On a device, in row-major order: brought into staging memory piece by piece.
-    Device(crate::mem::device::OnDevice),
-    /// Elsewhere, or in another order: brought into memory when their turn comes, so that only
-    /// one copy a thread is held at a time.
-    Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),
-}
-
-/// A tensor to be written.
-pub struct SaveTensor<'a> {
-    /// Its name.
-    pub name: Name,
-    /// What it is in the saved object.
-    pub kind: TensorKind,
-    /// Number of the owning module in `named_modules()` order.
-    pub module_index: u16,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its dimensions.
-    pub shape: Vec<u64>,
-    /// Its bytes.
-    pub data: Data<'a>,
-}
-
-/// How to save.
-#[derive(Debug, Clone)]
-pub struct SaveOptions {
-    /// Every tensor's data begin at a multiple of this in the file; a power of two. 1 gives the
-    /// bytes that the old package writes.
-    pub alignment: u64,
-    /// Threads that hash and write at once.
-    pub threads: Option<usize>,
-    /// Which hashes to store.
-    pub hashes: Hashes,
-    /// Encrypt the tensors' data.
-    pub encryption: Option<Arc<EncryptionOptions>>,
-    /// Give the file an identity, by which the other half of a saved object knows it.
-    pub pair: Option<Pair>,
-}
-
-/// Where the identity of a file comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pair {
-    /// From the tensors in it.
-    FromContent,
-    /// From the file of which this is a copy.
-    Given(PairId),
-}
-
-impl Default for SaveOptions {
-    fn default() -> Self {
-        SaveOptions {
-            alignment: 64,
-            threads: None,
-            hashes: Hashes::All,
-            encryption: None,
-            pair: None,
-        }
-    }
-}
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
 const MAX_ALIGNMENT: u64 = 2 << 20;
@@ -192,11 +120,11 @@ impl Writer {
         self.usable()?;
         self.check_names(&tensors)?;
         self.failed = true;
-        let (placed, sources): (Vec<Placed>, Vec<(u16, Data<'_>)>) = tensors
+        let (placed, sources): (Vec<Placed>, Vec<(u16, Origin<'_>)>) = tensors
             .into_iter()
             .map(|tensor| {
                 let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
-                let meta = matches!(data, Data::Meta);
+                let meta = matches!(data, Origin::Meta);
                 (Placed { name, kind, dtype, shape, meta }, (module_index, data))
             })
             .unzip();
@@ -208,9 +136,16 @@ impl Writer {
             .entries
             .iter()
             .zip(sources)
-            .map(|(entry, (module_index, data))| Item { entry, module_index, data })
+            .map(|(entry, (module_index, origin))| Item { entry, module_index, origin })
             .collect();
-        let digests = drain(sink, items, &self.options, &self.progress, cancel)?;
+        let options = WriteOptions {
+            threads: self.options.threads,
+            hashes: self.options.hashes,
+            encryption: self.options.encryption.as_deref(),
+            named: self.options.pair.is_some(),
+        };
+        let digests = write_tensors(sink, &items, &options, &self.progress, cancel)?;
+        drop(items);
         self.digests.extend(digests);
         self.tensor_bytes += layout.entries.iter().map(|entry| entry.data_len).sum::<u64>();
         self.version = self.version.max(layout.version);

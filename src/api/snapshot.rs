@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::cancel::Cancel;
-use crate::engine::drain::staged::each_unit;
+use crate::engine::download::Downloader;
 use crate::engine::plan::pack;
 use crate::engine::workers;
 use crate::error::{Error, Result};
@@ -39,7 +39,10 @@ pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuf
             let Some((source, (from, mut to))) = job else { break };
             let range = from..from + to.len();
             let stream = streams.next(source)?;
-            each_unit(source, range, stream, &counters, control, |_, bytes| {
+            let download =
+                Downloader { counters: &counters, cancel: control, before_waiting: &|| Ok(()) };
+            download.each_chunk(source, range, stream, |_, chunk| {
+                let bytes = chunk.as_ref();
                 let (now, later) = std::mem::take(&mut to)
                     .split_at_mut_checked(bytes.len())
                     .ok_or_else(|| Error::Bug("too many bytes".to_owned()))?;

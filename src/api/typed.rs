@@ -7,8 +7,10 @@ use half::{bf16, f16};
 
 use crate::api::file::TensorFile;
 use crate::api::load::{LoadOptions, load, load_into};
-use crate::api::save::{Data, SaveOptions, SaveTensor, save};
+use crate::api::save::save;
+use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
+use crate::engine::write::Origin;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
@@ -156,7 +158,7 @@ impl<'a> SaveTensor<'a> {
             module_index: 0,
             dtype,
             shape: shape.to_vec(),
-            data: Data::Bytes(bytes),
+            data: Origin::Bytes(bytes),
         })
     }
 }

@@ -54,6 +54,8 @@ struct Piece<B> {
     /// The bytes, for SHA-256.
     bytes: Option<B>,
 }
+/// The next bytes of one or two tensors, which a thread has taken to hash them.
+pub struct Taken<B>(Vec<(usize, Work<B>)>);
 
 struct Work<B> {
     sha: Sha256,
@@ -159,7 +161,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         self.changed.notify_one();
     }
 
-    fn take(&self, tensor: usize) -> Option<(usize, Work<B>)> {
+    fn work(&self, tensor: usize) -> Option<(usize, Work<B>)> {
         Some((tensor, locked(self.lane(tensor)?).work.take()?))
     }
 
@@ -171,12 +173,9 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
     }
 
-    /// Hashes some bytes of a tensor, if those of any are there; false if not. Never waits.
+    /// Hashes something that is ready; false if nothing is. Never waits.
     pub fn step_now(&self, complete: impl FnMut(usize, Digests)) -> bool {
-        let first = locked(&self.queue).ready.pop_front();
-        let Some(first) = first else { return false };
-        self.hash([Some(first), None], complete);
-        true
+        self.take_ready().map(|taken| self.hash(taken, complete)).is_some()
     }
 
     /// Hashes some bytes of one or two tensors and reports those that are complete.
@@ -189,11 +188,21 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         stopped: impl Fn() -> bool,
         complete: impl FnMut(usize, Digests),
     ) -> bool {
+        let taken = self.take(more_to_move, stopped);
+        taken.map(|taken| self.hash(taken, complete)).is_some()
+    }
+
+    /// Takes what [`HashPool::step`] hashes.
+    pub fn take(
+        &self,
+        more_to_move: impl Fn() -> bool,
+        stopped: impl Fn() -> bool,
+    ) -> Option<Taken<B>> {
         let mut queue = locked(&self.queue);
         let mut more = more_to_move();
         while queue.ready.len() < if more { 2 } else { 1 } {
             if more || queue.unfinished == 0 || stopped() {
-                return false;
+                return None;
             }
             queue.idle += 1;
             queue =
@@ -203,16 +212,26 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
         // At the end, a thread that has nothing to do is better than a second stream.
         let pair = more || queue.ready.len() > queue.idle + 1;
+        Some(self.taken(queue, pair))
+    }
+
+    /// Takes something that is ready, if there is anything, without waiting.
+    pub fn take_ready(&self) -> Option<Taken<B>> {
+        let queue = locked(&self.queue);
+        (!queue.ready.is_empty()).then(|| self.taken(queue, true))
+    }
+
+    fn taken(&self, mut queue: MutexGuard<'_, Queue>, pair: bool) -> Taken<B> {
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
-        self.hash([first, second], complete);
-        true
+        let tensors = first.into_iter().chain(second);
+        Taken(tensors.filter_map(|tensor| self.work(tensor)).collect())
     }
 
-    fn hash(&self, ready: [Option<usize>; 2], mut complete: impl FnMut(usize, Digests)) {
-        let mut works: Vec<(usize, Work<B>)> =
-            ready.into_iter().flatten().filter_map(|tensor| self.take(tensor)).collect();
+    /// Hashes what was taken, and reports the tensors that are complete.
+    pub fn hash(&self, taken: Taken<B>, mut complete: impl FnMut(usize, Digests)) {
+        let Taken(mut works) = taken;
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
                 let len = a.left().min(b.left()).min(QUANTUM);
@@ -234,6 +253,8 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             if work.left() == 0 && lane.next == lane.data_len {
                 let crc = lane.crc.clone().finalize();
                 drop(lane);
+                // Who waits until the bytes were let go is told below.
+                drop(work.piece);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
                 locked(&self.queue).unfinished -= 1;
                 self.changed.notify_all();

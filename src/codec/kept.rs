@@ -4,14 +4,9 @@
 #![allow(clippy::indexing_slicing)]
 
 use super::hash::{Digests, StreamHash, Verify};
-use crate::api::save::Data;
-use crate::cancel::Cancel;
-use crate::engine::drain::staged::each_unit;
 use crate::error::{Error, Result};
 use crate::format::header::{Algorithm, Header};
 use crate::format::index::Entry;
-use crate::mem::device::Streams;
-use crate::stats::Counters;
 
 /// Most covered bytes, zeros of padding apart, that are kept as they are.
 const MOST_BYTES: usize = 512;
@@ -100,38 +95,6 @@ impl KeptHeader {
         }
         Ok(())
     }
-
-    /// Whether a tensor in memory has the header's hashes.
-    pub fn matches(
-        &self,
-        data: &Data<'_>,
-        entry: &Entry,
-        uri: &str,
-        cancel: &dyn Cancel,
-    ) -> Result<bool> {
-        let mut hash = self.begin();
-        match data {
-            // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
-            _ if entry.is_meta() => {}
-            Data::Meta => return Ok(false),
-            Data::Bytes(bytes) => hash.update_large(bytes, cancel)?,
-            Data::Device(bytes) => {
-                let streams = Streams::open(&bytes.device, bytes.consumer)?;
-                let counters = Counters::default();
-                let range = 0..bytes.memory.size();
-                each_unit(bytes, range, streams.next(), &counters, cancel, |_, bytes| {
-                    hash.update(bytes);
-                    Ok(())
-                })?;
-            }
-            Data::Deferred(bring) => hash.update_large((*bring()?).as_ref(), cancel)?,
-        }
-        match self.verify(&hash.finish(), entry, uri, Verify::All) {
-            Ok(()) => Ok(true),
-            Err(Error::HashMismatch { .. }) => Ok(false),
-            Err(other) => Err(other),
-        }
-    }
 }
 
 /// The hashes of a header without repetitions, and at most two values of an algorithm: where there
@@ -184,7 +147,6 @@ impl std::fmt::Display for Hash {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cancel::Never;
     use crate::codec::hash::digest;
     use crate::format::TensorKind;
     use crate::format::dtype::DType;
@@ -233,8 +195,13 @@ mod tests {
                 Covered::Hashed(_) => size_of::<StreamHash>(),
             };
             assert!(own + more <= 1024, "{own} {more}");
-            assert!(kept.matches(&Data::Bytes(&data), &entry, "f", &Never).unwrap());
-            assert!(!kept.matches(&Data::Bytes(&data[1..]), &entry, "f", &Never).unwrap());
+            let verify = |data: &[u8]| {
+                let mut hash = kept.begin();
+                hash.update(data);
+                kept.verify(&hash.finish(), &entry, "f", Verify::All)
+            };
+            verify(&data).unwrap();
+            assert!(verify(&data[1..]).is_err());
             kept.verify(&expected, &entry, "f", Verify::All).unwrap();
         }
     }

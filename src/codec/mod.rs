@@ -9,5 +9,5 @@ mod kept;
 mod sha256;
 mod sha256_pair;
 
-pub use hash_pool::HashPool;
+pub use hash_pool::{HashPool, Taken};
 pub use kept::KeptHeader;

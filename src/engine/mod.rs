@@ -2,8 +2,9 @@
 //! bytes come from and go to.
 
 pub mod cold;
-pub mod drain;
+pub mod download;
 pub mod plan;
 pub mod read;
 pub mod target;
 pub mod workers;
+pub mod write;

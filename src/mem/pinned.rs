@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-pub use lease::Lease;
+pub use lease::{Filled, Lease};
 
 use crate::cancel::Cancel;
 use crate::environment::PINNED_MB;

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
-use crate::api::save::{SaveOptions, SaveTensor, save};
+use crate::api::save::save;
+use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::io::source::{FileSource, PipeSource};

@@ -19,8 +19,7 @@ pub struct Lease<'p> {
     event: Option<Box<dyn Event>>,
 }
 
-// SAFETY: through a shared reference only bytes of units are read (`bytes`); stream and event are
-// reached exclusively.
+// SAFETY: the event, which is not `Sync` by itself, is reached exclusively only.
 unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
@@ -122,6 +121,39 @@ impl<'p> Lease<'p> {
         }
         self.stream = None;
         Ok(())
+    }
+
+    /// Waits for the copies that were begun, and gives the first bytes of the first unit to be
+    /// read.
+    pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
+        self.wait(cancel)?;
+        self.range(0, 0, len)?;
+        Ok(Filled { pool: self.pool, units: std::mem::take(&mut self.units), len })
+    }
+}
+
+/// Bytes that came from a device. Nobody writes to them as long as this value lives.
+pub struct Filled<'p> {
+    pool: &'p Units,
+    /// At least one. No copy is under way.
+    units: Vec<Unit>,
+    len: usize,
+}
+
+impl AsRef<[u8]> for Filled<'_> {
+    fn as_ref(&self) -> &[u8] {
+        let Some(unit) = self.units.first() else { return &[] };
+        // SAFETY: initialised bytes of the unit's own, no more than it has (`Lease::filled`); this
+        // value has the unit, and gives nobody a way to write to them.
+        unsafe { std::slice::from_raw_parts(unit.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Filled<'_> {
+    fn drop(&mut self) {
+        let mut state = self.pool.state();
+        state.free.append(&mut self.units);
+        state.wake_first();
     }
 }
 

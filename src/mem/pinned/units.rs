@@ -93,6 +93,8 @@ pub struct Unit {
 
 // SAFETY: a unit is the only way to its bytes, and they stay as long as the segment does.
 unsafe impl Send for Unit {}
+// SAFETY: through a shared unit its bytes are only read (`Lease::bytes`, `Filled`).
+unsafe impl Sync for Unit {}
 
 /// Memory that is allocated and pinned at once. A process that was forked off has nothing at its
 /// addresses, and leaves it alone.

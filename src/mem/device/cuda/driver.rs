@@ -1,42 +1,39 @@
-//! The functions of the CUDA driver that are called here, with the types of `cuda.h`. One of the
-//! few doors to `unsafe`.
+//! The functions of the CUDA driver that are called here, with cudarc's types and constants. One of
+//! the few doors to `unsafe`.
 //!
 //! The driver is looked for at run time: the same library serves machines with and without one.
-//! Only as `libcuda.so.1`, as torch does: `libcuda.so` may be a stub to link programs with, of
-//! which every function fails.
+//! Only as `libcuda.so.1`, as torch does. cudarc's own loader tries `libcuda.so` first, which may be
+//! a stub to link programs with, of which every function fails; and an error that its enumeration
+//! does not know would be undefined behaviour.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
+use cudarc::driver::sys;
+pub use cudarc::driver::sys::{
+    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUstream as Stream,
+};
+
 use super::library::Library;
 
 /// `CUresult`. A newer driver has errors that are not known here.
 pub type Code = c_int;
-/// `CUDA_SUCCESS`.
-pub const SUCCESS: Code = 0;
-/// `CUDA_ERROR_NOT_READY`.
-pub const NOT_READY: Code = 600;
-
-/// `CUcontext`.
-pub type Context = *mut c_void;
-/// `CUstream`; null is the default one.
-pub type Stream = *mut c_void;
-/// `CUevent`.
-pub type Event = *mut c_void;
-/// `CUdeviceptr`.
-pub type Address = u64;
-
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-pub const CAPTURE_RELAXED: c_int = 2;
-/// `CU_STREAM_CAPTURE_STATUS_NONE`.
-pub const NOT_CAPTURING: c_int = 0;
-/// `CU_STREAM_NON_BLOCKING`.
-pub const NON_BLOCKING: c_uint = 1;
-/// `CU_EVENT_DISABLE_TIMING`.
-pub const WITHOUT_TIMING: c_uint = 2;
-/// `CU_MEMHOSTREGISTER_PORTABLE`.
-pub const FOR_ALL_DEVICES: c_uint = 1;
+/// No error.
+pub const SUCCESS: Code = sys::CUresult::CUDA_SUCCESS as Code;
+/// What was asked about has not ended.
+pub const NOT_READY: Code = sys::CUresult::CUDA_ERROR_NOT_READY as Code;
+/// How a thread's calls behave while another captures a graph.
+pub const CAPTURE_RELAXED: c_int =
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
+/// What a stream is doing.
+pub const NOT_CAPTURING: c_int = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int;
+/// How a stream is made.
+pub const NON_BLOCKING: c_uint = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+/// How an event is made.
+pub const WITHOUT_TIMING: c_uint = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+/// How memory is pinned.
+pub const FOR_ALL_DEVICES: c_uint = sys::CU_MEMHOSTREGISTER_PORTABLE;
 
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($argument:ty),*);)+) => {

@@ -1,0 +1,44 @@
+//! Whether tensors are what the headers of their file say.
+
+use crate::cancel::Cancel;
+use crate::codec::KeptHeader;
+use crate::codec::hash::Verify;
+use crate::engine::download::Downloader;
+use crate::engine::write::Origin;
+use crate::error::{Error, Result};
+use crate::format::index::Entry;
+use crate::mem::device::Streams;
+use crate::stats::Counters;
+
+/// Whether a tensor, wherever it is, has the hashes of a header.
+pub fn matches_header(
+    origin: &Origin<'_>,
+    header: &KeptHeader,
+    entry: &Entry,
+    uri: &str,
+    cancel: &dyn Cancel,
+) -> Result<bool> {
+    let mut hash = header.begin();
+    match origin {
+        // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
+        _ if entry.is_meta() => {}
+        Origin::Meta => return Ok(false),
+        Origin::Bytes(bytes) => hash.update_large(bytes, cancel)?,
+        Origin::Device(bytes) => {
+            let streams = Streams::open(&bytes.device, bytes.consumer)?;
+            let counters = Counters::default();
+            let download = Downloader { counters: &counters, cancel, before_waiting: &|| Ok(()) };
+            let all = 0..bytes.memory.size();
+            download.each_chunk(bytes, all, streams.next(), |_, chunk| {
+                hash.update(chunk.as_ref());
+                Ok(())
+            })?;
+        }
+        Origin::Deferred(bring) => hash.update_large((*bring()?).as_ref(), cancel)?,
+    }
+    match header.verify(&hash.finish(), entry, uri, Verify::All) {
+        Ok(()) => Ok(true),
+        Err(Error::HashMismatch { .. }) => Ok(false),
+        Err(other) => Err(other),
+    }
+}

@@ -1,0 +1,95 @@
+//! Bytes of devices on their way to host memory, through staging buffers.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::mem::device::{Device, OnDevice, Stream};
+use crate::mem::pinned::{Filled, Lease, Pool};
+use crate::stats::{Counters, Stage};
+
+/// Downloads for one call.
+pub struct Downloader<'d> {
+    /// Count the time.
+    pub counters: &'d Counters,
+    /// Ends it.
+    pub cancel: &'d dyn Cancel,
+    /// Called before a thread waits for a staging buffer. It has to see to it that buffers which
+    /// were handed out come back whatever this thread waits for.
+    pub before_waiting: &'d dyn Fn() -> Result<()>,
+}
+
+impl Downloader<'_> {
+    /// Calls `each` with the bytes of a range, a staging buffer at a time, front to back, each with
+    /// its position. The next are on their way meanwhile.
+    pub fn each_chunk(
+        &self,
+        from: &OnDevice,
+        range: Range<usize>,
+        stream: &Arc<dyn Stream>,
+        mut each: impl FnMut(u64, Filled<'static>) -> Result<()>,
+    ) -> Result<()> {
+        let pool = Pool::of(&from.device)?;
+        let (end, step) = (range.end, pool.unit_len());
+        let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
+            let now = step.min(end - at);
+            self.counters
+                .time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
+            lease.begun()?;
+            Ok(lease)
+        };
+        let mut next: Option<Lease<'static>> = None;
+        for at in range.step_by(step) {
+            let lease = match next.take() {
+                Some(lease) => lease,
+                None => begin(self.lease(&from.device)?, at)?,
+            };
+            // Who waited for a second buffer while it has one could wait for ever.
+            if at + step < end
+                && let Some(more) = pool.try_lease(1)
+            {
+                next = Some(begin(more, at + step)?);
+            }
+            let len = step.min(end - at);
+            let filled = self.counters.time(Stage::Copy, || lease.filled(len, self.cancel))?;
+            each(at as u64, filled)?;
+        }
+        Ok(())
+    }
+
+    /// All bytes of tensors on one device that fit into a staging buffer together, each aligned,
+    /// and where each is.
+    pub fn together(
+        &self,
+        all: &[&OnDevice],
+        stream: &Arc<dyn Stream>,
+    ) -> Result<(Filled<'static>, Vec<Range<usize>>)> {
+        let first = all.first().ok_or_else(|| Error::Bug("nothing to download".to_owned()))?;
+        let mut lease = self.lease(&first.device)?;
+        let mut ranges = Vec::with_capacity(all.len());
+        let mut end = 0usize;
+        let filled = self.counters.time(Stage::Copy, || {
+            for from in all {
+                let start = end.next_multiple_of(crate::mem::ALIGNMENT);
+                let len = from.memory.size();
+                if len > 0 {
+                    lease.download(stream, (0, start, len), &from.memory, 0)?;
+                }
+                end = start + len;
+                ranges.push(start..end);
+            }
+            lease.filled(end, self.cancel)
+        })?;
+        Ok((filled, ranges))
+    }
+
+    fn lease(&self, device: &Arc<dyn Device>) -> Result<Lease<'static>> {
+        let pool = Pool::of(device)?;
+        if let Some(lease) = pool.try_lease(1) {
+            return Ok(lease);
+        }
+        (self.before_waiting)()?;
+        self.counters.time(Stage::Memory, || pool.enter().lease(1, device, self.cancel))
+    }
+}

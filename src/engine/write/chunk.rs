@@ -1,0 +1,84 @@
+//! What origins feed: bytes that nobody changes any more, each as long as it is needed.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::copies::Copy;
+
+/// Bytes for each thread that wait to be hashed; beyond, threads hash before they write more.
+/// Half a batch: hashing and writing take about as long.
+const WAITING: usize = 2 << 20;
+/// At least two batches, so that one is there when another was hashed.
+const LEAST: usize = 8 << 20;
+
+/// Some of a tensor's data.
+pub struct Chunk<'c> {
+    /// Whose.
+    pub tensor: usize,
+    /// Position within the data.
+    pub start: u64,
+    /// As they are hashed and written.
+    pub bytes: Bytes<'c>,
+}
+
+/// Bytes that stay as they are.
+pub enum Bytes<'c> {
+    /// A copy of memory that the caller may change.
+    Copied(Copy<'c>),
+    /// A range of memory that is let go with the last of its chunks.
+    Shared(Arc<dyn AsRef<[u8]> + Send + Sync>, Range<usize>),
+}
+
+impl AsRef<[u8]> for Bytes<'_> {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            Bytes::Copied(copy) => copy.as_ref(),
+            // Whoever makes the range has checked it.
+            Bytes::Shared(all, range) => (**all).as_ref().get(range.clone()).unwrap_or(&[]),
+        }
+    }
+}
+
+/// How many bytes wait to be hashed.
+pub struct Backlog {
+    waiting: AtomicUsize,
+    enough: usize,
+}
+
+impl Backlog {
+    /// For so many threads.
+    pub fn new(threads: usize) -> Self {
+        let enough = WAITING.saturating_mul(threads).max(LEAST);
+        Backlog { waiting: AtomicUsize::new(0), enough }
+    }
+
+    /// Whether so many bytes wait that threads hash before they write more.
+    pub fn is_enough(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) >= self.enough
+    }
+
+    /// Counts bytes until they are dropped.
+    pub fn add<'c>(&'c self, bytes: Bytes<'c>) -> Waiting<'c> {
+        self.waiting.fetch_add(bytes.as_ref().len(), Ordering::Relaxed);
+        Waiting { bytes, backlog: self }
+    }
+}
+
+/// Bytes that were written and wait to be hashed.
+pub struct Waiting<'c> {
+    bytes: Bytes<'c>,
+    backlog: &'c Backlog,
+}
+
+impl AsRef<[u8]> for Waiting<'_> {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.as_ref()
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.backlog.waiting.fetch_sub(self.bytes.as_ref().len(), Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,127 @@
+//! How each origin feeds the pass: with chunks that nobody changes any more.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::chunk::{Bytes, Chunk};
+use super::copies::Copies;
+use super::item::Item;
+use super::jobs::{Job, Span, batches};
+use super::origin::{HostCopy, Origin};
+use super::pass::Pass;
+use crate::cancel::Cancel;
+use crate::engine::download::Downloader;
+use crate::engine::workers::Control;
+use crate::error::{Error, Result};
+use crate::mem::device::{OnDevice, StreamsByDevice};
+
+/// Does the jobs of one call, on any thread.
+pub struct Feeder<'f, 'p> {
+    pub pass: &'f Pass<'p>,
+    pub copies: &'p Copies,
+    pub streams: &'f StreamsByDevice,
+}
+
+impl<'p> Feeder<'_, 'p> {
+    /// Feeds the bytes of one job.
+    pub fn feed(&self, job: Job, control: &Control<'_>) -> Result<()> {
+        match job {
+            Job::Memory(spans) => self.memory(&spans, control),
+            Job::Deferred(tensor) => self.deferred(tensor, control),
+            Job::Device(tensor) => self.device(tensor, control),
+            Job::DeviceGroup(tensors) => self.device_group(tensors, control),
+        }
+    }
+
+    fn memory(&self, spans: &[Span], control: &Control<'_>) -> Result<()> {
+        let chunks = spans.iter().map(|&Span { tensor, start, len }| {
+            let item = self.pass.item(tensor)?;
+            let bytes = match &item.origin {
+                Origin::Bytes(bytes) => *bytes,
+                _ => &[],
+            };
+            let range = range(item, start, len)?;
+            let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
+            Ok(Chunk { tensor, start, bytes: Bytes::Copied(self.copies.of(bytes)) })
+        });
+        self.pass.put(chunks.collect::<Result<_>>()?, control)
+    }
+
+    /// Each thread holds one copy at most, so it hashes until its own was let go.
+    fn deferred(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
+        let item = self.pass.item(tensor)?;
+        let Origin::Deferred(bring) = &item.origin else {
+            return Err(Error::Bug(format!("tensor `{}` is not deferred", item.entry.name)));
+        };
+        let copy: HostCopy = bring()?;
+        let copy: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::from(copy);
+        if (*copy).as_ref().len() as u64 != item.entry.data_len {
+            return Err(changed(item));
+        }
+        for spans in batches(self.pass.items, tensor..tensor + 1) {
+            self.pass.hash_backlog(control)?;
+            let chunks = spans.iter().map(|&Span { start, len, .. }| {
+                let bytes = Bytes::Shared(Arc::clone(&copy), range(item, start, len)?);
+                Ok(Chunk { tensor, start, bytes })
+            });
+            self.pass.put(chunks.collect::<Result<_>>()?, control)?;
+        }
+        let let_go = || Arc::strong_count(&copy) == 1;
+        while !let_go() && self.pass.hash(&let_go, control)? {}
+        control.check()
+    }
+
+    fn device(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
+        let from = self.on_device(tensor)?;
+        let stream = self.streams.next(from)?;
+        let hash = || self.pass.hash_all_ready(control);
+        let all = 0..from.memory.size();
+        self.downloader(&hash, control).each_chunk(from, all, stream, |start, chunk| {
+            let len = chunk.as_ref().len();
+            let bytes = Bytes::Shared(Arc::new(chunk), 0..len);
+            self.pass.put(vec![Chunk { tensor, start, bytes }], control)?;
+            self.pass.hash_backlog(control)
+        })
+    }
+
+    fn device_group(&self, tensors: Range<usize>, control: &Control<'_>) -> Result<()> {
+        let from = tensors.clone().map(|tensor| self.on_device(tensor));
+        let from = from.collect::<Result<Vec<_>>>()?;
+        let Some(first) = from.first() else { return Ok(()) };
+        let stream = self.streams.next(first)?;
+        let hash = || self.pass.hash_all_ready(control);
+        let (all, ranges) = self.downloader(&hash, control).together(&from, stream)?;
+        let all: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(all);
+        let chunks = tensors.zip(ranges).map(|(tensor, range)| {
+            let bytes = Bytes::Shared(Arc::clone(&all), range);
+            Chunk { tensor, start: 0, bytes }
+        });
+        self.pass.put(chunks.collect(), control)
+    }
+
+    fn on_device(&self, tensor: usize) -> Result<&'p OnDevice> {
+        let item = self.pass.item(tensor)?;
+        match &item.origin {
+            Origin::Device(bytes) => Ok(bytes),
+            _ => Err(Error::Bug(format!("tensor `{}` is on no device", item.entry.name))),
+        }
+    }
+
+    fn downloader<'d>(
+        &'d self,
+        before_waiting: &'d dyn Fn() -> Result<()>,
+        control: &'d Control<'_>,
+    ) -> Downloader<'d> {
+        Downloader { counters: &self.pass.counters, cancel: control, before_waiting }
+    }
+}
+
+fn range(item: &Item<'_>, start: u64, len: u64) -> Result<Range<usize>> {
+    let start = usize::try_from(start).ok();
+    let end = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| start.checked_add(len));
+    start.zip(end).map(|(start, end)| start..end).ok_or_else(|| changed(item))
+}
+
+fn changed(item: &Item<'_>) -> Error {
+    Error::Bug(format!("tensor `{}` changed its size", item.entry.name))
+}

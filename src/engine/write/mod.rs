@@ -1,0 +1,14 @@
+//! The write engine: origins feed the bytes of tensors, one pass hashes, encrypts and writes them.
+
+mod chunk;
+mod copies;
+mod feed;
+mod item;
+mod jobs;
+mod origin;
+mod pass;
+mod run;
+
+pub use item::Item;
+pub use origin::{HostCopy, Origin};
+pub use run::{WriteOptions, write_tensors};

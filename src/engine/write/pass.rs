@@ -1,0 +1,197 @@
+//! The one way of data into a file: hashed, encrypted, written, and their headers finished.
+
+use std::io::IoSlice;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::chunk::{Backlog, Chunk, Waiting};
+use super::item::Item;
+use crate::cancel::Cancel;
+use crate::codec::crypt::Manifest;
+use crate::codec::encrypt::Seal;
+use crate::codec::hash::{Digests, digest_all, sha256};
+use crate::codec::{HashPool, Taken};
+use crate::engine::workers::Control;
+use crate::error::{Error, Result};
+use crate::format::header::{Draft, Hashes};
+use crate::io::sink::{WriteAt, write_all_at};
+use crate::stats::{Counters, Stage};
+
+/// What the threads of one call share.
+pub struct Pass<'p> {
+    pub sink: &'p dyn WriteAt,
+    pub items: &'p [Item<'p>],
+    /// How the data of each tensor are encrypted.
+    pub seals: Vec<Option<Seal<'p>>>,
+    pub manifest: Option<Manifest>,
+    /// Whether headers get a digest where there is no manifest.
+    pub named: bool,
+    pub hashes: Hashes,
+    /// Those of large tensors.
+    pub pool: HashPool<Waiting<'p>>,
+    pub backlog: &'p Backlog,
+    /// What stands for each header in a manifest or a name.
+    pub digests: Mutex<Vec<[u8; 32]>>,
+    /// Grows by the data written.
+    pub progress: &'p AtomicU64,
+    pub counters: Counters,
+}
+
+/// Adjacent bytes to be written together.
+struct Run<'a> {
+    offset: u64,
+    end: u64,
+    buffers: Vec<IoSlice<'a>>,
+}
+
+impl<'p> Pass<'p> {
+    pub fn item(&self, tensor: usize) -> Result<&'p Item<'p>> {
+        self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    }
+
+    /// Whether there is a SHA-256 among the hashes.
+    pub fn has_sha(&self) -> bool {
+        self.hashes == Hashes::All
+    }
+
+    /// Writes chunks that follow each other in the file. A small tensor comes whole: it is hashed
+    /// first, and its header goes with it. The chunks of a large one may come in any order; its
+    /// header is written when the pool has hashed all of them.
+    pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
+        let sealed = chunks.iter().map(|chunk| self.sealed(chunk)).collect::<Result<Vec<_>>>()?;
+        let headers = self.headers_of_small(&chunks)?;
+        let mut headers = headers.iter();
+        let mut runs: Vec<Run<'_>> = Vec::new();
+        for (chunk, sealed) in chunks.iter().zip(&sealed) {
+            let item = self.item(chunk.tensor)?;
+            if !item.is_large() {
+                let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
+                append(&mut runs, item.entry.header_offset, header);
+            }
+            let bytes = sealed.as_deref().unwrap_or(chunk.bytes.as_ref());
+            append(&mut runs, item.entry.data_offset + chunk.start, bytes);
+        }
+        for run in &mut runs {
+            self.write(run.offset, &mut run.buffers, control)?;
+        }
+        let len: u64 = chunks.iter().map(|chunk| chunk.bytes.as_ref().len() as u64).sum();
+        self.progress.fetch_add(len, Ordering::Relaxed);
+        self.counters.time(Stage::Hash, || {
+            for Chunk { tensor, start, bytes } in chunks {
+                if self.item(tensor)?.is_large() {
+                    if start == 0 {
+                        self.pool.header(tensor, &self.draft(tensor)?.bytes);
+                    }
+                    self.pool.data(tensor, start, self.backlog.add(bytes));
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Hashes some of what was written; false if there is nothing to do, or not enough while more
+    /// is to be written, as `more_to_write` says. Writes the headers of tensors whose hashes have
+    /// become complete.
+    pub fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
+        self.hash_taken(self.pool.take(more_to_write, || control.stopped()), control)
+    }
+
+    /// Hashes what can be hashed at once, as long as there is something. Whoever is about to wait
+    /// for memory that may be in the backlog calls it before; others see to what they took.
+    pub fn hash_all_ready(&self, control: &Control<'_>) -> Result<()> {
+        while self.hash_taken(self.pool.take_ready(), control)? {
+            control.check()?;
+        }
+        Ok(())
+    }
+
+    /// Hashes as long as enough waits for it, so that what waits does not grow.
+    pub fn hash_backlog(&self, control: &Control<'_>) -> Result<()> {
+        while self.hash(&|| !self.backlog.is_enough(), control)? {
+            control.check()?;
+        }
+        Ok(())
+    }
+
+    fn hash_taken(&self, taken: Option<Taken<Waiting<'p>>>, control: &Control<'_>) -> Result<bool> {
+        let Some(taken) = taken else { return Ok(false) };
+        let mut complete = Vec::new();
+        self.counters.time(Stage::Hash, || {
+            self.pool.hash(taken, |tensor, digests| complete.push((tensor, digests)));
+        });
+        for (tensor, digests) in complete {
+            let header = self.finish(tensor, self.draft(tensor)?, &digests)?;
+            let offset = self.item(tensor)?.entry.header_offset;
+            self.write(offset, &mut [IoSlice::new(&header)], control)?;
+        }
+        Ok(true)
+    }
+
+    /// The finished headers of the small tensors, in order. Their data were encrypted before.
+    fn headers_of_small(&self, chunks: &[Chunk<'p>]) -> Result<Vec<Vec<u8>>> {
+        let mut drafts = Vec::new();
+        for chunk in chunks {
+            if !self.item(chunk.tensor)?.is_large() {
+                drafts.push((chunk, self.draft(chunk.tensor)?));
+            }
+        }
+        let inputs: Vec<(&[u8], &[u8])> = drafts
+            .iter()
+            .map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()))
+            .collect();
+        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
+        let drafts = drafts.into_iter().zip(digests);
+        drafts.map(|((chunk, draft), digests)| self.finish(chunk.tensor, draft, &digests)).collect()
+    }
+
+    fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
+        let seal = self.seals.get(tensor);
+        Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
+    }
+
+    /// The encrypted bytes, if the file is encrypted.
+    fn sealed(&self, chunk: &Chunk<'_>) -> Result<Option<Vec<u8>>> {
+        let bytes = chunk.bytes.as_ref();
+        let seal =
+            |seal: &Seal<'_>| self.counters.time(Stage::Decrypt, || seal.seal(chunk.start, bytes));
+        self.seal(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(seal).transpose()
+    }
+
+    fn draft(&self, tensor: usize) -> Result<Draft> {
+        let item = self.item(tensor)?;
+        let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
+        Draft::new(item.entry, item.module_index, self.hashes, crypt_len)
+    }
+
+    /// A header with everything in it. Its data were encrypted before.
+    fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
+        let crypt = self.seal(tensor)?.map_or(Vec::new(), Seal::encode);
+        let header = draft.finish(digests.crc, &digests.sha, &crypt);
+        let digest = match &self.manifest {
+            Some(manifest) => Some(manifest.digest(&header)),
+            None => self.named.then(|| sha256(&header)),
+        };
+        if let Some(digest) = digest {
+            let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = all.get_mut(tensor) {
+                *slot = digest;
+            }
+        }
+        Ok(header)
+    }
+
+    fn write(&self, offset: u64, buffers: &mut [IoSlice<'_>], control: &Control<'_>) -> Result<()> {
+        self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, control))
+    }
+}
+
+fn append<'a>(runs: &mut Vec<Run<'a>>, offset: u64, bytes: &'a [u8]) {
+    let end = offset + bytes.len() as u64;
+    match runs.last_mut().filter(|run| run.end == offset) {
+        Some(run) => {
+            run.buffers.push(IoSlice::new(bytes));
+            run.end = end;
+        }
+        None => runs.push(Run { offset, end, buffers: vec![IoSlice::new(bytes)] }),
+    }
+}

@@ -1,0 +1,114 @@
+//! One call: tensors with their places in the file go to a sink, on several threads.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, PoisonError};
+
+use super::chunk::Backlog;
+use super::copies::Copies;
+use super::feed::Feeder;
+use super::item::Item;
+use super::jobs::{Job, jobs};
+use super::origin::Origin;
+use super::pass::Pass;
+use crate::cancel::Cancel;
+use crate::codec::HashPool;
+use crate::codec::crypt::{EncryptionOptions, Manifest};
+use crate::codec::encrypt::Seal;
+use crate::engine::workers;
+use crate::error::Result;
+use crate::format::header::Hashes;
+use crate::io::sink::WriteAt;
+use crate::mem::device::StreamsByDevice;
+use crate::mem::pinned::Pool;
+use crate::stats::{Counters, PAGEABLE};
+
+/// Less than this is written on the calling thread.
+const INLINE_LEN: u64 = 1 << 20;
+
+/// How to write.
+pub struct WriteOptions<'o> {
+    /// Threads that hash and write at once.
+    pub threads: Option<usize>,
+    /// Which hashes to store.
+    pub hashes: Hashes,
+    /// Encrypt the tensors' data.
+    pub encryption: Option<&'o EncryptionOptions>,
+    /// Whether the headers together are to name the file.
+    pub named: bool,
+}
+
+/// Writes headers and data of the items to their places. Gives what stands for each header where
+/// all of them together are to be sealed or named. `progress` grows by the data written.
+pub fn write_tensors(
+    sink: &dyn WriteAt,
+    items: &[Item<'_>],
+    options: &WriteOptions<'_>,
+    progress: &AtomicU64,
+    cancel: &dyn Cancel,
+) -> Result<Vec<[u8; 32]>> {
+    items.iter().try_for_each(Item::check)?;
+    let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
+    let wanted = wanted.clamp(1, sink.max_writers().max(1));
+    let sha = options.hashes == Hashes::All;
+    let jobs = jobs(items, if sha { wanted } else { 1 });
+    let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
+    let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
+    let (copies, backlog) = (Copies::default(), Backlog::new(threads));
+    let seal = |item: &Item<'_>| {
+        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
+    };
+    let manifest = options.encryption.filter(|options| options.manifest);
+    let lens = items.iter().map(|item| item.is_large().then_some(item.entry.data_len));
+    let pass = Pass {
+        sink,
+        items,
+        seals: items.iter().map(seal).collect::<Result<Vec<_>>>()?,
+        manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
+        named: options.named,
+        hashes: options.hashes,
+        pool: HashPool::new(lens, sha),
+        backlog: &backlog,
+        digests: Mutex::new(vec![[0; 32]; items.len()]),
+        progress,
+        counters: Counters::default(),
+    };
+    let streams = StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
+        Origin::Device(bytes) => Some(bytes),
+        _ => None,
+    }))?;
+    let feeder = Feeder { pass: &pass, copies: &copies, streams: &streams };
+    let queue = Mutex::new(jobs.into_iter());
+    workers::run(threads, cancel, |control| {
+        while !control.stopped() {
+            pass.hash_backlog(control)?;
+            let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            match job {
+                Some(job) => feeder.feed(job, control)?,
+                None if pass.hash(&|| false, control)? => {}
+                None => break,
+            }
+        }
+        Ok(())
+    })
+    .map_err(|error| error.with_file("saving", sink.uri()))?;
+    report(&pass, &streams, threads);
+    Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+/// One thread feeds a job, another can hash what it feeds.
+fn useful_threads(jobs: &[Job], sha: bool) -> usize {
+    let alone = |job: &&Job| sha && matches!(job, Job::Deferred(_) | Job::Device(_));
+    jobs.len() + jobs.iter().filter(alone).count()
+}
+
+/// Publishes what was counted.
+fn report(pass: &Pass<'_>, streams: &StreamsByDevice, threads: usize) {
+    let devices = streams.names();
+    let device = if devices.is_empty() { "cpu" } else { &devices };
+    if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {
+        pass.counters.fallback(PAGEABLE);
+    }
+    pass.counters.threads(threads);
+    pass.counters.bytes(pass.items.iter().map(|item| item.entry.data_len).sum());
+    pass.counters.publish("save", pass.sink.uri(), device, pass.items.len());
+}
