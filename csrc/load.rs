@@ -118,13 +118,6 @@ pub unsafe fn load_into_tensors(
 ) -> Result<Vec<KeptHeader>> {
     let found = Found::check(file, selection, out)?;
     let mut headers: Vec<Option<KeptHeader>> = selection.iter().map(|_| None).collect();
-    let mut keep = |at: &[usize], new: Vec<KeptHeader>| {
-        for (&at, header) in at.iter().zip(new) {
-            if let Some(slot) = headers.get_mut(at) {
-                *slot = Some(header);
-            }
-        }
-    };
     let mut devices: Vec<Index> = found.iter().map(|tensor| tensor.device).collect();
     devices.sort_unstable();
     devices.dedup();
@@ -132,44 +125,81 @@ pub unsafe fn load_into_tensors(
     let mut under_way: Vec<Streams> = Vec::new();
     for index in devices {
         let found: Vec<&Found> = found.iter().filter(|tensor| tensor.device == index).collect();
-        let at: Vec<usize> = found.iter().map(|tensor| tensor.at).collect();
-        let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
-        let counters = Counters::default();
-        let Some(device) = device::find(index)? else {
-            if index != CPU {
-                return Err(Error::Bug(format!("host memory of device {index}")));
+        let filled = match device::find(index)? {
+            Some(device) => {
+                // SAFETY: the caller's promise.
+                let filled = unsafe { fill_on_device(file, &found, &device, options, cancel) };
+                let (filled, streams) = filled?;
+                under_way.push(streams);
+                for tensor in found.iter().filter(|tensor| tensor.meta) {
+                    out.fill_zero(tensor.at).map_err(thrown)?;
+                }
+                filled
             }
-            // SAFETY: the caller's promise; the list keeps the tensors alive, `check` has found that
-            // each has its bytes in one piece and that no two overlap.
-            let memory = found.iter().map(|tensor| unsafe { tensor.memory() }).collect();
-            keep(&at, load_into_uninit(file, &numbers, memory, options, cancel)?);
-            counters.bytes(found.iter().map(|tensor| tensor.len as u64).sum());
-            counters.publish("load", file.uri(), "cpu", numbers.len());
-            continue;
+            // SAFETY: as above.
+            None if index == CPU => unsafe { fill_in_host(file, &found, options, cancel) }?,
+            None => return Err(Error::Bug(format!("host memory of device {index}"))),
         };
-        let blocks = found.iter().map(|tensor| {
-            let len = if tensor.meta { 0 } else { tensor.len };
-            // SAFETY: as above; copies are waited for before an error is returned, and the consumer's
-            // stream waits for them before the tensor is used.
-            unsafe { DeviceMemory::new(tensor.address, len) }
-        });
-        let blocks: Vec<DeviceMemory> = blocks.collect();
-        let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
-        let planned = DeviceLoad::into_blocks(file, &numbers)?;
-        let to = (&device, consumer, blocks.as_slice());
-        let (headers, streams) = run(file, &planned, to, options, &counters, cancel)?;
-        under_way.push(streams);
-        keep(&at, headers);
-        for tensor in found.iter().filter(|tensor| tensor.meta) {
-            out.fill_zero(tensor.at).map_err(thrown)?;
+        for (tensor, header) in found.iter().zip(filled) {
+            if let Some(slot) = headers.get_mut(tensor.at) {
+                *slot = Some(header);
+            }
         }
-        counters.publish("load", file.uri(), device.name(), numbers.len());
     }
     for streams in under_way {
         streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
     }
     let missing = || Error::Bug("a tensor of no device".to_owned());
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
+}
+
+/// Fills tensors in host memory.
+///
+/// # Safety
+/// They are there, and nobody else reads or writes them during the call.
+unsafe fn fill_in_host(
+    file: &TensorFile,
+    found: &[&Found],
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
+    let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
+    let counters = Counters::default();
+    // SAFETY: the caller's promise; `check` has found that each tensor has its bytes in one piece and
+    // that no two overlap.
+    let memory = found.iter().map(|tensor| unsafe { tensor.memory() }).collect();
+    let headers = load_into_uninit(file, &numbers, memory, options, cancel)?;
+    counters.bytes(found.iter().map(|tensor| tensor.len as u64).sum());
+    counters.publish("load", file.uri(), "cpu", numbers.len());
+    Ok(headers)
+}
+
+/// Fills tensors on a device. Copies may be under way until the streams are handed over or dropped.
+///
+/// # Safety
+/// They are there, and nobody else reads or writes them until then.
+unsafe fn fill_on_device(
+    file: &TensorFile,
+    found: &[&Found],
+    device: &Arc<dyn Device>,
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<(Vec<KeptHeader>, Streams)> {
+    let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
+    let index = found.first().map_or(CPU, |tensor| tensor.device);
+    let blocks = found.iter().map(|tensor| {
+        let len = if tensor.meta { 0 } else { tensor.len };
+        // SAFETY: the caller's promise; the tensor has its bytes in one piece (`check`).
+        unsafe { DeviceMemory::new(tensor.address, len) }
+    });
+    let blocks: Vec<DeviceMemory> = blocks.collect();
+    let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
+    let planned = DeviceLoad::into_blocks(file, &numbers)?;
+    let counters = Counters::default();
+    let to = (device, consumer, blocks.as_slice());
+    let loaded = run(file, &planned, to, options, &counters, cancel)?;
+    counters.publish("load", file.uri(), device.name(), numbers.len());
+    Ok(loaded)
 }
 
 /// A tensor that is to be filled.

@@ -273,9 +273,12 @@ impl<T: Target> Pass<'_, T> {
                 }
             }
         }
+        self.counters.bytes(data_len);
         let keep = !wholes.is_empty() || !pooled.is_empty();
         let bytes = self.counters.time(Stage::Copy, || self.target.commit(lease, keep))?;
-        self.counters.bytes(data_len);
+        if !keep {
+            return Ok(());
+        }
         self.counters.time(Stage::Hash, || self.verify(bytes, &wholes, pooled))
     }
 
@@ -383,6 +386,7 @@ impl<T: Target> Pass<'_, T> {
                     if !self.counters.time(Stage::Read, read)? {
                         self.counters
                             .fallback("GPUDirect Storage failed in the middle: plain reads since");
+                        self.counters.reading("page cache");
                         return Ok(false);
                     }
                     self.counters.bytes(*len);

@@ -67,14 +67,13 @@ def test_what_reads_wrong_bytes_is_not_used(path, monkeypatch):
     assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]
 
 
-@pytest.mark.parametrize(
-    ("failure", "text"), [("FAIL", "cuFile's error 5030"), ("EIO", "Input/output error")]
-)
-def test_reads_that_fail(path, monkeypatch, failure, text):
+@pytest.mark.parametrize("failure", ["FAIL", "EIO"])
+def test_reads_that_fail_are_done_another_way(path, monkeypatch, failure):
     # The first read is the one that finds out whether the device reads what is there.
     monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 2))
-    with pytest.raises(OSError, match=text):
-        tensorizer.load(path, "cuda")
+    right, fallbacks = load(path)
+    assert right
+    assert len(fallbacks) == 1 and "in the middle" in fallbacks[0]
     monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 1))
     _, fallbacks = load(path)
     assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]

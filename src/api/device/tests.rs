@@ -94,7 +94,8 @@ struct Schedule {
     flipped: Option<usize>,
 }
 
-fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
+/// The file of a schedule, opened.
+fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<TensorFile> {
     let mut bytes = files.plain.clone();
     if let Some(at) = schedule.flipped {
         let last = bytes.len() - 9;
@@ -110,12 +111,14 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         std::fs::write(&files.path, bytes).unwrap();
         TensorFile::from_source(Arc::new(FileSource::open(&files.path)?), 0, &Never)?
     };
-    let file = match key {
-        None => file,
-        Some(key) => {
-            file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &|| Ok(()))?
-        }
-    };
+    match key {
+        None => Ok(file),
+        Some(key) => file.decrypt(Arc::new(DecryptionOptions::new(Secret::Key(key))), &|| Ok(())),
+    }
+}
+
+fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
+    let file = opened(files, schedule, key)?;
     let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
     let mut memory = Memory::new(&planned.block_lens());
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
