@@ -8,6 +8,8 @@ mod jobs;
 mod origin;
 mod pass;
 mod run;
+#[cfg(test)]
+mod tests;
 
 pub use item::Item;
 pub use origin::{HostCopy, Origin};
