@@ -22,6 +22,7 @@ mod ffi {
     extern "Rust" {
         type HostMemory;
         fn data(self: &HostMemory) -> *mut u8;
+        fn size(self: &HostMemory) -> usize;
 
         type Loaded;
         fn size(self: &Loaded) -> usize;

@@ -146,9 +146,7 @@ pub unsafe fn load_into_tensors(
             }
         }
     }
-    for streams in under_way {
-        streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
-    }
+    Streams::hand_over_all(under_way).map_err(|error| error.with_file("loading", file.uri()))?;
     let missing = || Error::Bug("a tensor of no device".to_owned());
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
 }

@@ -79,16 +79,18 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
     for (const auto size : sizes) len *= size;
     return view(at::zeros({len}, blocks->tensors().at(0).options()), 0, dtype, sizes);
   }
-  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
   HostMemory* owner = loaded.take(at).into_raw();
-  return at::for_blob(owner->data(), at::IntArrayRef(shape.data(), shape.size()))
-      .context(
-          owner,
-          [](void* buffer) { rust::Box<HostMemory>::from_raw(static_cast<HostMemory*>(buffer)); })
-      .options(options)
-      .target_device(at::kCPU)
-      .make_tensor();
+  c10::DataPtr data(
+      owner->data(), owner,
+      [](void* buffer) { rust::Box<HostMemory>::from_raw(static_cast<HostMemory*>(buffer)); },
+      at::kCPU);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), owner->size(), std::move(data));
+  const auto type = c10::scalarTypeToTypeMeta(dtype);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(at::IntArrayRef(shape.data(), shape.size()));
+  return tensor;
 }
 
 }  // namespace

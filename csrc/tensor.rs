@@ -146,6 +146,11 @@ impl HostMemory {
     pub fn data(&self) -> *mut u8 {
         self.0.as_ptr()
     }
+
+    /// How many.
+    pub fn size(&self) -> usize {
+        self.0.bytes().len()
+    }
 }
 
 /// The tensors of a list, to be saved as a state dict under these names.

@@ -172,6 +172,12 @@ impl Reader {
         Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
+    /// The names of tensors.
+    fn names<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyAny>>> {
+        let names = self.some(&numbers)?.into_iter().map(|entry| name_to_python(py, &entry.name));
+        Ok(names.collect::<PyResult<_>>()?)
+    }
+
     /// A tensor's name in its stored form.
     fn stored_name(&self, number: usize) -> Answer<&str> {
         Ok(self.file.entry(number)?.name.stored())

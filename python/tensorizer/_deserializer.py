@@ -233,10 +233,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         device = device or self._device
         for batch in self._loader.batches(numbers, device):
             tensors, _ = self._loader.read(batch, self._verify_hash, device)
-            for number, tensor in zip(
-                batch, self._loader.placed(tensors, batch, device), strict=True
-            ):
-                yield self._reader.name(number), tensor
+            placed = self._loader.placed(tensors, batch, device)
+            yield from zip(self._reader.names(batch), placed, strict=True)
 
     # Mapping
 

@@ -72,7 +72,7 @@ class Loader:
             apart=self._clone,
         )
         tensors = take(handle)
-        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        self.bytes_read += self._reader.data_len(numbers)
         return tensors, modules
 
     def fill(

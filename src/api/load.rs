@@ -1,11 +1,12 @@
 //! Loads to host memory.
 
 use std::mem::MaybeUninit;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
 use super::selection::Selection;
+use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
 use crate::codec::hash::Verify;
@@ -34,16 +35,6 @@ pub struct LoadOptions {
     pub map: bool,
 }
 
-/// A tensor whose bytes have arrived.
-pub struct LoadedTensor {
-    /// Its number in the file.
-    pub number: usize,
-    /// Its header, which agrees with the index.
-    pub header: KeptHeader,
-    /// Its bytes.
-    pub memory: HostBuffer,
-}
-
 /// Tensors in a mapped file are used in place from this alignment on, or their element size's;
 /// code that torch generates assumes as much.
 const MAPPED_ALIGNMENT: u64 = 16;
@@ -56,13 +47,17 @@ pub fn load(
     numbers: &[usize],
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<LoadedTensor>> {
+) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     let mut memory = Memory::new(&selection, options)?;
     let headers = memory.load(&selection, options, cancel)?;
     let buffers = selection.restore(memory.freeze()?);
     let loaded = numbers.iter().zip(headers).zip(buffers);
-    Ok(loaded.map(|((&number, header), memory)| LoadedTensor { number, header, memory }).collect())
+    let tensor = |((&number, header), memory)| {
+        let entries = Arc::clone(file.shared_entries());
+        Tensor { number, header, memory, entries }
+    };
+    Ok(loaded.map(tensor).collect())
 }
 
 /// Loads tensors, given by number, into memory that the caller has. Each destination must have

@@ -8,6 +8,7 @@ pub mod save;
 pub mod save_options;
 mod selection;
 pub mod snapshot;
+pub mod tensor;
 pub mod typed;
 mod unlock;
 pub mod verify;

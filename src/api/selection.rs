@@ -49,7 +49,7 @@ impl<'f> Selection<'f> {
         Ok(())
     }
 
-    /// Where the tensors lie in the file. `skip` says of which only the header is wanted.
+    /// Where the tensors lie in the file.
     pub fn extents(&self) -> Vec<Extent> {
         let extents = self.entries.iter().map(|entry| Extent {
             file: 0,

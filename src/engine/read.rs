@@ -84,6 +84,9 @@ pub fn read<T: Target>(
     let traits = source.traits();
     let readers = what.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
+    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
+        return Err(Error::Bug("hashes of a format that has none".to_owned()));
+    }
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
     let limits = target.limits(&traits, readers, total, what.decrypts);
@@ -369,7 +372,7 @@ impl<T: Target> Pass<'_, T> {
         direct: &Direct<'_>,
         control: &Control<'_>,
     ) -> Result<bool> {
-        let mut position = batch.offset;
+        let (mut position, mut data_len) = (batch.offset, 0);
         for Segment { kind, len } in &batch.segments {
             let size = usize::try_from(*len).map_err(|_| Error::Bug(format!("{len} bytes")))?;
             match *kind {
@@ -389,11 +392,12 @@ impl<T: Target> Pass<'_, T> {
                         self.counters.reading("page cache");
                         return Ok(false);
                     }
-                    self.counters.bytes(*len);
+                    data_len += len;
                 }
             }
             position += len;
         }
+        self.counters.bytes(data_len);
         Ok(true)
     }
 }

@@ -157,6 +157,7 @@ impl Layout {
 fn image_len(tensors: &[(Extent, u64)]) -> usize {
     let Some((first, _)) = tensors.first() else { return 0 };
     let mut end = first.header_offset;
+    let base = end - end % ALIGNMENT as u64;
     let fits = |(extent, len): &&(Extent, u64)| {
         let near = extent.header_offset.saturating_sub(end) <= MAX_GAP;
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
@@ -167,7 +168,7 @@ fn image_len(tensors: &[(Extent, u64)]) -> usize {
             && extent.data_len == *len
             && extent.data_offset.is_multiple_of(ALIGNMENT as u64)
             && header_len <= MAX_HEADER
-            && extent.end().saturating_sub(first.header_offset) < BLOCK_LEN
+            && extent.end().saturating_sub(base) <= BLOCK_LEN
     };
     tensors.iter().take_while(fits).count().max(1)
 }

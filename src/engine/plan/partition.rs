@@ -1,5 +1,5 @@
-//! Cuts the extents of tensors in a file into parts of about equal size, each one contiguous
-//! range that one reader or writer moves with one call.
+//! Cuts the extents of tensors in files into batches of about equal size, each one contiguous range
+//! that one reader or writer moves with one call.
 
 /// Data of a tensor that lie together in a file, behind the tensor's header if there is one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -21,7 +21,7 @@ impl Extent {
     }
 }
 
-/// What some bytes of a part belong to. `tensor` counts within the extents given.
+/// What some bytes of a batch belong to. `tensor` counts within the extents given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SegmentKind {
     /// The whole header of a tensor.
@@ -73,7 +73,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Bytes in the part.
+    /// Bytes in the batch.
     pub fn len(&self) -> u64 {
         self.segments.iter().map(|piece| piece.len).sum()
     }
@@ -121,7 +121,7 @@ impl Batch {
     }
 }
 
-/// A tensor of at least this size may be cut where a part ends, not only where it is longer than one.
+/// A tensor of at least this size may be cut where a batch ends, not only where it is longer than one.
 const CUT_LEN: u64 = 4 << 20;
 
 /// How extents become batches.

@@ -48,9 +48,16 @@ impl Streams {
     }
 
     /// Has the consumer's stream wait for everything that was begun.
-    pub fn hand_over(mut self) -> Result<()> {
-        self.streams.iter().try_for_each(|stream| stream.hand_over())?;
-        self.handed_over = true;
+    pub fn hand_over(self) -> Result<()> {
+        Self::hand_over_all(vec![self])
+    }
+
+    /// The same for those of several devices: all of them, or everything is waited for.
+    pub fn hand_over_all(mut all: Vec<Self>) -> Result<()> {
+        for streams in &all {
+            streams.streams.iter().try_for_each(|stream| stream.hand_over())?;
+        }
+        all.iter_mut().for_each(|streams| streams.handed_over = true);
         Ok(())
     }
 }
