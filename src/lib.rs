@@ -1,14 +1,26 @@
 //! Reads and writes `.tensors` files.
 //!
-//! The path of the data, and the order of the modules:
+//! The path of the data:
 //!
 //! ```text
-//! source → plan → buffer → transform → device → tensor        load
-//! tensor → device → plan → transform → sink                   save
+//! source → batch → codec → target → tensor        load
+//! tensor → origin → chunk → codec → sink          save
 //! ```
 //!
-//! An *entry* is a tensor in the index of a file, an *extent* its range of the file, a *part* one
-//! contiguous range that one call moves, a *piece* the bytes of a part with one destination.
+//! The layers, of which each uses those below it:
+//!
+//! ```text
+//! api      open a file, load from it, save to one: what is at the top of this crate
+//! engine   plan, read, write: moves bytes, whatever their format, source and target
+//! io       sources and sinks: files, pipes, servers
+//! mem      host memory, staging buffers, devices
+//! codec    encryption and hashes
+//! format   the bytes of a file to structs and back
+//! error, cancel, environment, stats, sys
+//! ```
+//!
+//! An *entry* is a tensor in the index of a file, an *extent* its range of the file, a *batch* one
+//! contiguous range that one request moves, a *segment* the bytes of a batch with one destination.
 //!
 //! ```
 //! use tensorizer::{SaveTensor, TensorFile, half::bf16};

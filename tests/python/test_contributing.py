@@ -1,0 +1,41 @@
+"""Whether what CONTRIBUTING.md names is there."""
+
+import re
+
+from conftest import ROOT
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PATH = re.compile(r"`((?:src|csrc|python|tests)/[\w./]+|[A-Z]+\.md|\.ci/run)`")
+
+
+def test_files_that_are_named_are_there():
+    paths = PATH.findall(TEXT)
+    assert len(paths) > 50
+    missing = sorted({path for path in paths if not (ROOT / path).exists()})
+    assert missing == []
+
+
+def test_each_station_of_a_byte_is_in_its_file():
+    stations = re.findall(r"`(\w+)` in (`[\w./]+/[\w./]+`(?:, `[\w./]+`)*)", TEXT)
+    assert len(stations) > 25
+    #: In Rust and Python, in C++, or a list of a test.
+    definition = r"(?m)(?:\b(?:fn|def) |^[\w:<>]+ |^){name}(?:\(|<| =)"
+    missing = [
+        f"{name} in {path}"
+        for name, paths in stations
+        for path in PATH.findall(paths)
+        if not re.search(definition.format(name=name), (ROOT / path).read_text())
+    ]
+    assert missing == []
+
+
+def test_the_names_of_the_core_are_in_it():
+    names = set(re.findall(r"`(?:impl )?(?:\w+::)?([A-Z]\w+|[a-z_]+)(?:::\w+)?`", TEXT))
+    everything = "".join(
+        path.read_text()
+        for folder in ("src", "csrc", "python/src", "python/tensorizer", "tests/python")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in {".rs", ".cpp", ".py"} and path.name != "test_contributing.py"
+    )
+    assert len(names) > 40
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", everything)] == []
