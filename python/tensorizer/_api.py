@@ -40,7 +40,8 @@ def load(
         num_readers: Threads that read at once.
         mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
         encryption: What an encrypted file is decrypted with.
-        clone: On CUDA, give each tensor memory of its own; see :class:`TensorDeserializer`.
+        clone: On CUDA, give each tensor a storage of its own; without it ``torch.save`` of one that
+            is small writes others along. See :class:`TensorDeserializer`.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested

@@ -70,8 +70,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             such a file of this process, opened without truncating it, refuses. Files that are
             replaced by a rename, as serializers do with paths, are safe. Tensors whose data are
             not aligned (files of older writers) are always read.
-        clone: On CUDA, give each tensor memory of its own. Otherwise tensors share blocks of up to
-            256 MiB, which is faster; a block is freed with the last tensor in it.
+        clone: On CUDA, give each tensor a storage of its own. Otherwise those below 1 MiB are views
+            of shared ones, of at most 64 MiB, which is faster; such a storage is freed with the
+            last tensor in it, and ``torch.save`` of one of them writes all of it. On the CPU each
+            tensor has a storage of its own in any case; the memory of those below 1 MiB comes in
+            such blocks, too, and is freed with the last tensor in one.
 
     Raises:
         OSError: The file cannot be opened or read.
