@@ -52,13 +52,13 @@ def load_encrypted(path: Path, **options) -> dict[str, torch.Tensor]:
     return dict(file.items())
 
 
-def load_http(path: Path) -> dict[str, torch.Tensor]:
+def load_http(path: Path, **options) -> dict[str, torch.Tensor]:
     """Load from the server that the caller has started over the folder."""
     import tensorizer
     from tensorizer.stream_io import open_stream
 
     stream = open_stream(f"http://{os.environ['BENCHMARK_SERVER']}/{path.name}.tensors")
-    return dict(tensorizer.TensorDeserializer(stream, device="cpu").items())
+    return dict(tensorizer.TensorDeserializer(stream, device="cpu", **options).items())
 
 
 def open_s3(path: Path, mode: str):

@@ -140,6 +140,18 @@ def describe() -> dict[str, object]:
     }
 
 
+def record(machine: dict[str, object], rows: list[dict[str, object]]) -> Path:
+    """Keep the figures of one run in a file of their own."""
+    target = HERE / "records" / f"{os.cpu_count()}-core-{platform.machine()}"
+    target.mkdir(parents=True, exist_ok=True)
+    stem = f"{str(machine['date'])[:10]}-{machine['commit']}"
+    names = (f"{stem}.jsonl", *(f"{stem}-{number}.jsonl" for number in range(2, 100)))
+    path = next(target / name for name in names if not (target / name).exists())
+    lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
@@ -170,15 +182,8 @@ def main() -> None:
         rows += mine
         print(table(case, mine))
     if options.record:
-        name = f"{os.cpu_count()}-core-{platform.machine()}"
-        target = HERE / "records" / name
-        target.mkdir(parents=True, exist_ok=True)
-        stem = f"{machine['date'][:10]}-{machine['commit']}"
-        names = (f"{stem}.jsonl", *(f"{stem}-{number}.jsonl" for number in range(2, 100)))
-        path = next(target / name for name in names if not (target / name).exists())
-        lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
-        path.write_text("\n".join(lines) + "\n")
-        render(target)
+        path = record(machine, rows)
+        render(path.parent)
         print(f"recorded in {path.relative_to(ROOT)}")
 
 
