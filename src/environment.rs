@@ -103,8 +103,8 @@ macro_rules! variables {
 }
 
 variables! {
-    CONNECTIONS = "TENSORIZER_CONNECTIONS", 16,
-        "connections that a load or an upload uses unless their number is given";
+    CONNECTIONS = "TENSORIZER_CONNECTIONS", 0,
+        "connections that a load or an upload uses unless their number is given; 0: as many as help";
     ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, "tries of one request, the first included";
     CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, "how long a connection may take to be made";
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "how long a server may send nothing";

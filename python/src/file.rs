@@ -100,7 +100,8 @@ impl ReadAt for PyFile {
         Traits {
             len: self.len,
             max_readers: 1,
-            default_readers: 1,
+            first_readers: 1,
+            most_readers: 1,
             request_len: 8 << 20,
             merge_gap: 64 << 10,
         }

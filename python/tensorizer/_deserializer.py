@@ -56,7 +56,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             read at once and the file is closed. A pipe is read as a whole at the first access.
         plaid_mode: Ignored.
         plaid_mode_buffers: Ignored.
-        num_readers: Threads that read at once. None lets the source choose.
+        num_readers: Threads that read at once. None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
             fails. ``"crc32"`` compares the CRC-32 only, which finds damage by accident and costs
             little.

@@ -3,6 +3,7 @@
 
 pub mod cold;
 pub mod download;
+pub mod pace;
 pub mod plan;
 pub mod read;
 pub mod target;

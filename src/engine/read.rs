@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
-use super::workers::{self, Control};
+use super::workers::{self, Control, Crew};
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
@@ -82,14 +82,14 @@ pub fn read<T: Target>(
 ) -> Result<Vec<usize>> {
     let Some(source) = what.files.first() else { return Ok(Vec::new()) };
     let traits = source.traits();
-    let readers = what.readers.unwrap_or(traits.default_readers).clamp(1, traits.max_readers);
+    let crew = Crew::of(&traits, what.readers);
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
     }
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
-    let limits = target.limits(&traits, readers, total, what.decrypts);
+    let limits = target.limits(&traits, crew, what.decrypts);
     // Long requests are not cut: each one waits for its answer.
     let step = match (what.decrypts, what.verify) {
         _ if traits.request_len > LONG_REQUEST || !target.takes_steps() => u64::MAX,
@@ -102,11 +102,10 @@ pub fn read<T: Target>(
     let large_first = what.verify == Verify::All && traits.max_readers > 1;
     let jobs =
         jobs(what.extents, partition(what.extents, &limits), target, (step, whole), large_first)?;
-    let threads = if total < INLINE_LEN { 0 } else { readers.min(jobs.len()) };
-    counters.threads(threads.max(1));
+    let crew = crew.at_most(if total < INLINE_LEN { 1 } else { jobs.len() });
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
-    let own = source.file().is_some() && !large_first && !what.decrypts && threads > 1;
+    let own = source.file().is_some() && !large_first && !what.decrypts && crew.most > 1;
     let pass = Pass {
         what,
         target: &*target,
@@ -120,15 +119,17 @@ pub fn read<T: Target>(
             what.verify == Verify::All,
         ),
         left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
-        queue: WorkQueue::new(jobs, if own { threads } else { 1 }),
+        queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
         turn: Mutex::new(()),
     };
-    let numbers = AtomicUsize::new(0);
-    workers::run(threads, cancel, |control| {
-        let number = numbers.fetch_add(1, Ordering::Relaxed);
-        let alone = if threads > 1 { target.reader(*source) } else { None };
+    let started = AtomicUsize::new(1);
+    let target = pass.target;
+    workers::run_adapting(crew, cancel, |control, number| {
+        started.fetch_max(number + 1, Ordering::Relaxed);
+        let alone = if crew.most > 1 { target.reader(*source) } else { None };
         pass.work(number, alone.as_deref(), control)
     })?;
+    counters.threads(started.into_inner());
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
 }
@@ -190,7 +191,7 @@ type Pooled = (usize, usize, u64);
 impl<T: Target> Pass<'_, T> {
     /// What one reader does. `alone` is its own way to the first source.
     fn work(&self, number: usize, alone: Option<&dyn ReadAt>, control: &Control<'_>) -> Result<()> {
-        while !control.stopped() {
+        while !control.stopped() && !control.surplus() {
             if self.hash(true, control)? {
                 continue;
             }

@@ -1,33 +1,150 @@
 //! Threads for the length of one call.
 //!
 //! They are started for the call and joined before it returns: nothing is left that a fork could
-//! break, and memory can be lent to them. The calling thread waits, and looks for an interrupt.
+//! break, and memory can be lent to them. The calling thread waits, looks for an interrupt, and
+//! starts more of them while that helps.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
 use crate::cancel::{Cancel, POLL};
+use crate::engine::pace::{Pace, Sample};
 use crate::error::{Error, Result};
+use crate::io::source::Traits;
 
-/// What the workers of one call share: the first error, and that it is time to stop.
-pub struct Control<'c> {
+/// How often the calling thread looks whether more workers help.
+const TICK: Duration = Duration::from_millis(5);
+
+/// How many workers a call has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Crew {
+    /// At its beginning.
+    pub first: usize,
+    /// At most.
+    pub most: usize,
+}
+
+impl Crew {
+    /// Always the same number.
+    pub fn fixed(workers: usize) -> Self {
+        Crew { first: workers, most: workers }
+    }
+
+    /// As many as the caller has asked for, or as suits the source.
+    pub fn of(traits: &Traits, asked: Option<usize>) -> Self {
+        let allowed = |number: usize| number.clamp(1, traits.max_readers.max(1));
+        match asked {
+            Some(number) => Crew::fixed(allowed(number)),
+            None => Crew {
+                first: allowed(traits.first_readers.min(traits.most_readers)),
+                most: allowed(traits.most_readers),
+            },
+        }
+    }
+
+    /// Into how many shares its work is to be cut, so that all have some to the end. Half of the
+    /// most where the number is found: the most are seldom reached, and short requests cost more.
+    pub fn shares(self) -> usize {
+        if self.first < self.most { self.first.max(self.most / 2) } else { self.most }
+    }
+
+    /// The same, but no more than there is work for.
+    pub fn at_most(self, work: usize) -> Self {
+        Crew { first: self.first.min(work), most: self.most.min(work) }
+    }
+}
+
+/// What the workers of one call share.
+struct Shared<'c> {
     stopped: AtomicBool,
     error: Mutex<Option<Error>>,
     caller: &'c dyn Cancel,
     /// Whether the work is done on the caller's thread.
     inline: AtomicBool,
+    /// Workers that take work.
+    running: AtomicUsize,
+    /// Those of them that have moved something.
+    heard: AtomicUsize,
+    /// How many there should be.
+    wanted: AtomicUsize,
+    /// A worker has found no more work.
+    ending: AtomicBool,
+    bytes: AtomicU64,
+    arrivals: AtomicU64,
+}
+
+/// What one worker knows of its call: the first error, that it is time to stop, or that there are
+/// more workers than help.
+pub struct Control<'c> {
+    shared: &'c Shared<'c>,
+    heard: AtomicBool,
+    /// It has been told that it is one too many, and counts no more.
+    left: AtomicBool,
 }
 
 impl Cancel for Control<'_> {
     fn check(&self) -> Result<()> {
         if self.stopped() { Err(Error::Cancelled) } else { Ok(()) }
     }
+
+    fn moved(&self, bytes: u64) {
+        if bytes > 0 {
+            self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.shared.arrivals.fetch_add(1, Ordering::Relaxed);
+            if !self.heard.swap(true, Ordering::Relaxed) {
+                self.shared.heard.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
 }
 
 impl Control<'_> {
     /// Whether to take no more work.
     pub fn stopped(&self) -> bool {
+        self.shared.stopped()
+    }
+
+    /// Whether this worker is to end, between two pieces of work, because more workers did not
+    /// help. It must end if so; at least one never hears it.
+    pub fn surplus(&self) -> bool {
+        let wanted = self.shared.wanted.load(Ordering::Relaxed).max(1);
+        let leave = |running: usize| (running > wanted).then(|| running - 1);
+        let order = Ordering::Relaxed;
+        let left = self.shared.running.fetch_update(order, order, leave).is_ok();
+        if left {
+            self.leave();
+        }
+        left
+    }
+
+    /// Counts this worker no more.
+    fn leave(&self) {
+        self.left.store(true, Ordering::Relaxed);
+        if self.heard.swap(true, Ordering::Relaxed) {
+            self.shared.heard.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<'c> Shared<'c> {
+    fn new(crew: Crew, caller: &'c dyn Cancel, inline: bool) -> Self {
+        Shared {
+            stopped: AtomicBool::new(false),
+            error: Mutex::new(None),
+            caller,
+            inline: AtomicBool::new(inline),
+            running: AtomicUsize::new(0),
+            heard: AtomicUsize::new(0),
+            wanted: AtomicUsize::new(crew.first),
+            ending: AtomicBool::new(false),
+            bytes: AtomicU64::new(0),
+            arrivals: AtomicU64::new(0),
+        }
+    }
+
+    fn stopped(&self) -> bool {
         if self.inline.load(Ordering::Relaxed)
             && !self.stopped.load(Ordering::Relaxed)
             && let Err(error) = self.caller.check()
@@ -47,6 +164,28 @@ impl Control<'_> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         self.stopped.store(true, Ordering::Relaxed);
     }
+
+    fn outcome(self) -> Result<()> {
+        match self.error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    fn control(&self) -> Control<'_> {
+        Control { shared: self, heard: AtomicBool::new(false), left: AtomicBool::new(false) }
+    }
+
+    fn sample(&self, begun: Instant) -> Sample {
+        Sample {
+            at: begun.elapsed(),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            arrivals: self.arrivals.load(Ordering::Relaxed),
+            cpu: crate::sys::cpu_time(),
+            running: self.running.load(Ordering::Relaxed),
+            heard: self.heard.load(Ordering::Relaxed),
+        }
+    }
 }
 
 /// Runs `work` on `threads` threads at once and returns the first error.
@@ -58,77 +197,203 @@ pub fn run(
     cancel: &dyn Cancel,
     work: impl Fn(&Control<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
-    let inline = threads <= 1;
-    let control = Control {
-        stopped: AtomicBool::new(false),
-        error: Mutex::new(None),
-        caller: cancel,
-        inline: AtomicBool::new(inline),
-    };
-    let attempt = |control: &Control<'_>| {
-        if let Err(error) = work(control) {
-            control.fail(error);
+    run_adapting(Crew::fixed(threads), cancel, |control, _| work(control))
+}
+
+/// The same with as many threads as help, see [`Pace`]: they tell what they have moved, and ask
+/// between two pieces of work whether to go on. `work` is told how many were started before. One
+/// that returns without having been told to has found no more work.
+pub fn run_adapting(
+    crew: Crew,
+    cancel: &dyn Cancel,
+    work: impl Fn(&Control<'_>, usize) -> Result<()> + Sync,
+) -> Result<()> {
+    let inline = crew.most <= 1;
+    let shared = Shared::new(crew, cancel, inline);
+    let attempt = |control: &Control<'_>, number: usize| {
+        if let Err(error) = work(control, number) {
+            shared.fail(error);
         }
     };
     if inline {
-        attempt(&control);
-    } else {
-        let running = AtomicUsize::new(threads);
-        let caller = thread::current();
-        thread::scope(|scope| {
-            let mut handles = Vec::with_capacity(threads);
-            for _ in 0..threads {
-                // Declared in the closure, so that it runs when the work panics too.
-                let worker = || {
-                    let _done = OnDrop(|| {
-                        // A panic must not leave the others waiting for what it would have done.
-                        if thread::panicking() {
-                            control.stopped.store(true, Ordering::Relaxed);
-                        }
-                        running.fetch_sub(1, Ordering::Release);
-                        caller.unpark();
-                    });
-                    attempt(&control);
-                };
-                match thread::Builder::new()
-                    .name("tensorizer".to_owned())
-                    .spawn_scoped(scope, worker)
-                {
-                    Ok(handle) => handles.push(handle),
-                    Err(_) => drop(running.fetch_sub(1, Ordering::Release)),
-                }
-            }
-            // A process that may not have more threads goes on with those that it has.
-            if handles.is_empty() {
-                control.inline.store(true, Ordering::Relaxed);
-                attempt(&control);
-            }
-            while running.load(Ordering::Acquire) > 0 {
-                thread::park_timeout(POLL);
-                if !control.stopped()
-                    && let Err(error) = cancel.check()
-                {
-                    control.interrupt(error);
-                }
-            }
-            // The scope would only wait for the work; joined threads are gone from the process.
-            for handle in handles {
-                if let Err(panic) = handle.join() {
-                    std::panic::resume_unwind(panic);
-                }
-            }
-        });
+        attempt(&shared.control(), 0);
+        return shared.outcome();
     }
-    match control.error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(()),
+    let alive = AtomicUsize::new(0);
+    let caller = thread::current();
+    let (of_all, attempt, alive, caller) = (&shared, &attempt, &alive, &caller);
+    thread::scope(|scope| {
+        let start = |number: usize| {
+            let control = of_all.control();
+            of_all.running.fetch_add(1, Ordering::Relaxed);
+            alive.fetch_add(1, Ordering::Relaxed);
+            let worker = move || {
+                // What counts it no more runs when the work panics too.
+                let worker = Worker { control, alive, caller };
+                attempt(&worker.control, number);
+            };
+            let name = "tensorizer".to_owned();
+            let started = thread::Builder::new().name(name).spawn_scoped(scope, worker);
+            if started.is_err() {
+                shared.running.fetch_sub(1, Ordering::Relaxed);
+                alive.fetch_sub(1, Ordering::Relaxed);
+            }
+            started.ok()
+        };
+        let mut handles: Vec<_> = (0..crew.first.max(1)).map_while(start).collect();
+        // A process that may not have more threads goes on with those that it has.
+        if handles.is_empty() {
+            shared.inline.store(true, Ordering::Relaxed);
+            attempt(&shared.control(), 0);
+        }
+        let mut watch = Watch::new(crew, &shared);
+        while alive.load(Ordering::Acquire) > 0 {
+            thread::park_timeout(watch.tick());
+            for _ in 0..watch.missing() {
+                match start(handles.len()) {
+                    Some(handle) => handles.push(handle),
+                    None => watch.pace = None,
+                }
+            }
+        }
+        // The scope would only wait for the work; joined threads are gone from the process.
+        for handle in handles {
+            if let Err(panic) = handle.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    });
+    shared.outcome()
+}
+
+/// One thread's part in the call, until it ends.
+struct Worker<'w, 'c> {
+    control: Control<'c>,
+    alive: &'w AtomicUsize,
+    caller: &'w Thread,
+}
+
+impl Drop for Worker<'_, '_> {
+    fn drop(&mut self) {
+        let shared = self.control.shared;
+        // A panic must not leave the others waiting for what it would have done.
+        if thread::panicking() {
+            shared.stopped.store(true, Ordering::Relaxed);
+        }
+        if !self.control.left.load(Ordering::Relaxed) {
+            shared.ending.store(true, Ordering::Relaxed);
+            shared.running.fetch_sub(1, Ordering::Relaxed);
+            self.control.leave();
+        }
+        self.alive.fetch_sub(1, Ordering::Release);
+        self.caller.unpark();
     }
 }
 
-struct OnDrop<F: FnMut()>(F);
+/// What the calling thread does while it waits.
+struct Watch<'s, 'c> {
+    shared: &'s Shared<'c>,
+    begun: Instant,
+    asked: Instant,
+    /// None where the number of workers stays.
+    pace: Option<Pace>,
+}
 
-impl<F: FnMut()> Drop for OnDrop<F> {
-    fn drop(&mut self) {
-        (self.0)();
+impl<'s, 'c> Watch<'s, 'c> {
+    fn new(crew: Crew, shared: &'s Shared<'c>) -> Self {
+        let now = Instant::now();
+        let pace =
+            (crew.first < crew.most).then(|| Pace::new(crew.first, crew.most, crate::cpu_count()));
+        Watch { shared, begun: now, asked: now, pace }
+    }
+
+    fn tick(&self) -> Duration {
+        if self.pace.is_some() { TICK } else { POLL }
+    }
+
+    /// Looks for an interrupt, and how many workers are to be started.
+    fn missing(&mut self) -> usize {
+        if self.shared.stopped() {
+            return 0;
+        }
+        if self.asked.elapsed() >= POLL {
+            self.asked = Instant::now();
+            if let Err(error) = self.shared.caller.check() {
+                self.shared.interrupt(error);
+                return 0;
+            }
+        }
+        // Whoever found no more work has shown that there is none for others.
+        let ending = self.shared.ending.load(Ordering::Relaxed);
+        let Some(pace) = self.pace.as_mut().filter(|_| !ending) else { return 0 };
+        let sample = self.shared.sample(self.begun);
+        let wanted = pace.look(&sample);
+        self.shared.wanted.store(wanted, Ordering::Relaxed);
+        wanted.saturating_sub(sample.running)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+
+    #[test]
+    fn a_silent_source_gets_as_many_as_it_may_have() {
+        let most = 9;
+        let started = AtomicUsize::new(0);
+        run_adapting(Crew { first: 2, most }, &Never, |control, number| {
+            assert!(number < most);
+            started.fetch_add(1, Ordering::Relaxed);
+            while started.load(Ordering::Relaxed) < most && !control.stopped() {
+                thread::sleep(TICK);
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(started.into_inner(), most);
+    }
+
+    #[test]
+    fn the_last_worker_is_never_too_many() {
+        let shared = Shared::new(Crew { first: 3, most: 8 }, &Never, false);
+        shared.running.store(3, Ordering::Relaxed);
+        shared.wanted.store(0, Ordering::Relaxed);
+        let workers = [shared.control(), shared.control(), shared.control()];
+        workers.iter().for_each(|worker| worker.moved(1));
+        let told = workers.each_ref().map(Control::surplus);
+        assert_eq!(told, [true, true, false]);
+        assert_eq!(shared.running.load(Ordering::Relaxed), 1);
+        assert_eq!(shared.heard.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn nobody_is_started_when_there_is_no_more_work_or_it_is_time_to_stop() {
+        let crew = Crew { first: 2, most: 64 };
+        for (ending, stopped, missing) in [(false, false, 4), (true, false, 0), (false, true, 0)] {
+            let shared = Shared::new(crew, &Never, false);
+            let mut watch = Watch::new(crew, &shared);
+            // Silence for long enough.
+            watch.begun = watch.begun.checked_sub(Duration::from_secs(1)).unwrap();
+            shared.ending.store(ending, Ordering::Relaxed);
+            shared.stopped.store(stopped, Ordering::Relaxed);
+            assert_eq!(watch.missing(), missing);
+        }
+    }
+
+    #[test]
+    fn the_first_error_ends_all_and_is_told() {
+        let crew = Crew { first: 3, most: 6 };
+        let outcome = run_adapting(crew, &Never, |control, number| {
+            if number == 1 {
+                return Err(Error::Closed("on purpose".to_owned()));
+            }
+            while !control.stopped() {
+                thread::sleep(TICK);
+            }
+            control.check()
+        });
+        assert!(matches!(outcome, Err(Error::Closed(_))));
     }
 }

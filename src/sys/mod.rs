@@ -353,6 +353,19 @@ pub unsafe fn release_pages(start: *mut u8, len: usize) {
     let _ = unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) };
 }
 
+/// CPU time that all threads of the process have used together.
+pub fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: one structure that lives until the call returns.
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    // It cannot fail; no time would say that all CPUs are idle.
+    if result != 0 {
+        return Duration::ZERO;
+    }
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
 /// Size of a page in bytes.
 pub fn page_size() -> usize {
     // SAFETY: takes a number and returns one.

@@ -29,8 +29,9 @@ proptest! {
         merge_gap in prop_oneof![Just(0u64), 0u64..6000],
         max_pieces in 3usize..50,
         unit in prop_oneof![Just(1u64), 1u64..5000],
+        tapers in any::<bool>(),
     ) {
-        let parts = partition(&extents, &Limits { len: part_len, merge_gap, segments: max_pieces, unit });
+        let parts = partition(&extents, &Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit });
         let mut end = 0;
         let mut headers = Vec::new();
         let mut data = vec![0u64; extents.len()];
@@ -235,7 +236,7 @@ proptest! {
 }
 
 fn limits(len: u64, merge_gap: u64) -> Limits {
-    Limits { len, merge_gap, segments: 1000, unit: 1 }
+    Limits { len, tapers: false, merge_gap, segments: 1000, unit: 1 }
 }
 
 /// The same tensors, with data that begin at multiples of 64.

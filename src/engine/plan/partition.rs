@@ -129,6 +129,9 @@ const CUT_LEN: u64 = 4 << 20;
 pub struct Limits {
     /// Bytes of a batch, about.
     pub len: u64,
+    /// Whether batches become shorter towards the end, so that all readers end together, however many
+    /// there are.
+    pub tapers: bool,
     /// Gaps of at most so many bytes are read over; wider ones start a new batch.
     pub merge_gap: u64,
     /// The most segments of a batch.
@@ -142,31 +145,70 @@ pub struct Limits {
 ///
 /// Extents are in rising order of files and positions, and do not overlap.
 pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
-    let limits = Limits { len: limits.len.max(1), unit: limits.unit.max(1), ..*limits };
-    let mut batches: Vec<Batch> = Vec::new();
-    let mut open: Option<Open> = None;
+    let mut making = Making::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
-        if !open.as_ref().is_some_and(|open| open.fits(extent, &limits)) {
-            batches.extend(open.take().map(|open| open.batch));
+        if !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
+            making.close();
         }
-        let begun = open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
-        begun.push(SegmentKind::Gap, extent.header_offset.saturating_sub(begun.end));
+        let open = making.open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
+        open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end));
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
-        begun.push(SegmentKind::Header { tensor }, header_len);
+        open.push(SegmentKind::Header { tensor }, header_len);
         let mut start = 0;
         while start < extent.data_len {
-            let begun =
-                open.get_or_insert_with(|| Open::at(extent.file, extent.data_offset + start));
-            let len = limits.cut(begun.len(), extent.data_len, extent.data_len - start);
-            begun.push(SegmentKind::Data { tensor, start }, len);
+            let position = extent.data_offset + start;
+            let open = making.open.get_or_insert_with(|| Open::at(extent.file, position));
+            let len = making.limits.cut(open.len(), extent.data_len, extent.data_len - start);
+            open.push(SegmentKind::Data { tensor, start }, len);
             start += len;
             if start < extent.data_len {
-                batches.extend(open.take().map(|open| open.batch));
+                making.close();
             }
         }
     }
-    batches.extend(open.map(|open| open.batch));
-    batches
+    making.close();
+    making.batches
+}
+
+/// Below this a request costs more than its bytes.
+const SHORTEST: u64 = 1 << 20;
+/// A batch that tapers has no more than this part of what is left: with so many readers or a few
+/// more, all end together, whoever began a long one last.
+const SHARES: u64 = 32;
+
+struct Making {
+    batches: Vec<Batch>,
+    open: Option<Open>,
+    /// The limits of the next batch.
+    limits: Limits,
+    /// Bytes of a batch at most, and how many are left for others.
+    most: u64,
+    left: u64,
+}
+
+impl Making {
+    fn new(extents: &[Extent], limits: &Limits) -> Self {
+        let lens = extents.iter().map(|extent| extent.end().saturating_sub(extent.header_offset));
+        let (left, most) = (lens.fold(0, u64::saturating_add), limits.len.max(1));
+        let limits = Limits { len: most, unit: limits.unit.max(1), ..*limits };
+        let mut making = Making { batches: Vec::new(), open: None, limits, most, left };
+        making.taper();
+        making
+    }
+
+    fn taper(&mut self) {
+        if self.limits.tapers {
+            self.limits.len = (self.left / SHARES).clamp(SHORTEST.min(self.most), self.most);
+        }
+    }
+
+    fn close(&mut self) {
+        if let Some(Open { batch, end }) = self.open.take() {
+            self.left = self.left.saturating_sub(end - batch.offset);
+            self.batches.push(batch);
+            self.taper();
+        }
+    }
 }
 
 impl Limits {

@@ -13,6 +13,7 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{
     Batch, Block, Limits, Place, Segment, SegmentKind, Staged, Staging, stage,
 };
+use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::device::{DeviceMemory, Streams};
@@ -79,13 +80,14 @@ impl<'d> Target for OnDevice<'d> {
 
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
-    fn limits(&self, source: &Traits, readers: usize, _total: u64, decrypts: bool) -> Limits {
+    fn limits(&self, source: &Traits, readers: Crew, decrypts: bool) -> Limits {
         let (buffer, limit) = (self.pool.unit_len() as u64, self.pool.limit() as u64);
-        let most = (limit / (2 * readers as u64)).min(limit.saturating_sub(1) / 3).max(1);
+        let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let long = source.request_len > LONG_REQUEST;
         let buffers = if long { (source.request_len / buffer).clamp(1, most) } else { 1 };
         Limits {
             len: buffers * (buffer - buffer / 16),
+            tapers: false,
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },

@@ -6,12 +6,11 @@ use super::{Chunk, Lease, Target};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
+use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::{Buffers, Lent, filled, zeroed};
 
-/// Less than this is not worth a batch.
-const MIN_BATCH: u64 = 1 << 20;
 /// The most segments of a batch: a reader's share of the smallest tensors.
 const MAX_SEGMENTS: usize = 64 << 10;
 
@@ -141,14 +140,11 @@ impl<'a> Target for Host<'a> {
         Self: 't;
     type Bytes = &'a [u8];
 
-    /// As many bytes as suit the source, in rounds in which every reader has the same to do.
-    fn limits(&self, source: &Traits, readers: usize, total: u64, decrypts: bool) -> Limits {
-        let readers = readers as u64;
-        let rounds = total.div_ceil(readers.saturating_mul(source.request_len)).max(1);
-        let even = total.div_ceil(readers.saturating_mul(rounds));
+    /// As many bytes as suit the source.
+    fn limits(&self, source: &Traits, _readers: Crew, decrypts: bool) -> Limits {
         Limits {
-            // Batches end where tensors do, if that is near: a little more, so that there are not more.
-            len: even.saturating_add(even / 32).max(MIN_BATCH),
+            len: source.request_len,
+            tapers: true,
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },

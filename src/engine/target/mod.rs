@@ -6,6 +6,7 @@ pub mod host;
 
 use crate::cancel::Cancel;
 use crate::engine::plan::{Batch, Limits, SegmentKind};
+use crate::engine::workers::Crew;
 use crate::error::Result;
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::Buffers;
@@ -25,9 +26,8 @@ pub trait Target: Sync {
     /// Bytes that stay where they are as long as somebody has this.
     type Bytes: AsRef<[u8]> + Send;
 
-    /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
-    /// pieces of encryption do.
-    fn limits(&self, source: &Traits, readers: usize, total: u64, decrypts: bool) -> Limits;
+    /// How batches are cut for so many readers. `decrypts`: segments end where pieces of encryption do.
+    fn limits(&self, source: &Traits, readers: Crew, decrypts: bool) -> Limits;
 
     /// Bytes in whose multiples data are cut within a batch, at most.
     fn unit(&self) -> u64;

@@ -71,8 +71,13 @@ pub fn jobs(items: &[Item<'_>], in_turns: usize) -> Vec<Job> {
     jobs.jobs
 }
 
-const LIMITS: Limits =
-    Limits { len: BATCH_LEN, merge_gap: 0, segments: crate::sys::MAX_VECTORS, unit: PIECE_LEN };
+const LIMITS: Limits = Limits {
+    len: BATCH_LEN,
+    tapers: false,
+    merge_gap: 0,
+    segments: crate::sys::MAX_VECTORS,
+    unit: PIECE_LEN,
+};
 
 /// The data of neighbours in the file, in batches.
 pub fn batches(items: &[Item<'_>], tensors: Range<usize>) -> impl Iterator<Item = Vec<Span>> {

@@ -55,9 +55,10 @@ pub struct NetOptions {
     pub headers: Vec<(String, String)>,
     /// Which certificates are believed.
     pub trust: Trust,
-    /// Connections that a load uses unless the caller names a number of readers.
-    pub connections: usize,
-    /// The most connections.
+    /// Connections that a load or an upload uses unless the caller names a number. None for as
+    /// many as help.
+    pub connections: Option<usize>,
+    /// The most connections, whoever asks for them.
     pub max_connections: usize,
     /// Tries of one request, the first included.
     pub attempts: u32,
@@ -80,7 +81,7 @@ impl NetOptions {
         Ok(NetOptions {
             headers: Vec::new(),
             trust: Trust::System,
-            connections: usize::try_from(CONNECTIONS.value()?.max(1)).unwrap_or(usize::MAX),
+            connections: usize::try_from(CONNECTIONS.value()?).ok().filter(|&number| number > 0),
             max_connections: 256,
             attempts: u32::try_from(ATTEMPTS.value()?.max(1)).unwrap_or(u32::MAX),
             connect: seconds(CONNECT_SECONDS.value()?),

@@ -105,6 +105,7 @@ impl<'o> Tries<'o> {
     /// Counts bytes that have arrived, or were sent.
     pub fn moved(&self, bytes: u64) {
         self.moved.fetch_add(bytes, Ordering::Relaxed);
+        self.cancel.moved(bytes);
     }
 
     /// Watches what counts the bytes that the next try sends.

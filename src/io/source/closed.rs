@@ -17,7 +17,14 @@ impl ReadAt for ClosedSource {
     }
 
     fn traits(&self) -> Traits {
-        Traits { len: None, max_readers: 1, default_readers: 1, request_len: 1 << 20, merge_gap: 0 }
+        Traits {
+            len: None,
+            max_readers: 1,
+            first_readers: 1,
+            most_readers: 1,
+            request_len: 1 << 20,
+            merge_gap: 0,
+        }
     }
 
     fn read_at(

@@ -181,7 +181,7 @@ impl ReadAt for DirectReader {
         &self,
         offset: u64,
         buffers: &mut Buffers<'_>,
-        _cancel: &dyn Cancel,
+        cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted = buffers.left();
         let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
@@ -193,10 +193,12 @@ impl ReadAt for DirectReader {
         let skip = skip.map_err(|_| Error::Bug("an alignment beyond memory".to_owned()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let first = offset - skip as u64;
-        self.read_blocks(&mut state, first, skip, wanted, buffers).map_err(|error| {
+        let read = self.read_blocks(&mut state, first, skip, wanted, buffers).map_err(|error| {
             state.ring = None;
             Error::io("reading", &self.uri, error)
-        })
+        })?;
+        cancel.moved(read as u64);
+        Ok(read)
     }
 }
 

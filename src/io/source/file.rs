@@ -14,9 +14,12 @@ use crate::mem::Buffers;
 const REQUEST_LEN: u64 = 8 << 20;
 /// Reading this much costs less than another system call.
 const MERGE_GAP: u64 = 16 << 10;
-/// One reader a core: more of them ran slower from a warm cache and no faster from a cold one.
+/// One reader a core to begin with: from a warm cache more of them are no faster.
 const MIN_READERS: usize = 2;
-const MAX_DEFAULT_READERS: usize = 16;
+const MAX_FIRST_READERS: usize = 16;
+/// Where readers wait for a disk, so many times as many, up to a number that no disk needs.
+const MORE: usize = 4;
+const MAX_READERS: usize = 32;
 
 /// A local regular file.
 pub struct FileSource {
@@ -49,10 +52,12 @@ impl ReadAt for FileSource {
     }
 
     fn traits(&self) -> Traits {
+        let first_readers = crate::cpu_count().clamp(MIN_READERS, MAX_FIRST_READERS);
         Traits {
             len: Some(self.len),
             max_readers: usize::MAX,
-            default_readers: crate::cpu_count().clamp(MIN_READERS, MAX_DEFAULT_READERS),
+            first_readers,
+            most_readers: (first_readers * MORE).min(MAX_READERS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
         }
@@ -68,7 +73,11 @@ impl ReadAt for FileSource {
             cancel.check()?;
             match crate::sys::read_vectored_at(&self.file, offset, buffers) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => return other.map_err(|e| Error::io("reading", &self.uri, e)),
+                Ok(read) => {
+                    cancel.moved(read as u64);
+                    return Ok(read);
+                }
+                Err(e) => return Err(Error::io("reading", &self.uri, e)),
             }
         }
     }

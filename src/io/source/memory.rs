@@ -27,7 +27,8 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
         Traits {
             len: Some(self.bytes.as_ref().len() as u64),
             max_readers: usize::MAX,
-            default_readers: crate::cpu_count(),
+            first_readers: crate::cpu_count(),
+            most_readers: crate::cpu_count(),
             request_len: 8 << 20,
             merge_gap: 0,
         }

@@ -30,10 +30,13 @@ use crate::mem::Buffers;
 pub struct Traits {
     /// Size in bytes, where it is known.
     pub len: Option<u64>,
-    /// The most readers that may read at once.
+    /// The most readers that may read at once, whoever asks for them.
     pub max_readers: usize,
-    /// Readers that a load uses unless the caller names a number.
-    pub default_readers: usize,
+    /// Readers that a load begins with unless the caller names a number.
+    pub first_readers: usize,
+    /// Readers that it may come to by itself, while more of them bring more. The same as
+    /// `first_readers` where the number is known.
+    pub most_readers: usize,
     /// Bytes a request.
     pub request_len: u64,
     /// Unwanted bytes between two wanted ranges that are cheaper to read than to skip.
@@ -49,7 +52,8 @@ pub trait ReadAt: Send + Sync {
     fn traits(&self) -> Traits;
 
     /// Reads some bytes at `offset` into the buffers in order, and says how many; 0 only at the end of
-    /// the source.
+    /// the source. Tells `cancel` what has arrived, as it arrives, where the number of readers is found
+    /// by that.
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
 

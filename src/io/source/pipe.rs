@@ -90,7 +90,14 @@ impl<S: Stream> ReadAt for PipeSource<S> {
     }
 
     fn traits(&self) -> Traits {
-        Traits { len: None, max_readers: 1, default_readers: 1, request_len: 8 << 20, merge_gap: 0 }
+        Traits {
+            len: None,
+            max_readers: 1,
+            first_readers: 1,
+            most_readers: 1,
+            request_len: 8 << 20,
+            merge_gap: 0,
+        }
     }
 
     fn read_at(

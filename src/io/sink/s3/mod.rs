@@ -317,7 +317,7 @@ impl WriteAt for S3Sink {
     }
 
     fn default_writers(&self) -> usize {
-        self.0.object.options.connections.min(self.max_writers())
+        self.0.object.options.connections.unwrap_or(usize::MAX).min(self.max_writers())
     }
 
     fn shows_early(&self) -> bool {

@@ -20,6 +20,10 @@ use reply::{Identity, Range};
 const HEAD_LEN: u64 = 1 << 20;
 /// Bytes a request: at 100 MB/s and 50 ms of latency it waits for a fourteenth of its time.
 const REQUEST_LEN: u64 = 64 << 20;
+/// Connections that a load begins with: what a server in the same rack has use for.
+const FIRST_CONNECTIONS: usize = 4;
+/// Connections that it may come to by itself: 100 MB/s each fill a network of 50 Gbit/s.
+const MOST_CONNECTIONS: usize = 64;
 /// Reading this much costs less than another request.
 const MERGE_GAP: u64 = 512 << 10;
 
@@ -133,7 +137,8 @@ impl ReadAt for HttpSource {
         Traits {
             len: self.identity.len,
             max_readers: self.options.max_connections,
-            default_readers: self.options.connections,
+            first_readers: self.options.connections.unwrap_or(FIRST_CONNECTIONS),
+            most_readers: self.options.connections.unwrap_or(MOST_CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
         }

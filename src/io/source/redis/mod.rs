@@ -259,7 +259,8 @@ impl ReadAt for RedisSource {
         Traits {
             len: Some(self.end),
             max_readers: self.options.max_connections,
-            default_readers: self.options.connections.min(CONNECTIONS),
+            first_readers: self.options.connections.unwrap_or(CONNECTIONS),
+            most_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
         }
@@ -306,6 +307,7 @@ impl ReadAt for RedisSource {
             }
             done += buffers.put(&bytes);
         }
+        cancel.moved(done as u64);
         Ok(done)
     }
 }

@@ -1,0 +1,251 @@
+//! How many workers a call should have: few at first, and more while they bring more.
+//!
+//! A pure function of samples. No threads, no clock.
+
+use std::time::Duration;
+
+/// With no byte yet for so long, the answer is far away, and twice as many are asked for. Local
+/// servers and disks have answered by then; the wait is short beside the latency of others.
+const SILENCE: Duration = Duration::from_millis(15);
+/// The shortest time over which a rate is measured: some time slices of a scheduler.
+const WINDOW: Duration = Duration::from_millis(50);
+/// Arrivals for each worker without which a rate is chance.
+const ARRIVALS: u64 = 4;
+/// How long new workers are waited for before a rate is measured without some of them.
+const SETTLE: Duration = Duration::from_millis(200);
+/// A rate must grow by this for twice the workers to be worth it, in percent. Rates over a window
+/// vary by less from one to the next.
+const GAIN: u64 = 15;
+/// CPUs that work for more than this much of a window have no time for more workers, in percent.
+const BUSY: u64 = 85;
+/// After this long more workers are tried again, and then after twice as long each time.
+const REST: Duration = Duration::from_secs(1);
+
+/// What is known at one moment. All but `running` and `heard` only grow.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sample {
+    /// Time since the call began.
+    pub at: Duration,
+    /// Bytes that have arrived.
+    pub bytes: u64,
+    /// How often some have.
+    pub arrivals: u64,
+    /// CPU time that the process has used.
+    pub cpu: Duration,
+    /// Workers at the moment.
+    pub running: usize,
+    /// Those of them that some bytes have reached.
+    pub heard: usize,
+}
+
+/// A number of workers, and the bytes a second that they brought.
+#[derive(Debug, Clone, Copy)]
+struct Level {
+    workers: usize,
+    rate: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Phase {
+    /// No byte has arrived; since the last step.
+    Silent(Duration),
+    /// The number has changed, then.
+    Settling(Duration),
+    /// A rate is measured, from this sample on.
+    Measuring(Sample),
+    /// The number stays until then.
+    Resting(Duration),
+}
+
+/// Finds the number of workers of one call.
+#[derive(Debug)]
+pub struct Pace {
+    wanted: usize,
+    most: usize,
+    cores: usize,
+    phase: Phase,
+    /// What half as many brought, while more are tried.
+    before: Option<Level>,
+    rest: Duration,
+}
+
+impl Pace {
+    /// Begins with `first` workers, of at most `most`, on so many CPUs.
+    pub fn new(first: usize, most: usize, cores: usize) -> Self {
+        let most = most.max(1);
+        Pace {
+            wanted: first.clamp(1, most),
+            most,
+            cores: cores.max(1),
+            phase: Phase::Silent(Duration::ZERO),
+            before: None,
+            rest: REST,
+        }
+    }
+
+    /// Takes note of a sample, and says how many workers there should be.
+    pub fn look(&mut self, now: &Sample) -> usize {
+        match self.phase {
+            Phase::Silent(since) if now.bytes == 0 => {
+                if now.at.saturating_sub(since) >= SILENCE {
+                    self.wanted = self.doubled();
+                    self.phase = Phase::Silent(now.at);
+                }
+            }
+            Phase::Silent(_) => self.phase = Phase::Settling(now.at),
+            Phase::Settling(since) => {
+                let complete = now.running == self.wanted && now.heard >= now.running;
+                if complete || now.at.saturating_sub(since) >= SETTLE {
+                    self.phase = Phase::Measuring(*now);
+                }
+            }
+            Phase::Measuring(from) => {
+                let time = now.at.saturating_sub(from.at);
+                let arrivals = now.arrivals.saturating_sub(from.arrivals);
+                let enough = ARRIVALS.saturating_mul(self.wanted as u64);
+                if time >= WINDOW && (arrivals >= enough || time >= SETTLE) {
+                    self.judge(&from, now, time);
+                }
+            }
+            Phase::Resting(until) if now.at >= until => self.phase = Phase::Measuring(*now),
+            Phase::Resting(_) => {}
+        }
+        self.wanted
+    }
+
+    /// Goes on, stays or goes back, by what a window has brought.
+    fn judge(&mut self, from: &Sample, now: &Sample, time: Duration) {
+        let bytes = u128::from(now.bytes.saturating_sub(from.bytes));
+        let rate = bytes * 1_000_000 / time.as_micros().max(1);
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX);
+        let cpu = now.cpu.saturating_sub(from.cpu);
+        let busy =
+            cpu.as_micros() * 100 >= time.as_micros() * self.cores as u128 * u128::from(BUSY);
+        if let Some(before) = self.before.take()
+            && u128::from(rate) * 100 < u128::from(before.rate) * u128::from(100 + GAIN)
+        {
+            self.wanted = before.workers;
+            return self.rest(now.at);
+        }
+        if busy || self.wanted == self.most {
+            return self.rest(now.at);
+        }
+        self.before = Some(Level { workers: self.wanted, rate });
+        self.wanted = self.doubled();
+        self.phase = Phase::Settling(now.at);
+    }
+
+    fn rest(&mut self, now: Duration) {
+        self.phase = Phase::Resting(now.saturating_add(self.rest));
+        self.rest = self.rest.saturating_mul(2);
+    }
+
+    fn doubled(&self) -> usize {
+        self.wanted.saturating_mul(2).min(self.most)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Something that answers after a while, and then brings bytes at a rate that depends on the
+    /// number of workers.
+    struct World<R: Fn(usize) -> f64> {
+        latency: Duration,
+        rate: R,
+        /// CPUs that are busy.
+        busy: f64,
+    }
+
+    impl<R: Fn(usize) -> f64> World<R> {
+        /// The numbers wanted, every 5 ms: those who are wanted are there at once, and have their
+        /// first bytes when the world has answered them.
+        fn run(&self, pace: &mut Pace, seconds: u64) -> Vec<usize> {
+            let (tick, mut now) = (Duration::from_millis(5), Sample::default());
+            let (mut bytes, mut started, mut found) = (0.0, Vec::new(), Vec::new());
+            for _ in 0..seconds * 200 {
+                let wanted = pace.look(&now);
+                started.resize(wanted, now.at);
+                found.push(wanted);
+                now.at += tick;
+                now.running = wanted;
+                now.heard = started.iter().filter(|&&at| at + self.latency <= now.at).count();
+                bytes += (self.rate)(now.heard) * tick.as_secs_f64();
+                now.bytes = bytes as u64;
+                now.arrivals += 4 * now.heard as u64;
+                now.cpu += tick.mul_f64(self.busy);
+            }
+            found
+        }
+    }
+
+    /// How long each number is kept, the longest first.
+    fn usual(found: &[usize]) -> usize {
+        let count = |number| found.iter().filter(|&&other| other == number).count();
+        found.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
+    }
+
+    #[test]
+    fn a_distant_server_has_many_before_it_answers() {
+        let world =
+            World { latency: Duration::from_millis(50), rate: |n| n as f64 * 1e8, busy: 0.3 };
+        let found = world.run(&mut Pace::new(4, 64, 2), 2);
+        assert_eq!(found.get(10), Some(&32), "{found:?}");
+        assert_eq!(found.last(), Some(&64));
+    }
+
+    #[test]
+    fn busy_cpus_get_no_more() {
+        let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
+        let found = world.run(&mut Pace::new(2, 64, 2), 5);
+        assert!(found.iter().all(|&wanted| wanted == 2), "{found:?}");
+        // On a machine with more of them, two workers that compute leave room for others.
+        let found = world.run(&mut Pace::new(2, 64, 16), 5);
+        assert_eq!(found.last(), Some(&64));
+    }
+
+    #[test]
+    fn what_has_not_helped_is_taken_back_and_tried_ever_less_often() {
+        for rate in [|_: usize| 1e9, |n: usize| 4e9 / n as f64] {
+            let world = World { latency: Duration::ZERO, rate, busy: 0.5 };
+            let found = world.run(&mut Pace::new(4, 64, 2), 30);
+            assert!(found.iter().all(|wanted| [4, 8].contains(wanted)), "{found:?}");
+            let more = found.iter().filter(|&&wanted| wanted == 8).count();
+            assert!(more * 20 < found.len(), "{more} of {}", found.len());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_stays_where_twice_as_many_bring_no_more(limit in 4usize..200, latency in 0u64..10) {
+            let latency = Duration::from_millis(latency);
+            let world = World { latency, rate: |n| n.min(limit) as f64 * 1e8, busy: 0.3 };
+            let number = usual(&world.run(&mut Pace::new(4, 64, 2), 10));
+            prop_assert!(number == 64 || number * 115 >= limit * 100, "{number}");
+            prop_assert!(number == 4 || number / 2 * 115 <= limit * 100, "{number}");
+        }
+
+        #[test]
+        fn whatever_is_seen_the_number_is_in_its_bounds(
+            first in 0usize..100,
+            most in 0usize..100,
+            samples in proptest::collection::vec(any::<[u32; 6]>(), 0..200),
+        ) {
+            let mut pace = Pace::new(first, most, 0);
+            let mut now = Sample::default();
+            for [at, bytes, arrivals, cpu, running, heard] in samples {
+                now.at += Duration::from_micros(u64::from(at >> 8));
+                now.bytes += u64::from(bytes);
+                now.arrivals += u64::from(arrivals >> 24);
+                now.cpu += Duration::from_micros(u64::from(cpu >> 8));
+                now.running = running as usize % 128;
+                now.heard = heard as usize % 128;
+                let wanted = pace.look(&now);
+                prop_assert!((1..=most.max(1)).contains(&wanted));
+            }
+        }
+    }
+}
