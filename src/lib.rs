@@ -53,36 +53,53 @@
 
 mod api;
 pub mod cancel;
-pub mod codec;
-pub mod engine;
-pub mod environment;
 pub mod error;
 pub mod format;
-pub mod io;
-pub mod mem;
 pub mod stats;
 mod sys;
 
+// What the torch operators and the Python module are made of. No promises to anybody else.
+#[doc(hidden)]
+pub mod codec;
+#[doc(hidden)]
+pub mod engine;
+#[doc(hidden)]
+pub mod environment;
+#[doc(hidden)]
+pub mod io;
+#[doc(hidden)]
+pub mod mem;
+
 pub use half;
 
+#[doc(hidden)]
 pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
+#[doc(hidden)]
 pub use api::headers::read_headers;
 pub use api::load::{LoadOptions, load, load_into, load_into_uninit};
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
+#[doc(hidden)]
 pub use api::snapshot::snapshot;
 pub use api::tensor::{Element, Tensor};
 pub use api::typed::write;
+#[doc(hidden)]
 pub use api::verify::matches_header;
 pub use cancel::{Cancel, Never};
+pub use codec::KeptHeader;
+#[doc(inline)]
 pub use codec::crypt;
 pub use codec::hash::Verify;
 pub use engine::write::{HostCopy, Origin as Data};
 pub use error::{Error, Result};
 pub use format::header::Hashes;
 #[cfg(any(feature = "http", feature = "redis"))]
+#[doc(inline)]
 pub use io::net;
+#[doc(inline)]
 pub use io::{sink, source};
+#[doc(hidden)]
 pub use mem::device;
+pub use mem::{Buffers, HostBuffer};
 pub use sys::cpu_count;

@@ -54,7 +54,7 @@ impl Block {
     }
 }
 
-/// Where tensors of [`SMALL`] bytes and more lie.
+/// Where tensors lie that share no block with small ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Large {
     /// In one block, which gives the memory of each back as it goes.
