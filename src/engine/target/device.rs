@@ -25,6 +25,9 @@ pub const LONG_REQUEST: u64 = 8 << 20;
 /// The most segments of a batch: more than fit into a staging buffer.
 const MAX_SEGMENTS: usize = 64 << 10;
 
+/// Opens a source once more, for one reader.
+pub type Reopen<'r> = dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync + 'r;
+
 /// Where on a device the tensors of a load go.
 pub struct OnDevice<'d> {
     /// Blocks of its memory.
@@ -38,7 +41,7 @@ pub struct OnDevice<'d> {
     /// The device's staging buffers.
     pub pool: &'d Pool,
     /// How a reader goes around the page cache, if it is to.
-    pub around_the_cache: &'d (dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync),
+    pub around_the_cache: &'d Reopen<'d>,
     /// A file that the device reads by itself.
     pub direct: Option<&'d Direct<'d>>,
 }
