@@ -45,25 +45,25 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
         return tensors.iter().map(|(header, data)| digest(header, data, false)).collect();
     }
     let mut shas: Vec<Option<[u8; 32]>> = vec![None; tensors.len()];
-    let mut lanes: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
+    let mut pair: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
     let mut queue = tensors.iter().enumerate();
     loop {
-        for lane in &mut lanes {
-            if let Some((at, sha, rest)) = lane.take_if(|(_, _, rest)| rest.is_empty()) {
+        for one in &mut pair {
+            if let Some((at, sha, rest)) = one.take_if(|(_, _, rest)| rest.is_empty()) {
                 debug_assert!(rest.is_empty());
                 if let Some(slot) = shas.get_mut(at) {
                     *slot = Some(sha.finish());
                 }
             }
-            if lane.is_none() {
-                *lane = queue.next().map(|(at, (header, data))| {
+            if one.is_none() {
+                *one = queue.next().map(|(at, (header, data))| {
                     let mut sha = Sha256::default();
                     sha.update(header);
                     (at, sha, *data)
                 });
             }
         }
-        match &mut lanes {
+        match &mut pair {
             [Some((_, first, a)), Some((_, second, b))] => {
                 [*a, *b] = Sha256::update_pair([first, second], [a, b]);
                 // The longer one goes on beside the next tensor, unless there is none.

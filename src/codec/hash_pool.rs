@@ -23,7 +23,7 @@ const IDLE: Duration = Duration::from_millis(20);
 /// The tensors of one call that are hashed piece by piece. Pieces are kept until they were hashed.
 pub struct HashPool<B> {
     /// None for tensors that are not hashed here, which may be many.
-    lanes: Vec<Option<Box<Mutex<Lane<B>>>>>,
+    states: Vec<Option<Box<Mutex<State<B>>>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
     sha: bool,
@@ -36,7 +36,7 @@ struct Queue {
 }
 
 /// One tensor.
-struct Lane<B> {
+struct State<B> {
     data_len: u64,
     /// Absent until the header is known, and while a thread is hashing.
     work: Option<Work<B>>,
@@ -90,10 +90,10 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     /// Without `sha`, only the CRC-32 is computed, and nothing is left for a queue to do.
     pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
         let mut unfinished = 0;
-        let lanes = data_lens.map(|data_len| {
+        let states = data_lens.map(|data_len| {
             let data_len = data_len?;
             unfinished += 1;
-            Some(Box::new(Mutex::new(Lane {
+            Some(Box::new(Mutex::new(State {
                 data_len,
                 work: None,
                 crc: crc32fast::Hasher::new(),
@@ -101,73 +101,73 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 next: 0,
             })))
         });
-        let lanes = lanes.collect();
+        let states = states.collect();
         let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
-        HashPool { lanes, queue, changed: Condvar::new(), sha }
+        HashPool { states, queue, changed: Condvar::new(), sha }
     }
 
-    fn lane(&self, tensor: usize) -> Option<&Mutex<Lane<B>>> {
-        self.lanes.get(tensor)?.as_deref()
+    fn state(&self, tensor: usize) -> Option<&Mutex<State<B>>> {
+        self.states.get(tensor)?.as_deref()
     }
 
     /// Brings a header's covered bytes.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
-        let Some(lane) = self.lane(tensor) else { return };
-        let mut lane = locked(lane);
-        lane.crc.update(bytes);
+        let Some(state) = self.state(tensor) else { return };
+        let mut state = locked(state);
+        state.crc.update(bytes);
         let mut sha = Sha256::default();
         if self.sha {
             sha.update(bytes);
         }
-        self.park(tensor, Work { sha, piece: None, done: 0 }, &mut lane);
+        self.park(tensor, Work { sha, piece: None, done: 0 }, &mut state);
     }
 
     /// Brings the data from `start` on.
     pub fn data(&self, tensor: usize, start: u64, piece: B) {
-        let Some(lane) = self.lane(tensor) else { return };
+        let Some(state) = self.state(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(piece.as_ref());
-        let mut lane = locked(lane);
+        let mut state = locked(state);
         let len = piece.as_ref().len() as u64;
         // Memory that nobody needs any more may be what others wait for.
         let bytes = self.sha.then_some(piece);
-        lane.waiting.insert(start, Piece { len, crc, bytes });
-        if start == lane.next
-            && let Some(work) = lane.work.take_if(|work| work.left() == 0)
+        state.waiting.insert(start, Piece { len, crc, bytes });
+        if start == state.next
+            && let Some(work) = state.work.take_if(|work| work.left() == 0)
         {
-            self.park(tensor, work, &mut lane);
+            self.park(tensor, work, &mut state);
         }
     }
 
     /// Puts work down: into the queue if there are bytes to hash, or if all of them were.
-    fn park(&self, tensor: usize, mut work: Work<B>, lane: &mut Lane<B>) {
+    fn park(&self, tensor: usize, mut work: Work<B>, state: &mut State<B>) {
         if work.left() == 0 {
             work.piece = None;
-            while let Some(piece) = lane.waiting.remove(&lane.next) {
-                lane.crc.combine(&piece.crc);
-                lane.next += piece.len;
+            while let Some(piece) = state.waiting.remove(&state.next) {
+                state.crc.combine(&piece.crc);
+                state.next += piece.len;
                 if piece.bytes.is_some() {
                     (work.piece, work.done) = (piece.bytes, 0);
                     break;
                 }
             }
-            if work.left() == 0 && lane.next < lane.data_len {
-                lane.work = Some(work);
+            if work.left() == 0 && state.next < state.data_len {
+                state.work = Some(work);
                 return;
             }
         }
-        lane.work = Some(work);
+        state.work = Some(work);
         locked(&self.queue).ready.push_back(tensor);
         self.changed.notify_one();
     }
 
     fn work(&self, tensor: usize) -> Option<(usize, Work<B>)> {
-        Some((tensor, locked(self.lane(tensor)?).work.take()?))
+        Some((tensor, locked(self.state(tensor)?).work.take()?))
     }
 
     /// Leaves a tensor out, of which no header was brought.
     pub fn skip(&self, tensor: usize) {
-        if self.lane(tensor).is_some() {
+        if self.state(tensor).is_some() {
             locked(&self.queue).unfinished -= 1;
             self.changed.notify_all();
         }
@@ -248,18 +248,18 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             }
         }
         for (tensor, work) in works {
-            let Some(lane) = self.lane(tensor) else { continue };
-            let mut lane = locked(lane);
-            if work.left() == 0 && lane.next == lane.data_len {
-                let crc = lane.crc.clone().finalize();
-                drop(lane);
+            let Some(state) = self.state(tensor) else { continue };
+            let mut state = locked(state);
+            if work.left() == 0 && state.next == state.data_len {
+                let crc = state.crc.clone().finalize();
+                drop(state);
                 // Who waits until the bytes were let go is told below.
                 drop(work.piece);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
                 locked(&self.queue).unfinished -= 1;
                 self.changed.notify_all();
             } else {
-                self.park(tensor, work, &mut lane);
+                self.park(tensor, work, &mut state);
             }
         }
     }

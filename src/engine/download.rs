@@ -31,7 +31,7 @@ impl Downloader<'_> {
         mut each: impl FnMut(u64, Filled<'static>) -> Result<()>,
     ) -> Result<()> {
         let pool = Pool::of(&from.device)?;
-        let (end, step) = (range.end, pool.unit_len());
+        let (end, step) = (range.end, pool.buffer_len());
         let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
             let now = step.min(end - at);
             self.counters

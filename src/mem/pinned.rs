@@ -1,12 +1,12 @@
 //! Host memory through which bytes go to and from a device.
 //!
-//! One pool serves each device. Its units are leased, filled, copied from while the host
+//! One pool serves each device. Its buffers are leased, filled, copied from while the host
 //! goes on, and come back by themselves when the event after the copies has passed: nobody waits
-//! for a copy unless the pool is used up. Memory is taken in segments as it is needed, up to a
+//! for a copy unless the pool is used up. Memory is taken in slabs as it is needed, up to a
 //! limit, pinned for the device, and kept for the next load.
 
+mod buffers;
 mod lease;
-mod units;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,38 +21,38 @@ use crate::environment::PINNED_MB;
 use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
-use units::{POLL, State, Unit, Units};
+use buffers::{Buffer, Inner, POLL, State};
 
-/// Bytes of a unit: so long that starting a copy costs nothing beside it (a bus of 55 GB/s takes
-/// 76 µs), so short that the units in use stay in a processor's last cache.
-pub const UNIT_LEN: usize = 4 << 20;
-/// Units that are allocated and pinned together: 32 MiB, of which a reader has the most when
+/// Bytes of a buffer: so long that starting a copy costs nothing beside it (a bus of 55 GB/s takes
+/// 76 µs), so short that the buffers in use stay in a processor's last cache.
+pub const BUFFER_LEN: usize = 4 << 20;
+/// Buffers that are allocated and pinned together: 32 MiB, of which a reader has the most when
 /// readers need them at the same time, and far below what drivers refuse to pin at once.
-const SEGMENT_UNITS: usize = 8;
+const SLAB_BUFFERS: usize = 8;
 /// A part of a file may need this many at once.
-pub const MIN_UNITS: usize = 4;
-/// With so many units on their way (64 MiB, or 1.2 ms of a bus of 55 GB/s), more would not make the
+pub const MIN_BUFFERS: usize = 4;
+/// With so many buffers on their way (64 MiB, or 1.2 ms of a bus of 55 GB/s), more would not make the
 /// bus faster: then whoever needs one waits, instead of taking more memory.
 const PLENTY: usize = 16;
 /// How often a reader that waits for others looks whether its call was given up.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// Units of host memory, shared by all loads to and saves from one device: who waits for another
+/// Staging buffers, shared by all loads to and saves from one device: who waits for another
 /// device's copies could wait for ever, for these may wait for what comes after the load.
 pub struct Pool {
-    units: Units,
+    inner: Inner,
 }
 
-/// A place in the queue for units: who came first is served first.
+/// A place in the queue for buffers: who came first is served first.
 pub struct Ticket<'p> {
     pool: &'p Pool,
     number: u64,
 }
 
 impl Pool {
-    /// A pool of at most so many units.
-    pub fn new(unit_len: usize, limit: usize) -> Self {
-        Pool { units: Units::new(unit_len, limit) }
+    /// A pool of at most so many buffers.
+    pub fn new(buffer_len: usize, limit: usize) -> Self {
+        Pool { inner: Inner::new(buffer_len, limit) }
     }
 
     /// The pool of a device, which lives as long as the process.
@@ -62,7 +62,7 @@ impl Pool {
         if let Some((_, pool)) = pools.iter().find(|(name, _)| name == device.name()) {
             return Ok(pool);
         }
-        let pool: &Pool = Box::leak(Box::new(Pool::new(UNIT_LEN, units_of(limit))));
+        let pool: &Pool = Box::leak(Box::new(Pool::new(BUFFER_LEN, buffers_of(limit))));
         pools.push((device.name().to_owned(), pool));
         Ok(pool)
     }
@@ -82,28 +82,28 @@ impl Pool {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.units.state()
+        self.inner.state()
     }
 
-    /// Bytes of a unit.
-    pub fn unit_len(&self) -> usize {
-        self.units.len
+    /// Bytes of a buffer.
+    pub fn buffer_len(&self) -> usize {
+        self.inner.len
     }
 
-    /// The most units that a lease can have.
+    /// The most buffers that a lease can have.
     pub fn limit(&self) -> usize {
         self.state().limit
     }
 
-    /// Sets the most bytes that the pool may take, at least one unit.
+    /// Sets the most bytes that the pool may take, at least one buffer.
     pub fn set_limit(&self, bytes: u64) {
-        self.state().limit = units_of(bytes);
+        self.state().limit = buffers_of(bytes);
         self.release();
     }
 
     /// Bytes of host memory that the pool has.
     pub fn size(&self) -> usize {
-        self.state().made * self.units.len
+        self.state().made * self.inner.len
     }
 
     /// Whether memory could not be pinned, so that copies are slower.
@@ -117,18 +117,19 @@ impl Pool {
         // A device that was lost is told of by the next load.
         let _ = state.reap();
         let mut idle: HashMap<usize, usize> = HashMap::new();
-        for unit in &state.free {
-            *idle.entry(unit.segment.base()).or_default() += 1;
+        for buffer in &state.free {
+            *idle.entry(buffer.slab.base()).or_default() += 1;
         }
-        let whole =
-            |unit: &Unit| idle.get(&unit.segment.base()) == Some(&Arc::strong_count(&unit.segment));
-        let (unused, kept): (Vec<Unit>, Vec<Unit>) =
+        let whole = |buffer: &Buffer| {
+            idle.get(&buffer.slab.base()) == Some(&Arc::strong_count(&buffer.slab))
+        };
+        let (unused, kept): (Vec<Buffer>, Vec<Buffer>) =
             std::mem::take(&mut state.free).into_iter().partition(whole);
         state.free = kept;
         state.made -= unused.len();
         state.pageable = state.pageable && state.made > 0;
         drop(state);
-        unused.len() * self.units.len
+        unused.len() * self.inner.len
     }
 
     /// Takes a place in the queue.
@@ -140,40 +141,40 @@ impl Pool {
         Ticket { pool: self, number }
     }
 
-    /// Units that are there at once, if nobody waits for them.
-    pub fn try_lease(&self, units: usize) -> Option<Lease<'_>> {
+    /// Buffers that are there at once, if nobody waits for them.
+    pub fn try_lease(&self, buffers: usize) -> Option<Lease<'_>> {
         let mut state = self.state();
         if !state.waiting.is_empty() || state.reap().is_err() {
             return None;
         }
-        let units = state.take(units)?;
-        Some(Lease::new(&self.units, units))
+        let buffers = state.take(buffers)?;
+        Some(Lease::new(&self.inner, buffers))
     }
 
-    /// Makes more units; false if there may be no more. Who needs more than the limit at once gets
+    /// Makes more buffers; false if there may be no more. Who needs more than the limit at once gets
     /// them all the same: the limit may have been lowered since its parts were planned.
-    fn grow(&self, units: usize, device: &Arc<dyn Device>) -> Result<bool> {
+    fn grow(&self, buffers: usize, device: &Arc<dyn Device>) -> Result<bool> {
         let count = {
             let mut state = self.state();
-            let count = state.limit.max(units).saturating_sub(state.made).min(SEGMENT_UNITS);
+            let count = state.limit.max(buffers).saturating_sub(state.made).min(SLAB_BUFFERS);
             state.made += count;
             count
         };
         if count == 0 {
             return Ok(false);
         }
-        let made = self.units.segment(count, device);
+        let made = self.inner.slab(count, device);
         let mut state = self.state();
         match made {
-            Ok(units) => {
-                state.pageable |= units.iter().any(|unit| !unit.segment.is_pinned());
-                state.free.extend(units);
+            Ok(buffers) => {
+                state.pageable |= buffers.iter().any(|buffer| !buffer.slab.is_pinned());
+                state.free.extend(buffers);
                 Ok(true)
             }
             Err(error) => {
                 state.made -= count;
                 // Who has less than was allowed goes on with that.
-                if state.made >= units { Ok(false) } else { Err(error) }
+                if state.made >= buffers { Ok(false) } else { Err(error) }
             }
         }
     }
@@ -193,27 +194,27 @@ fn limit() -> Result<u64> {
     }
 }
 
-fn units_of(bytes: u64) -> usize {
-    usize::try_from(bytes / UNIT_LEN as u64).unwrap_or(usize::MAX).max(MIN_UNITS)
+fn buffers_of(bytes: u64) -> usize {
+    usize::try_from(bytes / BUFFER_LEN as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
 }
 
 impl<'p> Ticket<'p> {
-    /// Waits for units.
+    /// Waits for buffers.
     ///
     /// Whoever waits must not hold a lease that somebody who waits before needs to be given back.
     pub fn lease(
         self,
-        units: usize,
+        buffers: usize,
         device: &Arc<dyn Device>,
         cancel: &dyn Cancel,
     ) -> Result<Lease<'p>> {
-        self.lease_or(units, device, &|| Ok(false), cancel)
+        self.lease_or(buffers, device, &|| Ok(false), cancel)
     }
 
     /// The same; as long as it waits it calls `idle`, which says whether it found something to do.
     pub fn lease_or(
         self,
-        units: usize,
+        buffers: usize,
         device: &Arc<dyn Device>,
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
@@ -224,13 +225,13 @@ impl<'p> Ticket<'p> {
                 let mut state = pool.state();
                 if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
                     state.reap()?;
-                    if let Some(units) = state.take(units) {
-                        return Ok(Lease::new(&pool.units, units));
+                    if let Some(buffers) = state.take(buffers) {
+                        return Ok(Lease::new(&pool.inner, buffers));
                     }
-                    let under_way: usize = state.in_flight.iter().map(|f| f.units.len()).sum();
+                    let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
                     let quiet = under_way == 0;
                     drop(state);
-                    if under_way < PLENTY && pool.grow(units, device)? {
+                    if under_way < PLENTY && pool.grow(buffers, device)? {
                         continue;
                     }
                     if quiet { IDLE } else { POLL }

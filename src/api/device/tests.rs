@@ -82,7 +82,7 @@ fn file(lens: &[usize], options: SaveOptions) -> Files {
 struct Schedule {
     seed: u64,
     units: usize,
-    unit_len: usize,
+    buffer_len: usize,
     readers: usize,
     verify: Verify,
     apart: bool,
@@ -123,7 +123,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let mut memory = Memory::new(&planned.block_lens());
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
     let device: Arc<dyn Device> = fake.clone();
-    let pool = Pool::new(schedule.unit_len, schedule.units);
+    let pool = Pool::new(schedule.buffer_len, schedule.units);
     let to = Destination {
         device: &device,
         consumer: Consumer(0),
@@ -179,7 +179,7 @@ fn a_thousand_random_schedules() {
         let schedule = Schedule {
             seed,
             units: 4 + random.below(12) as usize,
-            unit_len: if large { 256 << 10 } else { 64 << random.below(8) },
+            buffer_len: if large { 256 << 10 } else { 64 << random.below(8) },
             readers: 1 + random.below(6) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][random.below(3) as usize],
             apart: random.one_in(2),
@@ -281,7 +281,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
         let schedule = |flipped| Schedule {
             seed,
             units: 4 + (seed % 3) as usize,
-            unit_len: 4 << 20,
+            buffer_len: 4 << 20,
             readers: 1 + (seed % 5) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize],
             apart: seed % 2 == 0,

@@ -59,7 +59,7 @@ impl OnDevice<'_> {
             SegmentKind::Header { tensor } => {
                 let Place { block, .. } = *self.places.get(tensor).ok_or_else(bug)?;
                 // What does not fit into a staging buffer goes nowhere.
-                let fits = segment.len <= self.pool.unit_len() as u64;
+                let fits = segment.len <= self.pool.buffer_len() as u64;
                 let image = self.blocks.get(block).filter(|_| fits);
                 let offset = image.and_then(|image| image.find(file, position, segment.len));
                 Ok(offset.map(|offset| Place { block, offset }))
@@ -84,7 +84,7 @@ impl<'d> Target for OnDevice<'d> {
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
     fn limits(&self, source: &Traits, readers: Crew, decrypts: bool) -> Limits {
-        let (buffer, limit) = (self.pool.unit_len() as u64, self.pool.limit() as u64);
+        let (buffer, limit) = (self.pool.buffer_len() as u64, self.pool.limit() as u64);
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let long = source.request_len > LONG_REQUEST;
         let buffers = if long { (source.request_len / buffer).clamp(1, most) } else { 1 };
@@ -99,7 +99,7 @@ impl<'d> Target for OnDevice<'d> {
 
     /// A piece of encryption, or what suits the buffers.
     fn unit(&self) -> u64 {
-        PIECE_LEN.min(self.pool.unit_len() as u64 / 2).max(1)
+        PIECE_LEN.min(self.pool.buffer_len() as u64 / 2).max(1)
     }
 
     fn takes_steps(&self) -> bool {
@@ -128,7 +128,7 @@ impl<'d> Target for OnDevice<'d> {
     ) -> Result<Buffered<'d>> {
         let unit = usize::try_from(self.unit()).map_err(|_| Error::Bug("a unit".to_owned()))?;
         let place = |segment: &Segment, position| self.place(batch.file, segment, position);
-        let staging = stage(&batch, self.pool.unit_len(), unit, place)?;
+        let staging = stage(&batch, self.pool.buffer_len(), unit, place)?;
         let passing = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let passing = passing.map(|staged| staged.len).sum();
         let passing = zeroed(passing, || "headers of tensors".to_owned())?;
@@ -172,7 +172,7 @@ impl Buffered<'_> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
         // What is left of each buffer, and where that begins.
         let mut buffers: Vec<(usize, &mut [u8])> =
-            self.lease.units().into_iter().map(|unit| (0, unit)).collect();
+            self.lease.buffers().into_iter().map(|unit| (0, unit)).collect();
         let mut passing = &mut *self.passing;
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {

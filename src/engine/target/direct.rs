@@ -62,7 +62,7 @@ impl<'d> Direct<'d> {
         let Some((tensor, extent)) = largest.filter(|(_, extent)| extent.data_len > 0) else {
             return Ok(true);
         };
-        let most = TRIED.min(pool.unit_len());
+        let most = TRIED.min(pool.buffer_len());
         let len = usize::try_from(extent.data_len).unwrap_or(usize::MAX).min(most);
         if !self.read(tensor, 0, len, extent.data_offset)? {
             return Ok(false);
@@ -75,7 +75,7 @@ impl<'d> Direct<'d> {
         let what = || "tensors".to_owned();
         let mut buffers = Buffers::of(&mut plain);
         read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
-        Ok(lease.units().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
+        Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 
     fn place(&self, tensor: usize, start: u64) -> Result<(&'d DeviceMemory, usize)> {

@@ -7,7 +7,7 @@ use super::item::Item;
 use super::origin::Origin;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Extent, Limits, SegmentKind, partition};
-use crate::mem::pinned::UNIT_LEN;
+use crate::mem::pinned::BUFFER_LEN;
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
 const BATCH_LEN: u64 = 4 << 20;
@@ -52,7 +52,7 @@ pub fn jobs(items: &[Item<'_>], in_turns: usize) -> Vec<Job> {
         }
         let alone = match &item.origin {
             Origin::Deferred(_) => Job::Deferred(tensor),
-            Origin::Device(bytes) if bytes.memory.size() > UNIT_LEN => Job::Device(tensor),
+            Origin::Device(bytes) if bytes.memory.size() > BUFFER_LEN => Job::Device(tensor),
             Origin::Device(_) => Job::DeviceGroup(tensor..group_end(items, tensor)),
             Origin::Bytes(_) if in_turns > 1 && item.entry.data_len >= TURN_LEN => {
                 jobs.jobs.extend(in_memory(first..tensor));
@@ -119,7 +119,7 @@ fn group_end(items: &[Item<'_>], first: usize) -> usize {
         let Origin::Device(bytes) = &item.origin else { break };
         let name = bytes.device.name();
         used += bytes.memory.size().next_multiple_of(crate::mem::ALIGNMENT);
-        if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > UNIT_LEN) {
+        if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > BUFFER_LEN) {
             break;
         }
         end = Some((item.entry.end(), name));

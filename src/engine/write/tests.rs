@@ -21,7 +21,7 @@ use crate::format::name::Name;
 use crate::io::sink::{FileSink, WriteAt};
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
-use crate::mem::pinned::{Pool, UNIT_LEN};
+use crate::mem::pinned::{BUFFER_LEN, Pool};
 
 /// Where a tensor of the test is.
 #[derive(Clone, Copy, PartialEq)]
@@ -39,8 +39,8 @@ const LENS: [(From, usize); 16] = [
     (From::Device, 0),
     (From::Device, 100),
     (From::Device, 1_500_000),
-    (From::Device, UNIT_LEN),
-    (From::Device, UNIT_LEN + 1),
+    (From::Device, BUFFER_LEN),
+    (From::Device, BUFFER_LEN + 1),
     (From::Memory, 0),
     (From::Memory, 20 << 20),
     (From::Deferred, 5_000_000),

@@ -1,14 +1,14 @@
 //! What all servers have in common: options, tries, and the threads' connections.
 
-mod lanes;
+mod connections;
 mod options;
 mod retry;
 #[cfg(feature = "s3")]
 pub mod s3;
 
 #[cfg(feature = "s3")]
-pub(crate) use lanes::EventLoop;
-pub(crate) use lanes::{Lane, Lanes};
+pub(crate) use connections::EventLoop;
+pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub use options::{NetOptions, Trust};
 pub(crate) use retry::{Failure, Tries};
 

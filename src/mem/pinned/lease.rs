@@ -1,19 +1,19 @@
-//! Units that one reader or writer has for a while. One of the few doors to `unsafe`.
+//! Inner that one reader or writer has for a while. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::thread;
 
-use super::units::{Flight, POLL, Unit, Units};
+use super::buffers::{Buffer, Flight, Inner, POLL};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, Stream};
 
-/// Units that one reader or writer has.
+/// Inner that one reader or writer has.
 pub struct Lease<'p> {
-    pool: &'p Units,
-    units: Vec<Unit>,
-    /// On which copies from or to these units are under way.
+    pool: &'p Inner,
+    buffers: Vec<Buffer>,
+    /// On which copies from or to these buffers are under way.
     stream: Option<Arc<dyn Stream>>,
     /// Passes when they have ended.
     event: Option<Box<dyn Event>>,
@@ -23,38 +23,39 @@ pub struct Lease<'p> {
 unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
-    pub(super) fn new(pool: &'p Units, units: Vec<Unit>) -> Self {
-        Lease { pool, units, stream: None, event: None }
+    pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>) -> Self {
+        Lease { pool, buffers, stream: None, event: None }
     }
 
-    /// The bytes of each unit; none while copies are under way.
-    pub fn units(&mut self) -> Vec<&mut [u8]> {
+    /// The bytes of each buffer; none while copies are under way.
+    pub fn buffers(&mut self) -> Vec<&mut [u8]> {
         if self.stream.is_some() {
             return Vec::new();
         }
         let len = self.pool.len;
-        let units = self.units.iter_mut().map(|unit| {
-            // SAFETY: the unit's own initialised bytes, borrowed exclusively through it; no copy
+        let buffers = self.buffers.iter_mut().map(|buffer| {
+            // SAFETY: the buffer's own initialised bytes, borrowed exclusively through it; no copy
             // is under way.
-            unsafe { std::slice::from_raw_parts_mut(unit.start.as_ptr(), len) }
+            unsafe { std::slice::from_raw_parts_mut(buffer.start.as_ptr(), len) }
         });
-        units.collect()
+        buffers.collect()
     }
 
-    /// Bytes of a unit, also while copies from it are under way.
-    pub fn bytes(&self, unit: usize, at: usize, len: usize) -> Option<&[u8]> {
-        let start = self.range(unit, at, len).ok()?;
-        // SAFETY: initialised bytes of the unit (`range`). Nobody writes to them: `units` borrows the
+    /// Bytes of a buffer, also while copies from it are under way.
+    pub fn bytes(&self, buffer: usize, at: usize, len: usize) -> Option<&[u8]> {
+        let start = self.range(buffer, at, len).ok()?;
+        // SAFETY: initialised bytes of the buffer (`range`). Nobody writes to them: `buffers` borrows the
         // lease exclusively, and so do downloads, which are waited for by whoever wants the bytes.
         Some(unsafe { std::slice::from_raw_parts(start, len) })
     }
 
-    fn range(&self, unit: usize, at: usize, len: usize) -> Result<*mut u8> {
+    fn range(&self, buffer: usize, at: usize, len: usize) -> Result<*mut u8> {
         let inside = at.checked_add(len).is_some_and(|end| end <= self.pool.len);
-        let unit = self.units.get(unit).filter(|_| inside);
-        let unit = unit.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a unit")))?;
-        // SAFETY: `at` lies in the unit, as checked above.
-        Ok(unsafe { unit.start.as_ptr().add(at) })
+        let buffer = self.buffers.get(buffer).filter(|_| inside);
+        let buffer =
+            buffer.ok_or_else(|| Error::Bug(format!("{len} bytes at {at} of a buffer")))?;
+        // SAFETY: `at` lies in the buffer, as checked above.
+        Ok(unsafe { buffer.start.as_ptr().add(at) })
     }
 
     fn begin(&mut self, stream: &Arc<dyn Stream>) -> Result<()> {
@@ -68,32 +69,32 @@ impl<'p> Lease<'p> {
         }
     }
 
-    /// Begins to copy bytes of a unit to `offset` of a device's memory. From now on, all copies
+    /// Begins to copy bytes of a buffer to `offset` of a device's memory. From now on, all copies
     /// of this lease are of this stream.
     pub fn upload(
         &mut self,
         stream: &Arc<dyn Stream>,
-        (unit, at, len): (usize, usize, usize),
+        (buffer, at, len): (usize, usize, usize),
         to: &DeviceMemory,
         offset: usize,
     ) -> Result<()> {
-        let from = self.range(unit, at, len)?;
+        let from = self.range(buffer, at, len)?;
         let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
         self.begin(stream)?;
-        // SAFETY: the host's range is in a unit, which is not touched and not given away before
-        // an event has passed (`units`, `drop`); the device's is what `DeviceMemory` promises.
+        // SAFETY: the host's range is in a buffer, which is not touched and not given away before
+        // an event has passed (`buffers`, `drop`); the device's is what `DeviceMemory` promises.
         unsafe { stream.upload(to, from, len) }
     }
 
-    /// Begins to copy from `offset` of a device's memory into a unit.
+    /// Begins to copy from `offset` of a device's memory into a buffer.
     pub fn download(
         &mut self,
         stream: &Arc<dyn Stream>,
-        (unit, at, len): (usize, usize, usize),
+        (buffer, at, len): (usize, usize, usize),
         from: &DeviceMemory,
         offset: usize,
     ) -> Result<()> {
-        let to = self.range(unit, at, len)?;
+        let to = self.range(buffer, at, len)?;
         let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
         self.begin(stream)?;
         // SAFETY: as for `upload`.
@@ -123,36 +124,36 @@ impl<'p> Lease<'p> {
         Ok(())
     }
 
-    /// Waits for the copies that were begun, and gives the first bytes of the first unit to be
+    /// Waits for the copies that were begun, and gives the first bytes of the first buffer to be
     /// read.
     pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
-        Ok(Filled { pool: self.pool, units: std::mem::take(&mut self.units), len })
+        Ok(Filled { pool: self.pool, buffers: std::mem::take(&mut self.buffers), len })
     }
 }
 
 /// Bytes that came from a device. Nobody writes to them as long as this value lives.
 pub struct Filled<'p> {
-    pool: &'p Units,
+    pool: &'p Inner,
     /// At least one. No copy is under way.
-    units: Vec<Unit>,
+    buffers: Vec<Buffer>,
     len: usize,
 }
 
 impl AsRef<[u8]> for Filled<'_> {
     fn as_ref(&self) -> &[u8] {
-        let Some(unit) = self.units.first() else { return &[] };
-        // SAFETY: initialised bytes of the unit's own, no more than it has (`Lease::filled`); this
-        // value has the unit, and gives nobody a way to write to them.
-        unsafe { std::slice::from_raw_parts(unit.start.as_ptr(), self.len) }
+        let Some(buffer) = self.buffers.first() else { return &[] };
+        // SAFETY: initialised bytes of the buffer's own, no more than it has (`Lease::filled`); this
+        // value has the buffer, and gives nobody a way to write to them.
+        unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Filled<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        state.free.append(&mut self.units);
+        state.free.append(&mut self.buffers);
         state.wake_first();
     }
 }
@@ -163,7 +164,7 @@ fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        let units = std::mem::take(&mut self.units);
+        let buffers = std::mem::take(&mut self.buffers);
         // Recorded before the lock is taken: that may take long.
         let ended = match self.stream.take() {
             None => Ok(None),
@@ -174,9 +175,11 @@ impl Drop for Lease<'_> {
         };
         let mut state = self.pool.state();
         match ended {
-            Ok(None) => state.free.extend(units),
-            Ok(Some((event, stream))) => state.in_flight.push_back(Flight { event, stream, units }),
-            Err(_) => state.abandon(units),
+            Ok(None) => state.free.extend(buffers),
+            Ok(Some((event, stream))) => {
+                state.in_flight.push_back(Flight { event, stream, buffers })
+            }
+            Err(_) => state.abandon(buffers),
         }
         state.wake_first();
     }

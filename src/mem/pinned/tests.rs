@@ -23,7 +23,7 @@ fn memory_grows_with_need_and_is_given_back() {
     assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
     assert!(pool.try_lease(1).is_none());
     drop(second);
-    // The first segment is still in use.
+    // The first slab is still in use.
     assert_eq!(pool.release(), 12 * 4096);
     drop(first);
     assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
@@ -65,9 +65,9 @@ fn units_are_used_again_only_after_their_copies() {
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
     for number in 0..200usize {
         let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
-        lease.units()[0].fill(u8::try_from(number).unwrap());
+        lease.buffers()[0].fill(u8::try_from(number).unwrap());
         lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
-        assert!(lease.units().is_empty(), "nobody touches what is being copied");
+        assert!(lease.buffers().is_empty(), "nobody touches what is being copied");
     }
     stream.finish().unwrap();
     assert_eq!(fake.under_way(), 0);
@@ -83,8 +83,8 @@ fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
     let mut lease = pool.enter().lease(PLENTY, &device, &Never).unwrap();
-    for unit in 0..PLENTY {
-        lease.upload(&stream, (unit, 0, 64), &memory, unit * 64).unwrap();
+    for buffer in 0..PLENTY {
+        lease.upload(&stream, (buffer, 0, 64), &memory, buffer * 64).unwrap();
     }
     drop(lease);
     let sizes = pool.size();
@@ -108,7 +108,7 @@ fn what_is_begun_later_is_not_waited_for() {
         later.download(&stream, (0, 0, 1), &memory, 0).unwrap();
     }
     first.wait(&Never).unwrap();
-    assert!(fake.under_way() > 0 && first.units()[0] == [7; 64]);
+    assert!(fake.under_way() > 0 && first.buffers()[0] == [7; 64]);
     stream.finish().unwrap();
 }
 
@@ -123,9 +123,9 @@ fn what_was_downloaded_is_there_after_the_wait() {
     let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
     lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
     assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
-    assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the unit");
+    assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the buffer");
     lease.wait(&Never).unwrap();
-    assert_eq!(lease.units()[0][5..8], *b"456");
+    assert_eq!(lease.buffers()[0][5..8], *b"456");
 }
 
 #[test]

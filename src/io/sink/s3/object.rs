@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::io::net::s3::{
     Connector, DEFAULT_WRITE_ENDPOINT, Resolved, S3Options, failure, parse, resolve, wait_for,
 };
-use crate::io::net::{Failure, Lanes, NetOptions, Tries};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
 use crate::io::source::http::client::{Certificates, connect};
 
 /// An object that is being written.
@@ -31,7 +31,7 @@ pub struct Object {
     pub options: NetOptions,
     /// By which the object is known again.
     mark: String,
-    lanes: Lanes<Sender>,
+    pool: ConnectionPool<Sender>,
 }
 
 /// A client, and what counts the bytes that it sends.
@@ -67,7 +67,7 @@ impl Object {
             certificates: Certificates::read(&options, tls).map_err(Error::InvalidArgument)?,
             options,
             mark: random::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect(),
-            lanes: Lanes::default(),
+            pool: ConnectionPool::default(),
         })
     }
 
@@ -89,9 +89,9 @@ impl Object {
     ) -> Result<T> {
         let mut tries = Tries::new("writing", &self.options, cancel);
         loop {
-            let lane = self.lanes.take(&tries, || async { self.connect() });
-            let outcome = lane.and_then(|lane| {
-                let (client, sent) = lane.client();
+            let connection = self.pool.take(&tries, || async { self.connect() });
+            let outcome = connection.and_then(|connection| {
+                let (client, sent) = connection.client();
                 tries.watch(sent);
                 // The SDK looks into the environment before it sends anything.
                 let mut request = std::pin::pin!(make(client.clone()));
@@ -102,8 +102,8 @@ impl Object {
                     }
                     reading(|| request.as_mut().poll(context))
                 });
-                let outcome = lane.run(&tries, request);
-                self.lanes.put(lane);
+                let outcome = connection.run(&tries, request);
+                self.pool.put(connection);
                 outcome
             });
             match outcome {

@@ -14,7 +14,7 @@ use reqwest::{Certificate, Client, Response, Url};
 
 use super::reply::{Identity, Range};
 use crate::environment::reading;
-use crate::io::net::{Failure, Lane, Lanes, NetOptions, Tries, Trust};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, PooledConnection, Tries, Trust};
 
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
@@ -68,14 +68,14 @@ impl Target {
 
 /// The clients of one source.
 pub struct Clients {
-    lanes: Lanes<Client>,
+    pool: ConnectionPool<Client>,
     options: NetOptions,
     certificates: Certificates,
 }
 
 /// A client that a thread has for itself.
 pub struct OneClient {
-    lane: Lane<Client>,
+    connection: PooledConnection<Client>,
     stall: Duration,
     /// Why no server can be believed.
     missing: Option<String>,
@@ -85,7 +85,7 @@ impl Clients {
     /// Reads the certificates; what is wrong with them is the error, if `tls` needs them at once.
     pub fn new(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
         let certificates = Certificates::read(options, tls)?;
-        Ok(Clients { lanes: Lanes::default(), options: options.clone(), certificates })
+        Ok(Clients { pool: ConnectionPool::default(), options: options.clone(), certificates })
     }
 
     /// Lends a client for the length of a call.
@@ -96,17 +96,17 @@ impl Clients {
     ) -> std::result::Result<T, Failure> {
         let client = self.take(tries)?;
         let result = body(&client);
-        self.lanes.put(client.lane);
+        self.pool.put(client.connection);
         result
     }
 
     /// Gives a client away.
     pub fn take(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
-        let lane = self.lanes.take(tries, || async {
+        let connection = self.pool.take(tries, || async {
             connect(&self.options, &self.certificates).map_err(Failure::from)
         })?;
         let missing = self.certificates.missing.clone();
-        Ok(OneClient { lane, stall: self.options.stall, missing })
+        Ok(OneClient { connection, stall: self.options.stall, missing })
     }
 }
 
@@ -166,7 +166,7 @@ impl OneClient {
         tries: &Tries<'_>,
         request: impl Future<Output = std::result::Result<T, Failure>>,
     ) -> std::result::Result<T, Failure> {
-        self.lane.run(tries, request)
+        self.connection.run(tries, request)
     }
 
     /// Asks for a range, or for everything, and follows redirects. The file must be the one that
@@ -179,7 +179,8 @@ impl OneClient {
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
-            let mut request = self.lane.client().get(target.url.clone()).headers(target.fields()?);
+            let mut request =
+                self.connection.client().get(target.url.clone()).headers(target.fields()?);
             request = request.header(ACCEPT_ENCODING, "identity");
             if let Some(range) = range {
                 request = request.header(RANGE, range.field());

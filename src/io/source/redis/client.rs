@@ -12,7 +12,7 @@ use url::Url;
 
 use super::stream::{Allowance, Bounded, tls};
 use crate::error::Shown;
-use crate::io::net::{Failure, Lanes, NetOptions, Tries, show_text};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, show_text};
 
 /// The port that servers listen on unless they are told otherwise.
 const DEFAULT_PORT: u16 = 6379;
@@ -76,7 +76,7 @@ pub struct Connections {
     tls: Option<Arc<ClientConfig>>,
     config: AsyncConnectionConfig,
     limit: Duration,
-    lanes: Lanes<(MultiplexedConnection, Allowance)>,
+    pool: ConnectionPool<(MultiplexedConnection, Allowance)>,
 }
 
 /// Bytes that a greeting may have, and each answer beside its data.
@@ -90,7 +90,7 @@ impl Connections {
             address,
             config: AsyncConnectionConfig::new().set_response_timeout(Some(options.stall)),
             limit: options.connect,
-            lanes: Lanes::default(),
+            pool: ConnectionPool::default(),
         })
     }
 
@@ -121,12 +121,12 @@ impl Connections {
         most: u64,
         tries: &Tries<'_>,
     ) -> Result<Vec<Value>, Failure> {
-        let lane = self.lanes.take(tries, || self.connect())?;
-        let (connection, allowance) = lane.client();
-        let mut connection = connection.clone();
+        let connection = self.pool.take(tries, || self.connect())?;
+        let (stream, allowance) = connection.client();
+        let mut stream = stream.clone();
         allowance.set(most.saturating_add(OVERHEAD));
-        let answers = lane.run(tries, async {
-            commands.query_async::<Vec<Value>>(&mut connection).await.map_err(failure)
+        let answers = connection.run(tries, async {
+            commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
         if answers.as_ref().is_err_and(Failure::is_given_up) {
             return answers;
@@ -137,7 +137,7 @@ impl Connections {
         }
         // A connection on which something failed is not used again.
         let answers = answers?;
-        self.lanes.put(lane);
+        self.pool.put(connection);
         Ok(answers)
     }
 }

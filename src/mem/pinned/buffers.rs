@@ -1,4 +1,4 @@
-//! The memory of a pool: units, the segments that they are parts of, and who has them. One of the
+//! The memory of a pool: buffers, the slabs that they are parts of, and who has them. One of the
 //! few doors to `unsafe`.
 #![allow(unsafe_code)]
 
@@ -16,14 +16,14 @@ use crate::sys::process::Inherited;
 /// How often events are looked at by who waits for copies.
 pub const POLL: Duration = Duration::from_micros(20);
 
-/// Units of one length.
-pub struct Units {
+/// Buffers of one length.
+pub struct Inner {
     /// Bytes of each.
     pub len: usize,
     state: Mutex<State>,
 }
 
-impl Units {
+impl Inner {
     /// None yet, and at most so many.
     pub fn new(len: usize, limit: usize) -> Self {
         let state = State {
@@ -35,7 +35,7 @@ impl Units {
             last_ticket: 0,
             pageable: false,
         };
-        Units { len, state: Mutex::new(state) }
+        Inner { len, state: Mutex::new(state) }
     }
 
     /// Who has which.
@@ -44,70 +44,70 @@ impl Units {
     }
 
     /// Memory for so many more, which nobody else knows.
-    pub fn segment(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<Unit>> {
-        let segment = Arc::new(Segment::new(count * self.len, device)?);
-        let units = (0..count).map(|number| Unit {
-            // SAFETY: the segment has `count` times the length of a unit.
-            start: unsafe { segment.start.add(number * self.len) },
-            segment: Arc::clone(&segment),
+    pub fn slab(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<Buffer>> {
+        let slab = Arc::new(Slab::new(count * self.len, device)?);
+        let buffers = (0..count).map(|number| Buffer {
+            // SAFETY: the slab has `count` times the length of a buffer.
+            start: unsafe { slab.start.add(number * self.len) },
+            slab: Arc::clone(&slab),
         });
-        Ok(units.collect())
+        Ok(buffers.collect())
     }
 }
 
-/// Who has which units of a pool.
+/// Who has which buffers of a pool.
 pub struct State {
-    /// The most units that there may be.
+    /// The most buffers that there may be.
     pub limit: usize,
-    /// Units that there are, whoever has them.
+    /// Buffers that there are, whoever has them.
     pub made: usize,
-    /// Units that nobody uses; the last one used is the first to be used again.
-    pub free: Vec<Unit>,
-    /// Units that come back when their copies have ended.
+    /// Buffers that nobody uses; the last one used is the first to be used again.
+    pub free: Vec<Buffer>,
+    /// Buffers that come back when their copies have ended.
     pub in_flight: VecDeque<Flight>,
-    /// Who waits for units, in turn.
+    /// Who waits for buffers, in turn.
     pub waiting: VecDeque<(u64, Thread)>,
     /// The number of the last one who waited.
     pub last_ticket: u64,
-    /// Whether some units could not be pinned.
+    /// Whether some buffers could not be pinned.
     pub pageable: bool,
 }
 
-/// Units from or to which copies may be under way.
+/// Buffers from or to which copies may be under way.
 pub struct Flight {
     /// Passes when they have ended.
     pub event: Box<dyn Event>,
     /// Whose copies pass one after another.
     pub stream: usize,
-    /// The units.
-    pub units: Vec<Unit>,
+    /// The buffers.
+    pub buffers: Vec<Buffer>,
 }
 
 /// A piece of staging memory.
-pub struct Unit {
+pub struct Buffer {
     /// Its first byte.
     pub start: NonNull<u8>,
     /// What it is a part of.
-    pub segment: Arc<Segment>,
+    pub slab: Arc<Slab>,
 }
 
-// SAFETY: a unit is the only way to its bytes, and they stay as long as the segment does.
-unsafe impl Send for Unit {}
-// SAFETY: through a shared unit its bytes are only read (`Lease::bytes`, `Filled`).
-unsafe impl Sync for Unit {}
+// SAFETY: a buffer is the only way to its bytes, and they stay as long as the slab does.
+unsafe impl Send for Buffer {}
+// SAFETY: through a shared buffer its bytes are only read (`Lease::bytes`, `Filled`).
+unsafe impl Sync for Buffer {}
 
 /// Memory that is allocated and pinned at once. A process that was forked off has nothing at its
 /// addresses, and leaves it alone.
-pub struct Segment {
+pub struct Slab {
     start: NonNull<u8>,
     pinned: bool,
     _memory: Inherited<Memory>,
 }
 
-// SAFETY: the start is only compared, and passed on to units of disjoint bytes.
-unsafe impl Send for Segment {}
+// SAFETY: the start is only compared, and passed on to buffers of disjoint bytes.
+unsafe impl Send for Slab {}
 // SAFETY: as above.
-unsafe impl Sync for Segment {}
+unsafe impl Sync for Slab {}
 
 /// The arena outlives the pinning.
 struct Memory {
@@ -115,7 +115,7 @@ struct Memory {
     pinned_by: Option<Arc<dyn Device>>,
 }
 
-impl Segment {
+impl Slab {
     fn new(len: usize, device: &Arc<dyn Device>) -> Result<Self> {
         let mut arena = Arena::new(len)?;
         // Pages that a child shared with this process would be copied at the next write to them,
@@ -126,10 +126,10 @@ impl Segment {
         // SAFETY: unpinned before the memory goes (`Memory::drop`).
         let pinned = unsafe { device.pin(memory.as_mut_ptr(), memory.len()) };
         let pinned_by = pinned.then(|| Arc::clone(device));
-        Ok(Segment { start, pinned, _memory: Inherited::new(Memory { arena, pinned_by }) })
+        Ok(Slab { start, pinned, _memory: Inherited::new(Memory { arena, pinned_by }) })
     }
 
-    /// The address of the first byte, by which segments are told apart.
+    /// The address of the first byte, by which slabs are told apart.
     pub fn base(&self) -> usize {
         self.start.as_ptr().addr()
     }
@@ -143,7 +143,7 @@ impl Segment {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(device) = &self.pinned_by {
-            // SAFETY: pinned when it was made, and no unit is left from which a copy could be
+            // SAFETY: pinned when it was made, and no buffer is left from which a copy could be
             // under way: those are kept until an event says that it has ended.
             unsafe { device.unpin(self.arena.bytes_mut().as_mut_ptr()) };
         }
@@ -151,7 +151,7 @@ impl Drop for Memory {
 }
 
 impl State {
-    /// Takes back the units whose copies have ended. An error is that of the device, whose units are
+    /// Takes back the buffers whose copies have ended. An error is that of the device, whose buffers are
     /// never used again.
     pub fn reap(&mut self) -> Result<()> {
         let mut waiting: Vec<usize> = Vec::new();
@@ -164,13 +164,13 @@ impl State {
                 continue;
             }
             match flight.event.passed() {
-                Ok(true) => self.free.extend(flight.units),
+                Ok(true) => self.free.extend(flight.buffers),
                 Ok(false) => {
                     waiting.push(flight.stream);
                     self.in_flight.push_back(flight);
                 }
                 Err(error) => {
-                    self.abandon(flight.units);
+                    self.abandon(flight.buffers);
                     outcome = outcome.and(Err(error));
                 }
             }
@@ -179,14 +179,14 @@ impl State {
     }
 
     /// Nobody knows whether a copy still uses these: their memory is never freed.
-    pub fn abandon(&mut self, units: Vec<Unit>) {
-        self.made -= units.len();
-        std::mem::forget(units);
+    pub fn abandon(&mut self, buffers: Vec<Buffer>) {
+        self.made -= buffers.len();
+        std::mem::forget(buffers);
     }
 
-    /// So many units that nobody uses.
-    pub fn take(&mut self, units: usize) -> Option<Vec<Unit>> {
-        let from = self.free.len().checked_sub(units)?;
+    /// So many buffers that nobody uses.
+    pub fn take(&mut self, buffers: usize) -> Option<Vec<Buffer>> {
+        let from = self.free.len().checked_sub(buffers)?;
         Some(self.free.split_off(from))
     }
 

@@ -1,7 +1,7 @@
 //! Event loops: one for each thread that talks to a server at the moment.
 //!
 //! A thread polls its own connection, so that bytes do not change threads between the socket and
-//! the caller's memory. Lanes are handed from thread to thread with their open connections, and
+//! the caller's memory. Connections are handed from thread to thread with their open connections, and
 //! are not used in a process that was forked off.
 
 use std::future::Future;
@@ -58,9 +58,9 @@ impl Drop for EventLoop {
 
 /// An event loop, and the client whose connections live on it. A child that was forked off leaves
 /// it alone: its sockets are registered with a poller that is the parent's too.
-pub struct Lane<C>(Inherited<(EventLoop, C)>);
+pub struct PooledConnection<C>(Inherited<(EventLoop, C)>);
 
-impl<C> Lane<C> {
+impl<C> PooledConnection<C> {
     /// What talks to the server.
     pub fn client(&self) -> &C {
         &self.0.1
@@ -76,38 +76,38 @@ impl<C> Lane<C> {
     }
 }
 
-/// The lanes that no thread uses at the moment.
-pub struct Lanes<C>(Mutex<Vec<Lane<C>>>);
+/// The pool that no thread uses at the moment.
+pub struct ConnectionPool<C>(Mutex<Vec<PooledConnection<C>>>);
 
-impl<C> Default for Lanes<C> {
+impl<C> Default for ConnectionPool<C> {
     fn default() -> Self {
-        Lanes(Mutex::default())
+        ConnectionPool(Mutex::default())
     }
 }
 
-impl<C> Lanes<C> {
-    /// Gives a lane away, a new one if there is none. `make` builds its client on its event loop.
+impl<C> ConnectionPool<C> {
+    /// Gives a connection away, a new one if there is none. `make` builds its client on its event loop.
     pub fn take<F: Future<Output = Result<C, Failure>>>(
         &self,
         tries: &Tries<'_>,
         make: impl FnOnce() -> F,
-    ) -> Result<Lane<C>, Failure> {
+    ) -> Result<PooledConnection<C>, Failure> {
         loop {
             let idle = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
             match idle {
-                Some(lane) if lane.0.maker().is_here() => return Ok(lane),
+                Some(connection) if connection.0.maker().is_here() => return Ok(connection),
                 Some(_) => {}
                 None => {
                     let events = EventLoop::new()?;
                     let client = events.run(tries, make())?;
-                    return Ok(Lane(Inherited::new((events, client))));
+                    return Ok(PooledConnection(Inherited::new((events, client))));
                 }
             }
         }
     }
 
-    /// Takes a lane back.
-    pub fn put(&self, lane: Lane<C>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
+    /// Takes a connection back.
+    pub fn put(&self, connection: PooledConnection<C>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
     }
 }
