@@ -89,7 +89,7 @@ pub fn read<T: Target>(
     }
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
-    let limits = target.limits(&traits, crew, what.decrypts);
+    let limits = target.limits(&traits, crew, total, what.decrypts);
     // Long requests are not cut: each one waits for its answer.
     let step = match (what.decrypts, what.verify) {
         _ if traits.request_len > LONG_REQUEST || !target.takes_steps() => u64::MAX,

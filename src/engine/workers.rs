@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::thread::{self, Thread};
+use std::thread::{self, ScopedJoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use crate::cancel::{Cancel, POLL};
@@ -256,14 +256,16 @@ pub fn run_adapting(
                 }
             }
         }
-        // The scope would only wait for the work; joined threads are gone from the process.
-        for handle in handles {
-            if let Err(panic) = handle.join() {
-                std::panic::resume_unwind(panic);
-            }
-        }
+        handles.into_iter().for_each(join);
     });
     shared.outcome()
+}
+
+/// The scope would only wait for the work; joined threads are gone from the process.
+fn join(handle: ScopedJoinHandle<'_, ()>) {
+    if let Err(panic) = handle.join() {
+        std::panic::resume_unwind(panic);
+    }
 }
 
 /// One thread's part in the call, until it ends.

@@ -170,8 +170,8 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
     making.batches
 }
 
-/// Below this a request costs more than its bytes.
-const SHORTEST: u64 = 1 << 20;
+/// Below this part of what suits the source, a request costs more than its bytes.
+const SHORTEST: u64 = 8;
 /// A batch that tapers has no more than this part of what is left: with so many readers or a few
 /// more, all end together, whoever began a long one last.
 const SHARES: u64 = 32;
@@ -198,7 +198,8 @@ impl Making {
 
     fn taper(&mut self) {
         if self.limits.tapers {
-            self.limits.len = (self.left / SHARES).clamp(SHORTEST.min(self.most), self.most);
+            let shortest = (self.most / SHORTEST).max(1);
+            self.limits.len = (self.left / SHARES).clamp(shortest, self.most);
         }
     }
 

@@ -83,7 +83,7 @@ impl<'d> Target for OnDevice<'d> {
 
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
-    fn limits(&self, source: &Traits, readers: Crew, decrypts: bool) -> Limits {
+    fn limits(&self, source: &Traits, readers: Crew, _total: u64, decrypts: bool) -> Limits {
         let (buffer, limit) = (self.pool.buffer_len() as u64, self.pool.limit() as u64);
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let long = source.request_len > LONG_REQUEST;

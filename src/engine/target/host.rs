@@ -11,6 +11,8 @@ use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::{Buffers, Lent, filled, zeroed};
 
+/// Less than this is not worth a batch.
+const MIN_BATCH: u64 = 1 << 20;
 /// The most segments of a batch: a reader's share of the smallest tensors.
 const MAX_SEGMENTS: usize = 64 << 10;
 
@@ -140,11 +142,18 @@ impl<'a> Target for Host<'a> {
         Self: 't;
     type Bytes = &'a [u8];
 
-    /// As many bytes as suit the source.
-    fn limits(&self, source: &Traits, _readers: Crew, decrypts: bool) -> Limits {
+    /// As many bytes as suit the source; a number of readers that stays has rounds in which each has
+    /// the same to do.
+    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits {
+        let stays = readers.first == readers.most;
+        let number = readers.most as u64;
+        let rounds = total.div_ceil(number.saturating_mul(source.request_len)).max(1);
+        let even = total.div_ceil(number.saturating_mul(rounds));
+        // Batches end where tensors do, if that is near: a little more, so that there are not more.
+        let even = even.saturating_add(even / 32).max(MIN_BATCH);
         Limits {
-            len: source.request_len,
-            tapers: true,
+            len: if stays { even } else { source.request_len },
+            tapers: !stays,
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },

@@ -26,8 +26,9 @@ pub trait Target: Sync {
     /// Bytes that stay where they are as long as somebody has this.
     type Bytes: AsRef<[u8]> + Send;
 
-    /// How batches are cut for so many readers. `decrypts`: segments end where pieces of encryption do.
-    fn limits(&self, source: &Traits, readers: Crew, decrypts: bool) -> Limits;
+    /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
+    /// pieces of encryption do.
+    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits;
 
     /// Bytes in whose multiples data are cut within a batch, at most.
     fn unit(&self) -> u64;

@@ -1,4 +1,4 @@
-//! Inner that one reader or writer has for a while. One of the few doors to `unsafe`.
+//! Buffers that one reader or writer has for a while. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, Stream};
 
-/// Inner that one reader or writer has.
+/// Buffers that one reader or writer has.
 pub struct Lease<'p> {
     pool: &'p Inner,
     buffers: Vec<Buffer>,
