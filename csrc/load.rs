@@ -12,7 +12,7 @@ use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
-use tensorizer::{Destination, DeviceLoad, LoadOptions, load, load_into_uninit};
+use tensorizer::{Destination, DeviceLoad, LoadOptions, load_counted, load_into_uninit};
 
 use crate::tensor::{Loaded, Place, expect_like};
 use crate::torch::{self, thrown};
@@ -41,8 +41,7 @@ pub fn load_tensors(
         None
     });
     let Some(device) = found else {
-        let loaded = load(file, selection, options, cancel)?;
-        counters.bytes(loaded.iter().map(|tensor| tensor.memory.bytes().len() as u64).sum());
+        let loaded = load_counted(file, selection, options, &counters, cancel)?;
         counters.publish("load", file.uri(), "cpu", selection.len());
         let (places, headers): (Vec<_>, Vec<_>) =
             loaded.into_iter().map(|tensor| (Place::Host(tensor.memory), tensor.header)).unzip();
@@ -166,8 +165,7 @@ unsafe fn fill_in_host(
     // SAFETY: the caller's promise; `check` has found that each tensor has its bytes in one piece and
     // that no two overlap.
     let memory = found.iter().map(|tensor| unsafe { tensor.memory() }).collect();
-    let headers = load_into_uninit(file, &numbers, memory, options, cancel)?;
-    counters.bytes(found.iter().map(|tensor| tensor.len as u64).sum());
+    let headers = load_into_uninit(file, &numbers, memory, options, &counters, cancel)?;
     counters.publish("load", file.uri(), "cpu", numbers.len());
     Ok(headers)
 }

@@ -77,7 +77,9 @@ pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
 #[doc(hidden)]
 pub use api::headers::read_headers;
-pub use api::load::{LoadOptions, load, load_into, load_into_uninit};
+pub use api::load::{LoadOptions, load, load_into};
+#[doc(hidden)]
+pub use api::load::{load_counted, load_into_uninit};
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 #[doc(hidden)]

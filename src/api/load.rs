@@ -48,9 +48,20 @@ pub fn load(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
+    load_counted(file, numbers, options, &Counters::default(), cancel)
+}
+
+/// The same, and counts what it does.
+pub fn load_counted(
+    file: &TensorFile,
+    numbers: &[usize],
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     let mut memory = Memory::new(&selection, options)?;
-    let headers = memory.load(&selection, options, cancel)?;
+    let headers = memory.load(&selection, options, counters, cancel)?;
     let buffers = selection.restore(memory.freeze()?);
     let loaded = numbers.iter().zip(headers).zip(buffers);
     let tensor = |((&number, header), memory)| {
@@ -69,21 +80,18 @@ pub fn load_into(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
-    load_into_uninit(
-        file,
-        numbers,
-        destinations.into_iter().map(to_fill).collect(),
-        options,
-        cancel,
-    )
+    let destinations = destinations.into_iter().map(to_fill).collect();
+    load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
-/// The same for memory that need not be initialised. It is, when this returns without an error.
+/// The same for memory that need not be initialised: it is, when this returns without an error. Counts
+/// what it does.
 pub fn load_into_uninit(
     file: &TensorFile,
     numbers: &[usize],
     destinations: Vec<&mut [MaybeUninit<u8>]>,
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let selection = Selection::new(file, numbers)?;
@@ -114,12 +122,12 @@ pub fn load_into_uninit(
     }
     let options = &LoadOptions { map: false, ..*options };
     if file.decryption().is_none() {
-        let (headers, _) = run(&selection, Host::new(destinations, Vec::new()), options, cancel)?;
-        return headers.into_kept();
+        let target = Host::new(destinations, Vec::new());
+        return run(&selection, target, options, counters, cancel)?.0.into_kept();
     }
     let mut bytes: Vec<&mut [u8]> = destinations.into_iter().map(zero_filled).collect();
     let lent = bytes.iter_mut().map(|bytes| to_fill(bytes)).collect();
-    let loaded = run(&selection, Host::new(lent, Vec::new()), options, cancel);
+    let loaded = run(&selection, Host::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, left)| {
         whole(&headers, &left, bytes.iter_mut().map(|bytes| &mut **bytes).collect(), cancel)?;
         headers.into_kept()
@@ -136,6 +144,7 @@ fn run<'s>(
     selection: &'s Selection<'s>,
     mut target: Host<'_>,
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<(Headers<'s>, Vec<usize>)> {
     selection.check_key_is_there()?;
@@ -150,8 +159,7 @@ fn run<'s>(
         decrypts: headers.decrypts(),
         readers: options.readers,
     };
-    let counters = Counters::default();
-    let left = read(&reading, &mut target, &counters, cancel)?;
+    let left = read(&reading, &mut target, counters, cancel)?;
     Ok((headers, left))
 }
 
@@ -236,9 +244,10 @@ impl Memory {
         &mut self,
         selection: &Selection<'_>,
         options: &LoadOptions,
+        counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
-        let (headers, left) = run(selection, self.target()?, options, cancel)?;
+        let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
         let mut bytes = self.bytes()?;
         whole(&headers, &left, std::mem::take(&mut bytes), cancel)?;
         headers.into_kept()

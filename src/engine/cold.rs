@@ -12,7 +12,7 @@ pub fn wants_direct_reads(source: &dyn ReadAt, extents: &[Extent]) -> Result<boo
 }
 
 /// Whether most of what is to be read of a file is not in the page cache.
-fn is_cold(source: &dyn ReadAt, extents: &[Extent]) -> bool {
+pub fn is_cold(source: &dyn ReadAt, extents: &[Extent]) -> bool {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
     let Some(file) = source.file() else { return false };

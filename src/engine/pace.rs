@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// With no byte yet for so long, the answer is far away, and twice as many are asked for. Local
 /// servers and disks have answered by then; the wait is short beside the latency of others.
-const SILENCE: Duration = Duration::from_millis(15);
+const SILENCE: Duration = Duration::from_millis(10);
 /// The shortest time over which a rate is measured: some time slices of a scheduler.
 const WINDOW: Duration = Duration::from_millis(50);
 /// Arrivals for each worker without which a rate is chance.
@@ -193,7 +193,7 @@ mod tests {
         let world =
             World { latency: Duration::from_millis(50), rate: |n| n as f64 * 1e8, busy: 0.3 };
         let found = world.run(&mut Pace::new(4, 64, 2), 2);
-        assert_eq!(found.get(10), Some(&32), "{found:?}");
+        assert_eq!(found.get(7), Some(&32), "{found:?}");
         assert_eq!(found.last(), Some(&64));
     }
 

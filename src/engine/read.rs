@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use super::cold;
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
@@ -82,7 +83,7 @@ pub fn read<T: Target>(
 ) -> Result<Vec<usize>> {
     let Some(source) = what.files.first() else { return Ok(Vec::new()) };
     let traits = source.traits();
-    let crew = Crew::of(&traits, what.readers);
+    let crew = crew(*source, what);
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
@@ -132,6 +133,14 @@ pub fn read<T: Target>(
     counters.threads(started.into_inner());
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
+}
+
+/// With how many readers to begin, and how many there may be.
+fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Crew {
+    let crew = Crew::of(&source.traits(), what.readers);
+    // Who waits for a disk has use for all of them from the first byte on.
+    let cold = what.readers.is_none() && cold::is_cold(source, what.extents);
+    if cold { Crew::fixed(crew.most) } else { crew }
 }
 
 /// Batches for one reader, read one after another, each with what the target has planned for it.

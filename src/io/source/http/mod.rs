@@ -22,8 +22,8 @@ const HEAD_LEN: u64 = 1 << 20;
 const REQUEST_LEN: u64 = 64 << 20;
 /// Connections that a load begins with: what a server in the same rack has use for.
 const FIRST_CONNECTIONS: usize = 4;
-/// Connections that it may come to by itself: 100 MB/s each fill a network of 50 Gbit/s.
-const MOST_CONNECTIONS: usize = 64;
+/// Connections that it may come to by itself: 100 MB/s each fill a network of 25 Gbit/s.
+const MOST_CONNECTIONS: usize = 32;
 /// Reading this much costs less than another request.
 const MERGE_GAP: u64 = 512 << 10;
 
