@@ -32,12 +32,14 @@ FULL = {
     "large": Model("large", 201, 2_200_000_000),
     "3k": Model("3k", 3_000, 254_000_000),
     "20k": Model("20k", 20_000, 256_000_000),
+    "tiny": Model("tiny", 200_000, 12_800_000),
     "adam": Model("adam", 300, 1_000_000_000),
 }
 QUICK = {
     "large": Model("large", 21, 42_000_000),
     "3k": Model("3k", 300, 5_000_000),
     "20k": Model("20k", 1_000, 6_000_000),
+    "tiny": Model("tiny", 2_000, 128_000),
     "adam": Model("adam", 30, 10_000_000),
 }
 
@@ -80,6 +82,9 @@ CASES = [
          ("ours encrypt", "2.12.1 encrypt")),
     Case("load-3k", "3,000 tensors, touched", "3k", ("ours", "ours mmap", *LOADERS), ("read",)),
     Case("load-20k", "20,000 tensors, touched", "20k", ("ours", "ours mmap", *LOADERS), ("read",)),
+    Case("tiny-open", "open a file of 200,000 tensors of 64 bytes", "tiny", ("ours index",)),
+    Case("tiny", "load 200,000 tensors of 64 bytes, nothing touched", "tiny",
+         ("ours plain", "ours parameters", "safetensors open")),
     Case("cold", "load, nothing in the page cache", "large",
          ("ours", "ours mmap", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai"),
          ("direct",), cold=True),

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ def status(field: str) -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
 
 
-def checksum(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+def checksum(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Read every byte: one sum a tensor, modulo 2^64."""
     return {
         name: int(tensor.detach().flatten().view(torch.int64).sum())
@@ -41,6 +41,18 @@ def load_ours(path: Path, **options) -> dict[str, torch.Tensor]:
     import tensorizer
 
     return dict(tensorizer.TensorDeserializer(f"{path}.tensors", device="cpu", **options).items())
+
+
+def load_ours_plain(path: Path) -> dict[str, torch.Tensor]:
+    import tensorizer
+
+    return tensorizer.load(f"{path}.tensors", "cpu")
+
+
+def load_ours_lazily(path: Path) -> Mapping[str, torch.Tensor]:
+    import tensorizer
+
+    return tensorizer.TensorDeserializer(f"{path}.tensors", device="cpu", lazy_load=True)
 
 
 def load_encrypted(path: Path, **options) -> dict[str, torch.Tensor]:
@@ -193,6 +205,9 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "fastsafetensors": load_fastsafetensors,
 }
 OPENERS = {
+    "ours index": load_ours_lazily,
+    "ours plain": load_ours_plain,
+    "ours parameters": load_ours,
     "ours mmap open": lambda path: load_ours(path, mmap=True),
     "safetensors open": load_safetensors,
 }

@@ -44,6 +44,7 @@ impl<'f> DeviceLoad<'f> {
     /// A load of tensors, given by number, into new blocks. With `apart`, each has a block of its own.
     pub fn new(file: &'f TensorFile, numbers: &[usize], apart: bool) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
+        selection.check_key_is_there()?;
         let lens = selection.entries.iter().map(|entry| entry.data_len);
         let layout = if apart {
             Some(Layout::apart(lens))

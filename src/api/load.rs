@@ -60,6 +60,7 @@ pub fn load_counted(
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
+    selection.check_key_is_there()?;
     let mut memory = Memory::new(&selection, options)?;
     let headers = memory.load(&selection, options, counters, cancel)?;
     let buffers = selection.restore(memory.freeze()?);
