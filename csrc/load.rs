@@ -122,21 +122,28 @@ pub unsafe fn load_into_tensors(
     devices.dedup();
     // Whatever fails, copies to all devices have ended when this returns.
     let mut under_way: Vec<Streams> = Vec::new();
+    let mut names: Vec<String> = Vec::new();
+    let counters = Counters::default();
     for index in devices {
         let found: Vec<&Found> = found.iter().filter(|tensor| tensor.device == index).collect();
         let filled = match device::find(index)? {
             Some(device) => {
                 // SAFETY: the caller's promise.
-                let filled = unsafe { fill_on_device(file, &found, &device, options, cancel) };
+                let filled =
+                    unsafe { fill_on_device(file, &found, &device, options, &counters, cancel) };
                 let (filled, streams) = filled?;
                 under_way.push(streams);
+                names.push(device.name().to_owned());
                 for tensor in found.iter().filter(|tensor| tensor.meta) {
                     out.fill_zero(tensor.at).map_err(thrown)?;
                 }
                 filled
             }
             // SAFETY: as above.
-            None if index == CPU => unsafe { fill_in_host(file, &found, options, cancel) }?,
+            None if index == CPU => {
+                names.push("cpu".to_owned());
+                unsafe { fill_in_host(file, &found, options, &counters, cancel) }?
+            }
             None => return Err(Error::Bug(format!("host memory of device {index}"))),
         };
         for (tensor, header) in found.iter().zip(filled) {
@@ -146,6 +153,7 @@ pub unsafe fn load_into_tensors(
         }
     }
     Streams::hand_over_all(under_way).map_err(|error| error.with_file("loading", file.uri()))?;
+    counters.publish("load", file.uri(), &names.join(", "), selection.len());
     let missing = || Error::Bug("a tensor of no device".to_owned());
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
 }
@@ -158,16 +166,14 @@ unsafe fn fill_in_host(
     file: &TensorFile,
     found: &[&Found],
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
-    let counters = Counters::default();
     // SAFETY: the caller's promise; `check` has found that each tensor has its bytes in one piece and
     // that no two overlap.
     let memory = found.iter().map(|tensor| unsafe { tensor.memory() }).collect();
-    let headers = load_into_uninit(file, &numbers, memory, options, &counters, cancel)?;
-    counters.publish("load", file.uri(), "cpu", numbers.len());
-    Ok(headers)
+    load_into_uninit(file, &numbers, memory, options, counters, cancel)
 }
 
 /// Fills tensors on a device. Copies may be under way until the streams are handed over or dropped.
@@ -179,6 +185,7 @@ unsafe fn fill_on_device(
     found: &[&Found],
     device: &Arc<dyn Device>,
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<(Vec<KeptHeader>, Streams)> {
     let numbers: Vec<usize> = found.iter().map(|tensor| tensor.number).collect();
@@ -191,11 +198,8 @@ unsafe fn fill_on_device(
     let blocks: Vec<DeviceMemory> = blocks.collect();
     let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
     let planned = DeviceLoad::into_blocks(file, &numbers)?;
-    let counters = Counters::default();
     let to = (device, consumer, blocks.as_slice());
-    let loaded = run(file, &planned, to, options, &counters, cancel)?;
-    counters.publish("load", file.uri(), device.name(), numbers.len());
-    Ok(loaded)
+    run(file, &planned, to, options, counters, cancel)
 }
 
 /// A tensor that is to be filled.

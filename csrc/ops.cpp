@@ -229,16 +229,24 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
                             : at::empty(tensor.sizes(), tensor.options().device(at::kCPU)));
   }
   const TensorList destinations(filled);
-  checked([&] { op_load_into(str(uri), strings(names), destinations, given); });
-  std::vector<at::Tensor> changed;
+  std::vector<at::Tensor> copied;
+  std::vector<at::Tensor> in_place;
   for (std::size_t at = 0; at < out.size(); ++at) {
-    if (filled[at].const_data_ptr() != out[at].const_data_ptr()) {
-      at::Tensor(out[at]).copy_(filled[at]);
-    } else {
-      changed.push_back(out[at]);
-    }
+    const bool same = filled[at].const_data_ptr() == out[at].const_data_ptr();
+    (same ? in_place : copied).push_back(out[at]);
   }
-  TensorList(std::move(changed)).changed();
+  const TensorList changed(std::move(in_place));
+  try {
+    checked([&] { op_load_into(str(uri), strings(names), destinations, given); });
+  } catch (...) {
+    // Some of the new bytes may be there.
+    changed.changed();
+    throw;
+  }
+  changed.changed();
+  for (std::size_t at = 0, next = 0; at < out.size(); ++at) {
+    if (filled[at].const_data_ptr() != out[at].const_data_ptr()) copied[next++].copy_(filled[at]);
+  }
 }
 
 at::Tensor begin(std::string) { return at::empty({0}); }

@@ -1,6 +1,6 @@
 //! Every way in which the core fails, once.
 //!
-//! The variants are sorted by what the caller can do about them; `py/errors.rs` maps each to a
+//! The variants are sorted by what the caller can do about them; `python/src/errors.rs` maps each to a
 //! Python class. Messages say what failed, where, what was expected and what was found.
 
 use std::io;

@@ -281,10 +281,11 @@ impl Reader {
             let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
-                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)?
+                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)
             };
+            // Some of the new bytes may be there, whatever failed.
             lent.changed()?;
-            Ok(self.keep_all(&numbers, headers))
+            Ok(self.keep_all(&numbers, headers?))
         })?)
     }
 

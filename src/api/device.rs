@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
-use super::load::{LoadOptions, load};
+use super::load::{LoadOptions, load_counted};
 use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -99,6 +99,7 @@ impl<'f> DeviceLoad<'f> {
         let headers = if headers.decrypts() && source.traits().len.is_none() {
             // It can be read only once, so that nothing may turn out to be impossible later.
             let all: Vec<usize> = (0..selection.entries.len()).collect();
+            counters.fallback("decrypted in host memory: what comes front to back is read once");
             let kept = self.through_host(&all, to, &streams, options, counters, cancel)?;
             selection.restore(kept)
         } else {
@@ -106,6 +107,8 @@ impl<'f> DeviceLoad<'f> {
             if !left.is_empty() {
                 // What was copied there meanwhile must not come later.
                 streams.finish()?;
+                counters
+                    .fallback("decrypted in host memory: pieces of encryption of unusual length");
                 self.through_host(&left, to, &streams, options, counters, cancel)?;
             }
             headers.into_kept()?
@@ -176,11 +179,10 @@ impl<'f> DeviceLoad<'f> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
-        counters.fallback("decrypted in host memory: pieces of encryption of unusual length");
         let numbers: Vec<usize> = self.numbers(tensors)?;
         let options = LoadOptions { map: false, ..*options };
-        let loaded = load(self.selection.file, &numbers, &options, cancel)?;
-        let data = loaded.iter().map(|tensor| match self.selection.file.entry(tensor.number) {
+        let loaded = load_counted(self.selection.file, &numbers, &options, counters, cancel)?;
+        let data = loaded.iter().map(|tensor| match self.selection.file.entry(tensor.number()) {
             Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
             _ => &[],
         });
@@ -212,7 +214,8 @@ impl<'f> DeviceLoad<'f> {
             decrypts: false,
             readers: Some(1),
         };
-        read(&reading, &mut target, counters, cancel)?;
+        // The bytes were counted when they were loaded.
+        read(&reading, &mut target, &Counters::default(), cancel)?;
         Ok(loaded.into_iter().map(|tensor| tensor.header).collect())
     }
 

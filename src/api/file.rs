@@ -141,19 +141,19 @@ impl TensorFile {
     }
 
     /// Refuses a header that is not the one that was sealed.
-    pub fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
+    pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
         let Some((manifest, digests)) = self.sealed.get() else { return Ok(()) };
         let expected = self.find(entry.name.stored()).and_then(|number| digests.get(number));
         if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
     }
 
     /// Whether something was decrypted with the key already.
-    pub fn key_fits(&self) -> bool {
+    pub(super) fn key_fits(&self) -> bool {
         self.key_fits.load(Ordering::Relaxed)
     }
 
     /// Remembers that the key is right.
-    pub fn set_key_fits(&self) {
+    pub(super) fn set_key_fits(&self) {
         self.key_fits.store(true, Ordering::Relaxed);
     }
 
@@ -198,6 +198,7 @@ impl TensorFile {
 
     /// Prologue and index of a file that holds only the tensors with these numbers, at the same
     /// positions: what is not named any more becomes a gap.
+    #[doc(hidden)]
     pub fn head_of(&self, numbers: &[usize]) -> Result<Vec<u8>> {
         if self.base != 0 {
             return Err(Error::Unsupported(format!(
@@ -222,6 +223,7 @@ impl TensorFile {
     }
 
     /// Bytes of the file as they are.
+    #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
         read_exact_at(&*self.source(), offset, &mut Buffers::of(buffer), &what, cancel)
@@ -233,6 +235,7 @@ impl TensorFile {
     }
 
     /// The same, to be kept beyond the file.
+    #[doc(hidden)]
     pub fn shared_entries(&self) -> &Arc<Vec<Entry>> {
         &self.entries
     }

@@ -164,6 +164,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
     let uri = file.uri();
     let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;
+    file.check_header(entry, &raw)?;
     let header = Header::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);

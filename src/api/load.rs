@@ -17,7 +17,7 @@ use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
 use crate::mem::{Arena, HostBuffer, to_fill, zero_filled};
-use crate::stats::Counters;
+use crate::stats::{Counters, Stage};
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -96,6 +96,7 @@ pub fn load_into_uninit(
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let selection = Selection::new(file, numbers)?;
+    selection.check_key_is_there()?;
     if numbers.len() != destinations.len() {
         return Err(Error::InvalidArgument(format!(
             "{} tensors to load into {} destinations",
@@ -130,7 +131,8 @@ pub fn load_into_uninit(
     let lent = bytes.iter_mut().map(|bytes| to_fill(bytes)).collect();
     let loaded = run(&selection, Host::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, left)| {
-        whole(&headers, &left, bytes.iter_mut().map(|bytes| &mut **bytes).collect(), cancel)?;
+        let bytes = bytes.iter_mut().map(|bytes| &mut **bytes).collect();
+        whole(&headers, &left, bytes, counters, cancel)?;
         headers.into_kept()
     });
     if loaded.is_err() {
@@ -148,7 +150,6 @@ fn run<'s>(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<(Headers<'s>, Vec<usize>)> {
-    selection.check_key_is_there()?;
     try_key(selection, cancel)?;
     let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
     let source = selection.file.source();
@@ -169,6 +170,7 @@ fn whole(
     headers: &Headers<'_>,
     left: &[usize],
     bytes: Vec<&mut [u8]>,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
     if left.is_empty() {
@@ -182,7 +184,8 @@ fn whole(
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some((tensor, bytes)) = next else { break };
-            headers.whole(tensor, bytes, control)?;
+            counters.time(Stage::Decrypt, || headers.whole(tensor, bytes, control))?;
+            counters.bytes(bytes.len() as u64);
         }
         Ok(())
     })
@@ -249,8 +252,8 @@ impl Memory {
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
         let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
-        let mut bytes = self.bytes()?;
-        whole(&headers, &left, std::mem::take(&mut bytes), cancel)?;
+        let bytes = self.bytes()?;
+        whole(&headers, &left, bytes, counters, cancel)?;
         headers.into_kept()
     }
 
@@ -309,7 +312,7 @@ impl Memory {
             Ok(to_fill(mine))
         });
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
-        Ok(Host::new(tensors, images).share())
+        Ok(Host::new(tensors, images))
     }
 
     /// The buffers that tensors own from now on.

@@ -43,8 +43,7 @@ pub(super) fn dtype_of<T: Element>() -> Result<DType> {
 
 /// A tensor whose bytes have arrived, in memory of its own.
 pub struct Tensor {
-    /// Its number in the file.
-    pub number: usize,
+    pub(super) number: usize,
     /// Its header, which agrees with the index.
     pub header: KeptHeader,
     /// Its bytes, in row-major order.
@@ -53,6 +52,11 @@ pub struct Tensor {
 }
 
 impl Tensor {
+    /// Its number in the file.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
     /// What the index says of it.
     #[allow(clippy::indexing_slicing)] // It was loaded from these.
     pub fn entry(&self) -> &Entry {

@@ -29,7 +29,7 @@ const INLINE_LEN: u64 = 1 << 20;
 const STEP: u64 = 512 << 10;
 /// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
 /// shared out, and would otherwise be waited for at the end.
-const LARGE: u64 = 64 << 20;
+const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
 /// What the engine asks of whoever knows the format. Tensors are numbered as their extents are.
 pub trait Catalog: Sync {
@@ -100,13 +100,16 @@ pub fn read<T: Target>(
     };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
-    let large_first = what.verify == Verify::All && traits.max_readers > 1;
+    let sha = what.verify == Verify::All;
+    // Where bytes stay for their hash without being waited for, neither by others who need the memory
+    // nor for the header to decrypt them, which may come later then.
+    let large_first = sha && traits.max_readers > 1 && !what.decrypts && target.takes_steps();
     let jobs =
         jobs(what.extents, partition(what.extents, &limits), target, (step, whole), large_first)?;
     let crew = crew.at_most(if total < INLINE_LEN { 1 } else { jobs.len() });
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
-    let own = source.file().is_some() && !large_first && !what.decrypts && crew.most > 1;
+    let own = source.file().is_some() && !sha && !what.decrypts && crew.most > 1;
     let pass = Pass {
         what,
         target: &*target,
@@ -117,7 +120,7 @@ pub fn read<T: Target>(
                 let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
                 pooled.then_some(extent.data_len)
             }),
-            what.verify == Verify::All,
+            sha,
         ),
         left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
         queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
@@ -130,7 +133,7 @@ pub fn read<T: Target>(
         let alone = if crew.most > 1 { target.reader(*source) } else { None };
         pass.work(number, alone.as_deref(), control)
     })?;
-    counters.threads(started.into_inner());
+    counters.threads(started.into_inner().min(crew.most));
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
 }
@@ -234,10 +237,12 @@ impl<T: Target> Pass<'_, T> {
             };
             let source = source.ok_or_else(|| Error::Bug(format!("no file {}", batch.file)))?;
             let direct = self.target.direct().filter(|direct| direct.is_of_use());
-            if let Some(direct) = direct
-                && self.by_device(&batch, source, direct, control)?
-            {
-                continue;
+            if let Some(direct) = direct {
+                // No staging buffers are needed, and nobody is to wait behind this place in their queue.
+                turn = None;
+                if self.by_device(&batch, source, direct, control)? {
+                    continue;
+                }
             }
             let turn = turn.take().unwrap_or_else(|| self.target.enter());
             self.batch(batch, planned, turn, source, control)?;
@@ -266,6 +271,7 @@ impl<T: Target> Pass<'_, T> {
         })?;
         let mut wholes = Vec::new();
         let mut pooled = Vec::new();
+        let mut sealed = Vec::new();
         let mut data_len = 0;
         for (number, chunk) in lease.chunks()?.into_iter().enumerate() {
             match chunk.kind {
@@ -274,9 +280,13 @@ impl<T: Target> Pass<'_, T> {
                     wholes.extend(self.header(tensor, chunk.bytes, control)?);
                 }
                 SegmentKind::Data { tensor, start } => {
-                    data_len += chunk.bytes.len() as u64;
-                    let plain = self.decrypt(tensor, start, chunk, control)?;
-                    if !plain || self.what.verify == Verify::Nothing {
+                    let len = chunk.bytes.len() as u64;
+                    if !self.decrypt(tensor, start, chunk, control)? {
+                        sealed.push(tensor);
+                        continue;
+                    }
+                    data_len += len;
+                    if self.what.verify == Verify::Nothing {
                         continue;
                     }
                     match wholes.last_mut().filter(|whole: &&mut Whole| whole.tensor == tensor) {
@@ -287,6 +297,7 @@ impl<T: Target> Pass<'_, T> {
             }
         }
         self.counters.bytes(data_len);
+        sealed.into_iter().for_each(|tensor| self.target.withhold(&mut lease, tensor));
         let keep = !wholes.is_empty() || !pooled.is_empty();
         let bytes = self.counters.time(Stage::Copy, || self.target.commit(lease, keep))?;
         if !keep {

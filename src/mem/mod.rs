@@ -6,6 +6,7 @@ pub mod mapped;
 pub mod pinned;
 mod zeroed;
 
-pub use crate::sys::{Buffers, Lent, filled, to_fill, zero_filled};
+pub(crate) use crate::sys::to_fill;
+pub use crate::sys::{Buffers, Lent, filled, zero_filled};
 pub use arena::{ALIGNMENT, Arena, HostBuffer};
 pub use zeroed::zeroed;

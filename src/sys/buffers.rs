@@ -1,6 +1,7 @@
 //! Memory that is read into, initialised or not. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
@@ -13,6 +14,8 @@ pub struct Buffers<'a> {
     /// The first range that is not full.
     at: usize,
     left: usize,
+    /// Grows by what was written, for whoever lent the memory.
+    written: Option<&'a Cell<usize>>,
     lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
@@ -88,7 +91,11 @@ impl<'a> Buffers<'a> {
     }
 
     fn advance_by(&mut self, mut len: usize) {
-        self.left = self.left.saturating_sub(len);
+        let len_written = len.min(self.left);
+        self.left -= len_written;
+        if let Some(written) = self.written {
+            written.set(written.get() + len_written);
+        }
         while let Some(range) = self.ranges.get_mut(self.at) {
             if len < range.iov_len {
                 range.iov_base = range.iov_base.wrapping_byte_add(len);
@@ -117,20 +124,22 @@ pub fn filled<'a, E>(
     fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     short: impl FnOnce() -> E,
 ) -> Result<Vec<&'a mut [u8]>, E> {
-    let mut buffers = Buffers::default();
+    let written = Cell::new(0);
+    let mut buffers = Buffers { written: Some(&written), ..Buffers::default() };
     for lent in &mut memory {
         match lent {
             Lent::Kept(bytes) => buffers.push(bytes),
             Lent::Passing(bytes) => buffers.push(to_fill(bytes)),
         }
     }
+    let total = buffers.left();
     fill(&mut buffers)?;
-    if buffers.left() > 0 {
+    if written.get() != total {
         return Err(short());
     }
     let kept = memory.into_iter().filter_map(|lent| match lent {
-        // SAFETY: all bytes were written: the count of those that were not is zero, and only `put`
-        // and `advance`, whose caller promises it, lower it.
+        // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
+        // caller promises it, raise the count, and nobody else has it.
         Lent::Kept(bytes) => Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }),
         Lent::Passing(_) => None,
     });
@@ -145,7 +154,7 @@ pub fn zero_filled(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
 }
 
 /// The same bytes, as memory to be written.
-pub fn to_fill(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
+pub(crate) fn to_fill(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
     // SAFETY: the same layout. It is for `Buffers` and `filled`, which write initialised bytes only.
     unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
 }

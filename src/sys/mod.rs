@@ -11,7 +11,8 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;
 
-pub use buffers::{Buffers, Lent, filled, to_fill, zero_filled};
+pub(crate) use buffers::to_fill;
+pub use buffers::{Buffers, Lent, filled, zero_filled};
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;

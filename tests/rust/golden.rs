@@ -141,8 +141,8 @@ fn check_data(opened: &TensorFile, file: &Value, name: &str, verify: bool) {
         for verify in [Verify::all_if(verify), Verify::Nothing] {
             let options = LoadOptions { verify, readers: Some(readers), map: false };
             for tensor in load(opened, &all, &options, &|| Ok(())).unwrap() {
-                let expected = &file["tensors"][tensor.number];
-                let entry = opened.entry(tensor.number).unwrap();
+                let expected = &file["tensors"][tensor.number()];
+                let entry = opened.entry(tensor.number()).unwrap();
                 if entry.is_meta() {
                     assert!(tensor.memory.bytes().iter().all(|&b| b == 0), "{name}");
                 } else {
@@ -280,7 +280,7 @@ fn damaged_files_give_an_error_or_the_right_data() {
                 Err(other) => panic!("{name}: {other:?}"),
                 Ok((opened, loaded)) => {
                     for tensor in &loaded {
-                        let entry = opened.entry(tensor.number).unwrap();
+                        let entry = opened.entry(tensor.number()).unwrap();
                         let expected = base
                             .as_array()
                             .unwrap()
@@ -325,7 +325,7 @@ fn no_changed_byte_gives_wrong_data() {
         let expected: Vec<(String, Vec<u8>)> = load(&file, &all, &options, &|| Ok(()))
             .unwrap()
             .iter()
-            .map(|t| (file.entries()[t.number].name.to_string(), t.memory.bytes().to_vec()))
+            .map(|t| (file.entries()[t.number()].name.to_string(), t.memory.bytes().to_vec()))
             .collect();
         let used: usize = file.entries().iter().map(|entry| entry.encoded_len(true)).sum();
         let body = file.entries()[0].header_offset as usize;
@@ -339,7 +339,7 @@ fn no_changed_byte_gives_wrong_data() {
                 let Ok(loaded) = load(&changed, &all, &options, &|| Ok(())) else { continue };
                 accepted += 1;
                 for tensor in &loaded {
-                    let found = changed.entries()[tensor.number].name.to_string();
+                    let found = changed.entries()[tensor.number()].name.to_string();
                     let same = expected.iter().find(|(name, _)| *name == found);
                     let (_, data) =
                         same.unwrap_or_else(|| panic!("{name} byte {at}: invented {found}"));

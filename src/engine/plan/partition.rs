@@ -158,7 +158,12 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
         while start < extent.data_len {
             let position = extent.data_offset + start;
             let open = making.open.get_or_insert_with(|| Open::at(extent.file, position));
-            let len = making.limits.cut(open.len(), extent.data_len, extent.data_len - start);
+            let len = making.limits.cut(
+                making.most,
+                open.len(),
+                extent.data_len,
+                extent.data_len - start,
+            );
             open.push(SegmentKind::Data { tensor, start }, len);
             start += len;
             if start < extent.data_len {
@@ -213,12 +218,13 @@ impl Making {
 }
 
 impl Limits {
-    /// Bytes of data for a batch that has `used`, of a tensor of `all` of which `rest` are left.
-    fn cut(&self, used: u64, all: u64, rest: u64) -> u64 {
+    /// Bytes of data for a batch that has `used`, of a tensor of `all` of which `rest` are left. `most`:
+    /// what `len` was before it tapered.
+    fn cut(&self, most: u64, used: u64, all: u64, rest: u64) -> u64 {
         let room = self.len.saturating_sub(used).max(self.len.div_ceil(16));
         let room = (room / self.unit).max(1).saturating_mul(self.unit);
         // The last cut must not leave crumbs, and short tensors stay whole.
-        let whole = all <= self.len && all < CUT_LEN;
+        let whole = all <= most && all < CUT_LEN;
         if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
     }
 }

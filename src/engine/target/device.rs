@@ -136,6 +136,12 @@ impl<'d> Target for OnDevice<'d> {
         Ok(Buffered { staging, lease, passing })
     }
 
+    fn withhold(&self, lease: &mut Buffered<'d>, tensor: usize) {
+        // Such a tensor is larger than a piece of encryption, and alone in its block.
+        let block = self.places.get(tensor).map(|place| place.block);
+        lease.staging.copies.retain(|copy| Some(copy.block) != block);
+    }
+
     fn commit(&self, full: Buffered<'d>, keep: bool) -> Result<Vec<Kept<'d>>> {
         let Buffered { staging, mut lease, .. } = full;
         let stream = self.streams.next();

@@ -22,8 +22,6 @@ pub struct Host<'a> {
     tensors: Vec<&'a mut [MaybeUninit<u8>]>,
     /// In the order of their files and positions.
     images: Vec<Image<'a>>,
-    /// Whether each reader reads neighbouring batches.
-    shares: bool,
 }
 
 /// Memory that is like a range of a file.
@@ -89,13 +87,7 @@ impl<'a> Host<'a> {
     /// `tensors` have no bytes where they are in an image; images are in the order of their files
     /// and positions.
     pub fn new(tensors: Vec<&'a mut [MaybeUninit<u8>]>, images: Vec<Image<'a>>) -> Self {
-        Host { tensors, images, shares: false }
-    }
-
-    /// Has each reader read neighbouring batches, if its source gives it a way of its own.
-    pub fn share(mut self) -> Self {
-        self.shares = true;
-        self
+        Host { tensors, images }
     }
 
     /// The image that holds some bytes, if any does.
@@ -203,7 +195,7 @@ impl<'a> Target for Host<'a> {
     }
 
     fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        if self.shares { source.for_one_reader() } else { None }
+        source.for_one_reader()
     }
 
     fn enter(&self) {}
@@ -223,6 +215,8 @@ impl<'a> Target for Host<'a> {
         let passing = zeroed(passing.sum(), || "headers of tensors".to_owned())?;
         Ok(HostLease { segments: batch.segments, runs, passing })
     }
+
+    fn withhold(&self, _lease: &mut HostLease<'a>, _tensor: usize) {}
 
     fn commit(&self, lease: HostLease<'a>, keep: bool) -> Result<Vec<&'a [u8]>> {
         if !keep {

@@ -55,6 +55,9 @@ pub trait Target: Sync {
         cancel: &dyn Cancel,
     ) -> Result<Self::Lease<'t>>;
 
+    /// Keeps the data of a tensor, which could not be decrypted, from where they were to go.
+    fn withhold(&self, lease: &mut Self::Lease<'_>, tensor: usize);
+
     /// Takes a full lease. With `keep`, gives the bytes of its chunks, in their order.
     fn commit(&self, lease: Self::Lease<'_>, keep: bool) -> Result<Vec<Self::Bytes>>;
 

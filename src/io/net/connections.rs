@@ -1,7 +1,7 @@
 //! Event loops: one for each thread that talks to a server at the moment.
 //!
 //! A thread polls its own connection, so that bytes do not change threads between the socket and
-//! the caller's memory. Connections are handed from thread to thread with their open connections, and
+//! the caller's memory. Event loops are handed from thread to thread with their open connections, and
 //! are not used in a process that was forked off.
 
 use std::future::Future;
@@ -76,7 +76,7 @@ impl<C> PooledConnection<C> {
     }
 }
 
-/// The pool that no thread uses at the moment.
+/// Connections that no thread uses at the moment.
 pub struct ConnectionPool<C>(Mutex<Vec<PooledConnection<C>>>);
 
 impl<C> Default for ConnectionPool<C> {

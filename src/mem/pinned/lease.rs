@@ -17,6 +17,8 @@ pub struct Lease<'p> {
     stream: Option<Arc<dyn Stream>>,
     /// Passes when they have ended.
     event: Option<Box<dyn Event>>,
+    /// Whether a device writes to the buffers.
+    filling: bool,
 }
 
 // SAFETY: the event, which is not `Sync` by itself, is reached exclusively only.
@@ -24,7 +26,7 @@ unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
     pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>) -> Self {
-        Lease { pool, buffers, stream: None, event: None }
+        Lease { pool, buffers, stream: None, event: None, filling: false }
     }
 
     /// The bytes of each buffer; none while copies are under way.
@@ -43,9 +45,9 @@ impl<'p> Lease<'p> {
 
     /// Bytes of a buffer, also while copies from it are under way.
     pub fn bytes(&self, buffer: usize, at: usize, len: usize) -> Option<&[u8]> {
-        let start = self.range(buffer, at, len).ok()?;
+        let start = self.range(buffer, at, len).ok().filter(|_| !self.filling)?;
         // SAFETY: initialised bytes of the buffer (`range`). Nobody writes to them: `buffers` borrows the
-        // lease exclusively, and so do downloads, which are waited for by whoever wants the bytes.
+        // lease exclusively, and no download is under way.
         Some(unsafe { std::slice::from_raw_parts(start, len) })
     }
 
@@ -97,6 +99,7 @@ impl<'p> Lease<'p> {
         let to = self.range(buffer, at, len)?;
         let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
         self.begin(stream)?;
+        self.filling = true;
         // SAFETY: as for `upload`.
         unsafe { stream.download(to, from, len) }
     }
@@ -121,6 +124,7 @@ impl<'p> Lease<'p> {
             thread::park_timeout(POLL);
         }
         self.stream = None;
+        self.filling = false;
         Ok(())
     }
 
