@@ -139,9 +139,9 @@ pub unsafe fn load_into_tensors(
                 }
                 filled
             }
-            // SAFETY: as above.
             None if index == CPU => {
                 names.push("cpu".to_owned());
+                // SAFETY: as above.
                 unsafe { fill_in_host(file, &found, options, &counters, cancel) }?
             }
             None => return Err(Error::Bug(format!("host memory of device {index}"))),

@@ -12,7 +12,7 @@ use crate::codec::hash::{Digests, Verify};
 use crate::engine::cold;
 use crate::engine::plan::{Block, Extent, Large, Layout, Place};
 use crate::engine::read::{Begun, Catalog, Reading, read};
-use crate::engine::target::device::OnDevice;
+use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
 use crate::error::{Error, Result};
 use crate::io::source::{MemorySource, ReadAt};
@@ -146,7 +146,7 @@ impl<'f> DeviceLoad<'f> {
             counters.reading(if source.file().is_some() { "page cache" } else { "" });
         }
         let around = cold::wants_direct_reads(source, &extents)?;
-        let mut target = OnDevice {
+        let mut target = ToDevice {
             memory: to.memory,
             blocks: &self.layout.blocks,
             places,
@@ -197,7 +197,7 @@ impl<'f> DeviceLoad<'f> {
         let extents: Vec<Extent> = extents.collect();
         let places = tensors.iter().filter_map(|&tensor| self.layout.places.get(tensor).copied());
         let places: Vec<Place> = places.collect();
-        let mut target = OnDevice {
+        let mut target = ToDevice {
             memory: to.memory,
             blocks: &self.layout.blocks,
             places: &places,

@@ -11,7 +11,7 @@ use crate::codec::hash::sha256;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
 use crate::format::index::{self, Entry, end_of_index};
-use crate::format::layout::{Layout, MIN_INDEX_LEN, Placed, index_len_for, place};
+use crate::format::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
 use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PAIR_LEN, PairId};
 use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
@@ -235,7 +235,7 @@ impl Writer {
     }
 
     /// Places tensors behind the earlier ones, making room in the index first.
-    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<Layout> {
+    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<FileLayout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());

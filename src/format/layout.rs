@@ -33,7 +33,7 @@ pub struct Placed {
 
 /// The outcome of [`place`].
 #[derive(Debug)]
-pub struct Layout {
+pub struct FileLayout {
     /// The index entries, with their positions.
     pub entries: Vec<Entry>,
     /// File position after the last data.
@@ -51,10 +51,10 @@ pub fn place(
     alignment: u64,
     hashes: Hashes,
     encrypted: Option<bool>,
-) -> Result<Layout> {
+) -> Result<FileLayout> {
     let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
     let mut layout =
-        Layout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
+        FileLayout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
     for tensor in tensors {
         let Placed { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {

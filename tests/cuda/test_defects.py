@@ -183,3 +183,31 @@ torch.cuda.synchronize(0)
 assert took < 2, f"{took:.1f} s behind work on another device"
 """
     succeeds(tmp_path, code)
+
+
+def test_an_error_of_one_device_waits_for_copies_to_the_others(tmp_path):
+    code = """
+save(2, 10_000_000)
+out = [torch.empty(10_000_000, dtype=torch.uint8, device=f"cuda:{i}") for i in range(2)]
+torch.ops.tensorizer.load(path, ["w0", "w1"], out=out)
+for device in range(2):
+    torch.cuda.synchronize(device)
+versions = [tensor._version for tensor in out]
+emulated.fail("nothing=1@1")
+torch.ops.tensorizer.load(path, ["w0"], out=out[:1])
+of_one = emulated.calls("cuMemcpyHtoDAsync")
+assert of_one > 0
+stream = torch.cuda.current_stream(0)
+torch.cuda.synchronize(0)
+emulated.pause(stream, 1)
+emulated.fail(f"cuMemcpyHtoDAsync=1@{of_one + 1}")
+try:
+    torch.ops.tensorizer.load(path, ["w0", "w1"], out=out)
+except RuntimeError as error:
+    assert "cuda:1" in str(error), error
+else:
+    raise AssertionError("nothing failed")
+assert stream.query(), "copies to the other device are under way"
+assert all(tensor._version > before for tensor, before in zip(out, versions))
+"""
+    succeeds(tmp_path, code)

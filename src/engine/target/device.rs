@@ -29,7 +29,7 @@ const MAX_SEGMENTS: usize = 64 << 10;
 pub type Reopen<'r> = dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync + 'r;
 
 /// Where on a device the tensors of a load go.
-pub struct OnDevice<'d> {
+pub struct ToDevice<'d> {
     /// Blocks of its memory.
     pub memory: &'d [DeviceMemory],
     /// What each block is.
@@ -46,7 +46,7 @@ pub struct OnDevice<'d> {
     pub direct: Option<&'d Direct<'d>>,
 }
 
-impl OnDevice<'_> {
+impl ToDevice<'_> {
     /// Where a segment at a position of a file goes, if anywhere: what is between tensors goes along
     /// in an image.
     fn place(&self, file: usize, segment: &Segment, position: u64) -> Result<Option<Place>> {
@@ -69,7 +69,7 @@ impl OnDevice<'_> {
     }
 }
 
-impl<'d> Target for OnDevice<'d> {
+impl<'d> Target for ToDevice<'d> {
     type Job = ();
     type Turn<'t>
         = Ticket<'d>
