@@ -17,7 +17,7 @@ use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
 use crate::error::{Error, Result};
-use crate::io::source::{ReadAt, read_exact_at};
+use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
 use crate::stats::{Counters, Stage};
 
@@ -91,13 +91,7 @@ pub fn read<T: Target>(
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
     let limits = target.limits(&traits, crew, total, what.decrypts);
-    // Long requests are not cut: each one waits for its answer.
-    let step = match (what.decrypts, what.verify) {
-        _ if traits.request_len > LONG_REQUEST || !target.takes_steps() => u64::MAX,
-        (true, _) => PIECE_LEN,
-        (false, Verify::Nothing) => u64::MAX,
-        (false, _) => STEP,
-    };
+    let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
     let sha = what.verify == Verify::All;
@@ -115,13 +109,7 @@ pub fn read<T: Target>(
         target: &*target,
         counters,
         whole,
-        hashes: HashPool::new(
-            what.extents.iter().map(|extent| {
-                let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
-                pooled.then_some(extent.data_len)
-            }),
-            sha,
-        ),
+        hashes: pool(what, whole),
         left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
         queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
         turn: Mutex::new(()),
@@ -136,6 +124,26 @@ pub fn read<T: Target>(
     counters.threads(started.into_inner().min(crew.most));
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
+}
+
+/// Bytes that are read at a time.
+fn step(what: &Reading<'_>, source: &Traits) -> u64 {
+    match (what.decrypts, what.verify) {
+        // Long requests are not cut: each one waits for its answer.
+        _ if source.request_len > LONG_REQUEST => u64::MAX,
+        (true, _) => PIECE_LEN,
+        (false, Verify::Nothing) => u64::MAX,
+        (false, _) => STEP,
+    }
+}
+
+/// The hashes of tensors that come in more than one chunk.
+fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
+    let lens = what.extents.iter().map(|extent| {
+        let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
+        pooled.then_some(extent.data_len)
+    });
+    HashPool::new(lens, what.verify == Verify::All)
 }
 
 /// With how many readers to begin, and how many there may be.

@@ -38,6 +38,8 @@ def test_daemon_threads(tmp_path, way):
     for _ in range(3):
         done = run_python(CODE, tmp_path / "f", way)
         assert done.stdout == "end\n"
-        # What torch's threads say; Rust would speak of a foreign exception or of a panic.
-        assert done.stderr in ("", "terminate called without an active exception\n")
+        # What torch's threads say, perhaps several; Rust would speak of a foreign exception or of a
+        # panic.
+        said = {"terminate called without an active exception", "terminate called recursively"}
+        assert set(done.stderr.splitlines()) <= said
         assert done.returncode == (-signal.SIGABRT if done.stderr else 0)
