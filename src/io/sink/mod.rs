@@ -33,7 +33,10 @@ pub fn create(uri: &str, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
             let options = NetOptions::from_environment()?;
             Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options, cancel)?))
         }
-        scheme => Err(unwritable(scheme)),
+        scheme => {
+            let _ = cancel;
+            Err(unwritable(scheme))
+        }
     }
 }
 
