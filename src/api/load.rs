@@ -16,7 +16,7 @@ use crate::engine::target::host::{Host, Image, Span};
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::format::index::Entry;
-use crate::mem::{Arena, HostBuffer, to_fill, zero_filled};
+use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
@@ -173,11 +173,11 @@ fn whole(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    if left.is_empty() {
-        return Ok(());
-    }
-    let queue: Vec<(usize, &mut [u8])> =
-        bytes.into_iter().enumerate().filter(|(tensor, _)| left.contains(tensor)).collect();
+    let queue: Vec<(usize, &mut [u8])> = bytes
+        .into_iter()
+        .enumerate()
+        .filter(|(tensor, _)| left.binary_search(tensor).is_ok())
+        .collect();
     let threads = crate::cpu_count().min(queue.len());
     let queue = Mutex::new(queue);
     workers::run(threads, cancel, |control| {
@@ -252,67 +252,46 @@ impl Memory {
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
         let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
-        let bytes = self.bytes()?;
-        whole(&headers, &left, bytes, counters, cancel)?;
+        if !left.is_empty() {
+            whole(&headers, &left, self.bytes()?, counters, cancel)?;
+        }
         headers.into_kept()
     }
 
     /// The bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
-        let bug = || Error::Bug("a tensor beyond its block".to_owned());
-        let mut blocks: Vec<(usize, &mut [u8])> =
-            self.blocks.iter_mut().map(|block| (0, block.bytes_mut())).collect();
-        let bytes = self.tensors.iter().map(|spot| {
-            let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
-            let (position, rest) = blocks.get_mut(block).ok_or_else(bug)?;
-            let skip = at.checked_sub(*position).ok_or_else(bug)?;
-            let cut = std::mem::take(rest).split_at_mut_checked(skip).ok_or_else(bug)?;
-            let (mine, later) = cut.1.split_at_mut_checked(len).ok_or_else(bug)?;
-            (*position, *rest) = (at + len, later);
-            Ok(mine)
-        });
-        bytes.collect()
+        let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
+        cut(&self.tensors, blocks.collect())
     }
 
     /// All of it, as the engine fills it.
     fn target(&mut self) -> Result<Host<'_>> {
+        let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
-        let mapped = self.mapping.as_mut().map_or(&mut [][..], |mapping| mapping.bytes_mut());
-        let (mut rest, mut position) = (mapped, 0);
-        let bug = || Error::Bug("a tensor beyond its mapping".to_owned());
-        for spot in &self.tensors {
-            let Spot::Mapped { header, at, len } = *spot else { continue };
-            let skip = header.checked_sub(position).ok_or_else(bug)?;
-            let cut = rest.split_at_mut_checked(skip).ok_or_else(bug)?;
-            let (mine, later) = cut.1.split_at_mut_checked(at + len - header).ok_or_else(bug)?;
-            (rest, position) = (later, at + len);
-            images.push(Image { file: 0, position: header as u64, memory: Span::Mapped(mine) });
-        }
-        let mut blocks: Vec<(usize, Option<&mut [u8]>)> =
-            self.blocks.iter_mut().map(|block| (0, Some(block.bytes_mut()))).collect();
-        for ((_, bytes), block) in blocks.iter_mut().zip(&self.layout.blocks) {
-            if let Some(span) = block.image
-                && let Some(bytes) = bytes.take()
-            {
-                let skip = usize::try_from(span.skip).map_err(|_| bug())?;
-                let (_, bytes) = bytes.split_at_mut_checked(skip).ok_or_else(bug)?;
-                let memory = Span::Empty(to_fill(bytes));
-                images.push(Image { file: span.file, position: span.start, memory });
+        if let Some(mapping) = &mut self.mapping {
+            let mut rest = Rest::of(mapping.bytes_mut());
+            for spot in &self.tensors {
+                let Spot::Mapped { header, at, len } = *spot else { continue };
+                let memory = Span::Mapped(rest.cut(header, at + len - header)?);
+                images.push(Image { file: 0, position: header as u64, memory });
             }
         }
+        let mut blocks = Vec::with_capacity(self.blocks.len());
+        for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
+            let bytes = arena.bytes_mut();
+            let Some(span) = block.image else {
+                blocks.push(Some(Rest::of(bytes)));
+                continue;
+            };
+            let skip = usize::try_from(span.skip).map_err(|_| bug())?;
+            let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
+            let memory = Span::Empty(to_fill(bytes));
+            images.push(Image { file: span.file, position: span.start, memory });
+            blocks.push(None);
+        }
         images.sort_by_key(|image| (image.file, image.position));
-        let tensors = self.tensors.iter().map(|spot| {
-            let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
-            let (position, rest) = blocks.get_mut(block).ok_or_else(bug)?;
-            let Some(bytes) = rest.take() else { return Ok(&mut [][..]) };
-            let skip = at.checked_sub(*position).ok_or_else(bug)?;
-            let cut = bytes.split_at_mut_checked(skip).ok_or_else(bug)?;
-            let (mine, later) = cut.1.split_at_mut_checked(len).ok_or_else(bug)?;
-            (*position, *rest) = (at + len, Some(later));
-            Ok(to_fill(mine))
-        });
-        let tensors = tensors.collect::<Result<Vec<_>>>()?;
-        Ok(Host::new(tensors, images))
+        let tensors = cut(&self.tensors, blocks)?;
+        Ok(Host::new(tensors.into_iter().map(to_fill).collect(), images))
     }
 
     /// The buffers that tensors own from now on.
@@ -342,6 +321,16 @@ impl Memory {
         });
         buffers.collect()
     }
+}
+
+/// The bytes of each tensor in blocks; none for those that are elsewhere, or in no block given.
+fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'a mut [u8]>> {
+    let bytes = tensors.iter().map(|spot| {
+        let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+        let rest = blocks.get_mut(block).and_then(Option::as_mut);
+        rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
+    });
+    bytes.collect()
 }
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {

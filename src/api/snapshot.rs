@@ -8,7 +8,7 @@ use crate::engine::plan::pack;
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::mem::device::{OnDevice, StreamsByDevice};
-use crate::mem::{Arena, HostBuffer};
+use crate::mem::{Arena, HostBuffer, Rest};
 use crate::stats::Counters;
 
 /// Bytes of a job: large, so that each has units on the way, and small beside a model.
@@ -21,12 +21,9 @@ pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuf
     let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(len)?;
     let mut jobs = Vec::new();
-    let (mut rest, mut position) = (arena.bytes_mut(), 0);
+    let mut rest = Rest::of(arena.bytes_mut());
     for (source, &(start, len)) in sources.iter().zip(&places) {
-        let bug = || Error::Bug("a snapshot beyond its memory".to_owned());
-        let (_, after) = rest.split_at_mut_checked(start - position).ok_or_else(bug)?;
-        let (mine, after) = after.split_at_mut_checked(len).ok_or_else(bug)?;
-        (rest, position) = (after, start + len);
+        let mine = rest.cut(start, len)?;
         jobs.extend((0..).step_by(JOB_LEN).zip(mine.chunks_mut(JOB_LEN)).map(|job| (source, job)));
     }
     let streams = StreamsByDevice::open(sources.iter())?;

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::device::{DeviceMemory, Streams};
 use crate::mem::pinned::{self, Pool, Ticket};
-use crate::mem::{Buffers, to_fill, zeroed};
+use crate::mem::{Buffers, Rest, to_fill, zeroed};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
 pub const LONG_REQUEST: u64 = 8 << 20;
@@ -176,25 +176,19 @@ impl Buffered<'_> {
     /// The memory of everything staged, in order.
     fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
-        // What is left of each buffer, and where that begins.
-        let mut buffers: Vec<(usize, &mut [u8])> =
-            self.lease.buffers().into_iter().map(|unit| (0, unit)).collect();
-        let mut passing = &mut *self.passing;
+        let mut buffers: Vec<Rest<'_>> = self.lease.buffers().into_iter().map(Rest::of).collect();
+        let (mut passing, mut passed) = (Rest::of(&mut self.passing), 0);
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {
-            let (skip, rest) = match staged.buffer {
+            memory.push(match staged.buffer {
                 Some(buffer) => {
-                    let (at, rest) = buffers.get_mut(buffer).ok_or_else(bug)?;
-                    let skip = staged.at.checked_sub(*at).ok_or_else(bug)?;
-                    *at = staged.at + staged.len;
-                    (skip, rest)
+                    buffers.get_mut(buffer).ok_or_else(bug)?.cut(staged.at, staged.len)?
                 }
-                None => (0, &mut passing),
-            };
-            let cut = std::mem::take(rest).split_at_mut_checked(skip).ok_or_else(bug)?;
-            let (now, later) = cut.1.split_at_mut_checked(staged.len).ok_or_else(bug)?;
-            *rest = later;
-            memory.push(now);
+                None => {
+                    passed += staged.len;
+                    passing.cut(passed - staged.len, staged.len)?
+                }
+            });
         }
         Ok(memory)
     }

@@ -1,0 +1,48 @@
+//! Memory that is cut into ranges front to back.
+
+use crate::error::{Error, Result};
+
+/// What is left of some memory.
+pub struct Rest<'a> {
+    bytes: &'a mut [u8],
+    /// Where in the whole it begins.
+    position: usize,
+}
+
+impl<'a> Rest<'a> {
+    /// All of it.
+    pub fn of(bytes: &'a mut [u8]) -> Self {
+        Rest { bytes, position: 0 }
+    }
+
+    /// The range from `at` of the whole on, which lies behind those that were cut before.
+    pub fn cut(&mut self, at: usize, len: usize) -> Result<&'a mut [u8]> {
+        let bug = || Error::Bug(format!("{len} bytes at {at} behind {}", self.position));
+        let skip = at.checked_sub(self.position).ok_or_else(bug)?;
+        let end = at.checked_add(len).ok_or_else(bug)?;
+        if end - self.position > self.bytes.len() {
+            return Err(bug());
+        }
+        let (_, bytes) = std::mem::take(&mut self.bytes).split_at_mut(skip);
+        let (range, rest) = bytes.split_at_mut(len);
+        (self.bytes, self.position) = (rest, end);
+        Ok(range)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_cut_in_order_and_within() {
+        let mut bytes = *b"abcdef";
+        let mut rest = Rest::of(&mut bytes);
+        assert_eq!(rest.cut(1, 2).unwrap(), b"bc");
+        assert!(rest.cut(3, 0).unwrap().is_empty());
+        assert!(rest.cut(2, 1).is_err() && rest.cut(4, 3).is_err());
+        assert!(rest.cut(usize::MAX, 2).is_err());
+        assert_eq!(rest.cut(4, 2).unwrap(), b"ef");
+    }
+}
