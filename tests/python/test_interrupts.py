@@ -218,9 +218,10 @@ rss = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 def interrupted(after):
     main = threading.main_thread().ident
     timer = threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    loading = True
+    loading = False
     try:
+        timer.start()
+        loading = True
         tensorizer.load(path)
         loading = False
         timer.join()
@@ -228,9 +229,13 @@ def interrupted(after):
         pass
     return loading
 tensorizer.load(path)
-begun = time.monotonic(); tensorizer.load(path); whole = time.monotonic() - begun
+begun = time.monotonic(); tensorizer.load(path); after = time.monotonic() - begun
 before = rss()
-hits = sum(interrupted(whole * (0.2 + 0.015 * step)) for step in range(60))
+hits = 0
+for _ in range(80):  # around the end: later after each hit, earlier after each miss
+    hit = interrupted(after)
+    after *= 1.05 if hit else 0.8
+    hits += hit
 print(hits, (rss() - before) >> 20)
 """
 
