@@ -74,6 +74,7 @@ def prepare(folder: Path, name: str, count: int, total: int, formats: set[str]) 
     """Write a model in every format that some engine reads."""
     import tensorizer
     import torch
+
     from engine import KEY, sums
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,10 @@ from pathlib import Path as _Path
 
 from ._native import __version__
 
-from . import _ops  # isort: skip  # defines what torch must know before anything is compiled
+from .torch_hooks import operators  # isort: skip  # defines what torch must know before anything is compiled
 from . import serialization, stream_io, torch_compat, utils
-from ._api import load, save
-from ._async import SaveFuture, save_async
-from ._device import release_pinned, set_pinned_limit, stats
+from .file.background import SaveFuture, save_async
+from .file.load_and_save import load, save
 from .serialization import (
     CryptographyError,
     DecryptionParams,
@@ -25,6 +24,7 @@ from .serialization import (
     TensorSerializer,
     TensorType,
 )
+from .tensors.devices import release_pinned, set_pinned_limit, stats
 
 __all__ = [
     "CryptographyError",
@@ -53,4 +53,4 @@ __all__ = [
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 _starting.done()
-del _ops, _starting
+del operators, _starting

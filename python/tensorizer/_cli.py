@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import _device
-from ._addresses import open_address
-from ._deserializer import TensorDeserializer
-from ._encryption import DecryptionParams, EncryptionParams, native_decryption
 from ._errors import CryptographyError, HashMismatchError
-from ._exchange import take
-from ._reading import open_reader
-from ._serializer import TensorSerializer
 from ._terminal import Progress, say, shown
 from ._types import Name, TensorType
+from .file.arguments import open_reader
+from .file.encryption import DecryptionParams, EncryptionParams, native_decryption
+from .file.reader import TensorDeserializer
+from .file.writer import TensorSerializer
+from .streams.addresses import open_address
+from .tensors import devices
+from .tensors.exchange import take
 from .utils import convert_bytes
 
 #: Bytes of tensors that are held at a time.
@@ -90,7 +90,7 @@ class _File:
             verify=verify,
             readers=self._readers,
             map=False,
-            device=_device.CPU,
+            device=devices.CPU,
             apart=False,
         )
         found = dict(zip(with_data, zip(take(handle), modules, strict=True), strict=True))

@@ -1,17 +1,27 @@
 """The serializer and the deserializer, and the names that callers import beside them."""
 
-from ._deserializer import TensorDeserializer
-from ._encryption import DecryptionParams, EncryptionParams
 from ._errors import (
     CryptographyError,
     FormatError,
     HashMismatchError,
-    InvalidVersionError,
     TruncatedError,
 )
 from ._native import cpu_count
-from ._serializer import TensorSerializer, logger
 from ._types import FilterFuncType, HashType, TensorType
+from .file.encryption import DecryptionParams, EncryptionParams
+from .file.legacy import (
+    ENCRYPTION_TENSORIZER_VERSION,
+    LONG_TENSOR_TENSORIZER_VERSION,
+    META_TENSOR_TENSORIZER_VERSION,
+    NON_OPAQUE_TENSORIZER_VERSION,
+    OPAQUE_DTYPE_SEP,
+    OPAQUE_TENSORIZER_VERSION,
+    TENSORIZER_MAGIC,
+    TENSORIZER_VERSION,
+    _FileHeader,
+)
+from .file.reader import TensorDeserializer
+from .file.writer import TensorSerializer, logger
 
 __all__ = [
     "CryptographyError",
@@ -24,22 +34,20 @@ __all__ = [
 ]
 
 # Reachable, as before, but not part of ``import *``.
-__extra__ = (FormatError, HashMismatchError, HashType, TruncatedError, cpu_count, logger)
-
-#: The first bytes of every file.
-TENSORIZER_MAGIC = b"|TZR|"
-#: The newest data version, and the one that each feature needs.
-TENSORIZER_VERSION = 5
-NON_OPAQUE_TENSORIZER_VERSION = 1
-OPAQUE_TENSORIZER_VERSION = 2
-ENCRYPTION_TENSORIZER_VERSION = 3
-META_TENSOR_TENSORIZER_VERSION = 4
-LONG_TENSOR_TENSORIZER_VERSION = 5
-#: Separates the numpy from the torch part of a stored dtype.
-OPAQUE_DTYPE_SEP = "\0"
-
-
-class _FileHeader:
-    """Where callers of the old package find its exception."""
-
-    InvalidVersionError = InvalidVersionError
+__extra__ = (
+    ENCRYPTION_TENSORIZER_VERSION,
+    FormatError,
+    HashMismatchError,
+    HashType,
+    LONG_TENSOR_TENSORIZER_VERSION,
+    META_TENSOR_TENSORIZER_VERSION,
+    NON_OPAQUE_TENSORIZER_VERSION,
+    OPAQUE_DTYPE_SEP,
+    OPAQUE_TENSORIZER_VERSION,
+    TENSORIZER_MAGIC,
+    TENSORIZER_VERSION,
+    TruncatedError,
+    _FileHeader,
+    cpu_count,
+    logger,
+)

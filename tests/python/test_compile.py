@@ -332,18 +332,18 @@ def test_errors_in_compiled_code_leave_out_untouched(path):
 
 
 def test_an_unknown_torch_loses_the_dict_form_only(path, monkeypatch):
-    from tensorizer import _dynamo
+    from tensorizer.torch_hooks import dynamo
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable as Function
 
     def fail(function):
         raise AttributeError("no such thing in this torch")
 
-    monkeypatch.setattr(_dynamo, "_make_handlers", fail)
+    monkeypatch.setattr(dynamo, "_make_handlers", fail)
     handlers = Function._get_handlers()
     fresh = {op: f for op, f in handlers.items() if "tensorizer" not in str(op)}
     assert len(fresh) < len(handlers)
     monkeypatch.setattr(Function, "_get_handlers", staticmethod(lambda: dict(fresh)))
-    _dynamo.extend_dynamo(torch._dynamo.variables.torch)
+    dynamo.extend_dynamo(torch._dynamo.variables.torch)
     compiled = torch.compile(by_list, backend="aot_eager", fullgraph=True)
     with pytest.warns(UserWarning, match=r"will not take torch.ops.tensorizer.load\(uri\)"):
         close(compiled(path, torch.ones(4)), by_list(path, torch.ones(4)))

@@ -23,6 +23,17 @@ LAYERS = [
     {"api"},
     {"lib"},
 ]
+PACKAGE = ROOT / "python/tensorizer"
+#: The folders of the Python package, lowest first, and the modules beside them.
+FOLDERS = [
+    {"_build", "_errors", "_native", "_starting", "_types"},
+    {"tensors", "modules", "streams"},
+    {"file"},
+    {"checkpoints"},
+    {"torch_hooks"},
+    {"serialization", "stream_io", "torch_compat", "utils"},
+    {"cli", "__main__", "_cli", "_terminal"},
+]
 CRATES = ["src", "csrc", "python/src"]
 MOST_LINES = 450
 MOST_FUNCTION_LINES = 60
@@ -238,23 +249,57 @@ def test_no_circle_of_rust_files(crate):
 
 
 def python_imports(file: Path) -> Iterator[str]:
-    """Yield what a module of the package imports when it is imported itself."""
+    """Yield what a module of the package imports when it is imported itself, from the root on."""
+    package = file.relative_to(PACKAGE).parent.parts
     left: list[ast.stmt] = list(ast.parse(file.read_text()).body)
     while left:
         node = left.pop()
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            yield from [node.module] if node.module else (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) + 1 - node.level]
+            named = tuple(node.module.split(".")) if node.module else ()
+            yield "/".join((*above, *named))
+            yield from ("/".join((*above, *named, alias.name)) for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
             left += node.body + node.orelse
         elif isinstance(node, (ast.Try, ast.With)):
             left += node.body
 
 
-def test_no_circle_of_python_files():
-    files = {file.stem: file for file in (ROOT / "python/tensorizer").glob("*.py")}
+@pytest.fixture(scope="module")
+def package() -> dict[str, set[str]]:
+    """The modules of the Python package by path, each with those that it imports."""
+    files = {
+        str(file.relative_to(PACKAGE).with_suffix("")): file
+        for file in PACKAGE.rglob("*.py")
+        if file.name != "__init__.py"
+    }
     imports = {name: set(python_imports(file)) & set(files) for name, file in files.items()}
-    assert sum(map(len, imports.values())) > len(imports)
-    assert circles(imports) == []
+    assert sum(map(len, imports.values())) > len(imports), "the imports were not understood"
+    return imports
+
+
+def test_no_circle_of_python_files(package):
+    assert circles(package) == []
+
+
+def test_no_import_of_a_higher_folder(package):
+    def height(name: str) -> int:
+        first = name.partition("/")[0]
+        return next(number for number, names in enumerate(FOLDERS) if first in names)
+
+    wrong = [
+        f"{name} imports {needed}"
+        for name, imports in package.items()
+        for needed in imports
+        if height(needed) > height(name)
+    ]
+    assert sorted(wrong) == []
+
+
+def test_public_modules_only_give_on():
+    for name in ["serialization", "stream_io", "torch_compat", "utils"]:
+        body = ast.parse((PACKAGE / f"{name}.py").read_text()).body
+        assert not [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
 
 
 def rust_files() -> Iterator[tuple[str, list[str]]]:

@@ -3,10 +3,10 @@
 import warnings
 
 import pytest
-import tensorizer
 import torch
 from conftest import assert_same, run_python
 from tensorizer import TensorDeserializer, TensorSerializer, utils
+from tensorizer.modules import state
 
 
 class Weight(torch.nn.Parameter):
@@ -47,11 +47,11 @@ def test_objects_and_memory_stay(saved, lazy):
     model, path = saved
     other = linear()
     other.bias.requires_grad_(False)
-    before = {name: tensor for _, name, _, _, tensor in tensorizer._modules.walk(other)}
+    before = {name: tensor for _, name, _, _, tensor in state.walk(other)}
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
     optimizer = torch.optim.SGD([other.weight], 0.5)
     assert TensorDeserializer(path, "cpu", lazy_load=lazy).load_into_module(other) == 3
-    for _, name, _, _, tensor in tensorizer._modules.walk(other):
+    for _, name, _, _, tensor in state.walk(other):
         assert tensor is before[name]
         assert tensor.data_ptr() == addresses[name]
     assert_same(other.weight.detach(), model.weight.detach())

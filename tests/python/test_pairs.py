@@ -328,7 +328,7 @@ def test_damaged_records(tmp_path, monkeypatch, content, weights_only):
         text = f'{{"tensorizer":{content}}}'.encode()
         return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
-    monkeypatch.setattr("tensorizer._pickling.Record.encode", encode)
+    monkeypatch.setattr("tensorizer.checkpoints.pickling.Record.encode", encode)
     save(state(), tmp_path / "f.pt")
     error, what = RECORDS[content]
     with pytest.raises(error, match=what):
@@ -383,20 +383,20 @@ def test_a_full_disk_changes_nothing(tmp_path, limit):
 
 @pytest.mark.parametrize("existed", [True, False])
 def test_publishing_that_fails_half_way(tmp_path, monkeypatch, existed):
-    from tensorizer import _pairs
+    from tensorizer.checkpoints import pairs
 
     path = tmp_path / "f.pt"
     if existed:
         save(state(), path)
     before = files(tmp_path)
 
-    class Broken(_pairs.AtomicWriter):
+    class Broken(pairs.AtomicWriter):
         def close(self):
             if not self.closed and Path(f"{path}.tensors").exists():
                 self.abandon()
                 raise OSError("lost the disk")
 
-    monkeypatch.setattr(_pairs, "AtomicWriter", Broken)
+    monkeypatch.setattr(pairs, "AtomicWriter", Broken)
     with pytest.raises(OSError, match="lost the disk"):
         save({"a": torch.ones(3)}, path)
     assert files(tmp_path) == before

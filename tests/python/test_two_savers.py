@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import files, run_python
 from pairs import load, save
-from tensorizer import _pairs
+from tensorizer.checkpoints import pairs
 
 NAMES = ["state.pt", "state.pt.tensors"]
 #: Seconds after which a test fails that hangs.
@@ -83,7 +83,7 @@ class Saver(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def stops(monkeypatch):
-    class Writer(_pairs.AtomicWriter):
+    class Writer(pairs.AtomicWriter):
         def close(self):
             saver = threading.current_thread()
             if isinstance(saver, Saver) and not self.closed:
@@ -95,7 +95,7 @@ def stops(monkeypatch):
                     raise OSError("lost the disk")
             super().close()
 
-    monkeypatch.setattr(_pairs, "AtomicWriter", Writer)
+    monkeypatch.setattr(pairs, "AtomicWriter", Writer)
 
 
 class Waits(logging.Handler):
@@ -178,7 +178,7 @@ def test_one_that_fails_leaves_the_pair_to_the_next(path):
 
 def test_one_cleans_up_while_another_begins(path, monkeypatch):
     first, second = Saver(path, 2), Saver(path, 3, fails=True)
-    link, clean_up = Path.hardlink_to, _pairs.clean_up
+    link, clean_up = Path.hardlink_to, pairs.clean_up
 
     def slow_link(self, target):
         link(self, target)
@@ -192,7 +192,7 @@ def test_one_cleans_up_while_another_begins(path, monkeypatch):
         clean_up(*args)
 
     monkeypatch.setattr(Path, "hardlink_to", slow_link)
-    monkeypatch.setattr(_pairs, "clean_up", slow_clean_up)
+    monkeypatch.setattr(pairs, "clean_up", slow_clean_up)
     first.start()
     first.end()
     second.end()
@@ -214,16 +214,16 @@ def test_an_object_without_storages_waits_too(path):
 
 PROCESS = """
 import sys, torch
-from tensorizer import _pairs
+from tensorizer.checkpoints import pairs
 from tensorizer.torch_compat import tensorizer_saving
 
-class Writer(_pairs.AtomicWriter):
+class Writer(pairs.AtomicWriter):
     def close(self):
         print("stopped", flush=True)
         sys.stdin.readline()
         super().close()
 
-_pairs.AtomicWriter = Writer
+pairs.AtomicWriter = Writer
 with tensorizer_saving():
     torch.save({"weight": torch.full((1000,), 2.0)}, sys.argv[1])
 """
@@ -251,13 +251,13 @@ def test_a_saver_in_another_process(path, killed):
 
 FORKS = """
 import os, signal, sys, torch
-from tensorizer import _pairs
+from tensorizer.checkpoints import pairs
 from tensorizer.torch_compat import tensorizer_saving
 
 path = sys.argv[1]
 first, started = os.pipe()
 
-class Writer(_pairs.AtomicWriter):
+class Writer(pairs.AtomicWriter):
     def close(self):
         if os.fork() == 0:
             os.write(started, str(os.getpid()).encode())
@@ -266,7 +266,7 @@ class Writer(_pairs.AtomicWriter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if os.fork() == 0:
-    _pairs.AtomicWriter = Writer
+    pairs.AtomicWriter = Writer
     with tensorizer_saving():
         torch.save({"weight": torch.full((1000,), 2.0)}, path)
 os.wait()
@@ -300,13 +300,13 @@ def test_waiting_can_be_interrupted(path, waits):
 def test_a_handler_of_a_signal_that_saves(path, monkeypatch):
     """It runs in the thread that it would wait for."""
 
-    class Interrupted(_pairs.AtomicWriter):
+    class Interrupted(pairs.AtomicWriter):
         def close(self):
             if not self.closed:
                 signal.raise_signal(signal.SIGUSR1)
             super().close()
 
-    monkeypatch.setattr(_pairs, "AtomicWriter", Interrupted)
+    monkeypatch.setattr(pairs, "AtomicWriter", Interrupted)
     before = files(path.parent)
     outer = signal.signal(signal.SIGUSR1, lambda *_: save(tensors(3), path))
     try:
@@ -328,7 +328,7 @@ def test_locks_that_do_not_work(path, monkeypatch):
 
 
 def test_a_hidden_file_that_is_gone_does_not_hide_the_error(path, monkeypatch):
-    class Broken(_pairs.AtomicWriter):
+    class Broken(pairs.AtomicWriter):
         def close(self):
             if not self.closed:
                 (hidden,) = path.parent.glob(".*.before")
@@ -336,7 +336,7 @@ def test_a_hidden_file_that_is_gone_does_not_hide_the_error(path, monkeypatch):
                 self.abandon()
                 raise OSError("lost the disk")
 
-    monkeypatch.setattr(_pairs, "AtomicWriter", Broken)
+    monkeypatch.setattr(pairs, "AtomicWriter", Broken)
     with pytest.raises(OSError, match="lost the disk"):
         save(tensors(2), path)
 
@@ -364,7 +364,7 @@ def test_an_interrupt_while_the_old_half_is_kept(path, monkeypatch, links, early
 def test_the_same_object_again(path, monkeypatch, step):
     """The file of storages has the same identity before and after."""
 
-    class Broken(_pairs.AtomicWriter):
+    class Broken(pairs.AtomicWriter):
         def close(self):
             if step == "close" and not self.closed:
                 self.abandon()
@@ -376,7 +376,7 @@ def test_the_same_object_again(path, monkeypatch, step):
                 raise OSError("lost the disk")
             return super().write(data)
 
-    monkeypatch.setattr(_pairs, "AtomicWriter", Broken)
+    monkeypatch.setattr(pairs, "AtomicWriter", Broken)
     before = files(path.parent)
     with pytest.raises(OSError, match="lost the disk"):
         save(tensors(1), path)
@@ -401,14 +401,14 @@ def test_a_save_that_ends_during_a_load(path, monkeypatch, fails, links):
     if not links:
         monkeypatch.setattr(Path, "hardlink_to", no_links)
     saver = Saver(path, 2, stops=True, fails=fails).begin()
-    kept_half = _pairs.kept_half
+    kept_half = pairs.kept_half
 
     def found(*args):
         kept = kept_half(*args)
         saver.end()
         return kept
 
-    monkeypatch.setattr(_pairs, "kept_half", found)
+    monkeypatch.setattr(pairs, "kept_half", found)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert value_in(path) == (1 if fails else 2)
@@ -417,7 +417,7 @@ def test_a_save_that_ends_during_a_load(path, monkeypatch, fails, links):
 def test_a_load_that_finds_no_pair_ends(path):
     save(tensors(5), path.parent / "other.pt")
     os.replace(path.parent / "other.pt.tensors", f"{path}.tensors")
-    with pytest.raises(_pairs.PairMismatchError):
+    with pytest.raises(pairs.PairMismatchError):
         load(path)
     os.unlink(f"{path}.tensors")
     with pytest.raises(FileNotFoundError, match="not there"):

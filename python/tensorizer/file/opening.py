@@ -8,11 +8,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._native import local_path
-from ._streams import AtomicRandom
+from .._native import local_path
+from ..streams.atomic import AtomicRandom
 
 if TYPE_CHECKING:
-    from ._native import Source
+    from .._native import Source
 
 
 @dataclass

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from . import _device, _native
-from ._encryption import EncryptionParams
-from ._exchange import lend, take
-from ._serializer import TensorSerializer, flatten
+from .. import _native
+from ..tensors import devices
+from ..tensors.exchange import lend, take
+from .encryption import EncryptionParams
+from .writer import TensorSerializer, flatten
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -95,7 +96,7 @@ def _copied(value: Any) -> Any:
     """Return a nested structure with copies of its tensors in host memory."""
     found = [tensor for _, tensor in flatten(value)]
     copies: dict[int, torch.Tensor] = {}
-    staged = [t for t in found if _is_plain(t) and _device.is_native(t.device)]
+    staged = [t for t in found if _is_plain(t) and devices.is_native(t.device)]
     if staged:
         plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in staged]
         taken = take(_native.snapshot(lend(plain)))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._native import Reader
+    from .._native import Reader
 
 #: Redis has no longer values (``proto-max-bulk-len``).
 _LONGEST_VALUE = 512 << 20

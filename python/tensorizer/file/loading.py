@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from . import _device
-from ._exchange import cast_dtype, lend, take
-from ._native import Reader
+from .._native import Reader
+from ..tensors import devices
+from ..tensors.exchange import cast_dtype, lend, take
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
@@ -42,7 +42,7 @@ class Loader:
 
     def _unchanged(self, device: torch.device) -> bool:
         """Tell whether tensors are used as they come, without a copy."""
-        return self._dtype is None and (device.type == "cpu" or _device.is_native(device))
+        return self._dtype is None and (device.type == "cpu" or devices.is_native(device))
 
     def placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
@@ -68,7 +68,7 @@ class Loader:
             verify=verify,
             readers=self._num_readers,
             map=self.maps,
-            device=_device.number(device),
+            device=devices.number(device),
             apart=self._clone,
         )
         tensors = take(handle)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._native import local_path
-from .stream_io import open_stream
+from .._native import local_path
+from .open import open_stream
 
 
 def is_address(file_obj: Any) -> bool:

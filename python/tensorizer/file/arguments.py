@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _files
-from ._native import Reader
+from .._native import Reader
+from . import opening
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 def open_reader(file_obj: Any) -> Reader:
     """Open what a caller gave as a file."""
-    target = _files.classify(file_obj)
-    if isinstance(target, _files.LocalPath):
+    target = opening.classify(file_obj)
+    if isinstance(target, opening.LocalPath):
         return Reader.from_path(target.path)
-    if isinstance(target, _files.Remote):
+    if isinstance(target, opening.Remote):
         return Reader.from_source(target.source, target.base)
     if not isinstance(file_obj, int):
         readable = getattr(file_obj, "readable", None)
         if not hasattr(file_obj, "read") or (readable is not None and not readable()):
             raise ValueError(f"expected a readable file: {target.uri}")
-    if isinstance(target, _files.Descriptor):
+    if isinstance(target, opening.Descriptor):
         return Reader.from_fd(target.number, target.uri, target.base)
     return Reader.from_object(target.file, target.uri, target.base, target.size)
 

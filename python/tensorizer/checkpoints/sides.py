@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ._addresses import is_address
-from ._errors import FormatError
-from ._native import Reader, local_path
-from ._serializer import TensorSerializer
-from ._turns import lock_of, shown
+from .._errors import FormatError
+from .._native import Reader, local_path
+from ..file.writer import TensorSerializer
+from ..streams.addresses import is_address
+from .turns import lock_of, shown
 
 
 def is_path(file: Any) -> bool:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from . import _files, _modules
-from ._addresses import open_address
-from ._encryption import EncryptionParams, native_encryption
-from ._exchange import lend
-from ._native import MAX_DEPTH, Writer, cpu_count
-from ._streams import AtomicRandom, UploadFile
-from ._types import Name, TensorType
+from .._native import MAX_DEPTH, Writer, cpu_count
+from .._types import Name, TensorType
+from ..modules import state
+from ..streams.addresses import open_address
+from ..streams.atomic import AtomicRandom
+from ..streams.upload import UploadFile
+from ..tensors.exchange import lend
+from . import opening
+from .encryption import EncryptionParams, native_encryption
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -131,7 +133,7 @@ class TensorSerializer:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
         for name, tensor in zip(names, tensors, strict=True):
-            if _modules.is_sharded(tensor):
+            if state.is_sharded(tensor):
                 raise NotImplementedError(
                     f"{name!r} is a DTensor, of which this process has a part: save what its "
                     "full_tensor() returns, on one rank"
@@ -201,7 +203,7 @@ class TensorSerializer:
         """
         found = [
             item
-            for item in _modules.walk(m)
+            for item in state.walk(m)
             if include_non_persistent_buffers
             or item[3].attribute not in item[3].module._non_persistent_buffers_set
         ]
@@ -326,10 +328,10 @@ class TensorSerializer:
 
 
 def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
-    target = _files.classify(file_obj)
-    if isinstance(target, _files.Remote):
+    target = opening.classify(file_obj)
+    if isinstance(target, opening.Remote):
         raise ValueError(f"expected a writable file: {target.uri}")
-    if isinstance(target, _files.LocalPath):
+    if isinstance(target, opening.LocalPath):
         return Writer.to_path(target.path, options)
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
@@ -338,7 +340,7 @@ def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
                 raise ValueError(f"expected a {ability} file: {target.uri}")
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {target.uri}")
-    if isinstance(target, _files.Descriptor):
+    if isinstance(target, opening.Descriptor):
         return Writer.to_fd(target.number, target.uri, target.base, options)
     return Writer.to_object(target.file, target.uri, target.base, options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ._types import Name
+from .._types import Name
 
 #: Stands in a tree for what was left out of it.
 LEFT_OUT: Any = object()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _native
+from .. import _native
 
 #: How the native module knows the CPU; CUDA devices have their index.
 CPU = -1

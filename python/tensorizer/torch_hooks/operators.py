@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from . import _native  # noqa: F401  # the import of the native module defines the operators
-from ._dynamo import extend_dynamo
-from ._inductor import keep_order
-from ._late import when_imported
+from .. import _native  # noqa: F401  # the import of the native module defines the operators
+from .dynamo import extend_dynamo
+from .inductor import keep_order
+from .late import when_imported
 
 _ordered = torch._library.effects.EffectType.ORDERED
 for _overload in ("save", "save.list", "load.checked", "_begin", "_end"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._native import Handle
+from .._native import Handle
 
 _lend = torch.ops.tensorizer._lend.default
 _take = torch.ops.tensorizer._take.default

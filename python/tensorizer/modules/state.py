@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._types import Name, TensorType
+from .._types import Name, TensorType
 
 
 @dataclass

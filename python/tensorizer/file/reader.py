@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from . import _device, _modules
-from ._addresses import open_address
-from ._encryption import DecryptionParams, native_decryption
-from ._errors import CryptographyError
-from ._exchange import cast_dtype, lend
-from ._loading import Loader
-from ._reading import (
+from .._errors import CryptographyError
+from .._types import FilterFuncType, Name, TensorType
+from ..modules import state
+from ..streams.addresses import open_address
+from ..tensors import devices
+from ..tensors.exchange import cast_dtype, lend
+from .arguments import (
     as_numpy,
     check_num_readers,
     checked_dtype,
@@ -27,14 +27,15 @@ from ._reading import (
     parameter,
     resolve_device,
 )
-from ._redis import copy_to_redis
-from ._tree import LEFT_OUT, converted, nested, path_of, plain
-from ._types import FilterFuncType, Name, TensorType
+from .encryption import DecryptionParams, native_decryption
+from .loading import Loader
+from .names import LEFT_OUT, converted, nested, path_of, plain
+from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ._native import Decryption
+    from .._native import Decryption
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -446,26 +447,24 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         kinds = self._reader.kinds()
         names = [name_of(n) for n in chosen]
         places = [
-            _modules.Place.find(m, name, TensorType(kinds[n]))
+            state.Place.find(m, name, TensorType(kinds[n]))
             for name, n in zip(names, chosen, strict=True)
         ]
         shapes = [self._reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._reader))] if strict else None
-        _modules.check(m, places, [str(name) for name in names], shapes, everything)
+        state.check(m, places, [str(name) for name in names], shapes, everything)
         with self._one_load():
             here = self._fill(places, chosen, verify)
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
         self._load([number for _, number in rest], verify)
         loaded = [self._cache[number] for _, number in rest]
-        _modules.assign([place for place, _ in rest], loaded, fill=not self._loader.maps)
+        state.assign([place for place, _ in rest], loaded, fill=not self._loader.maps)
         self.close()
         return len(chosen)
 
-    def _fill(
-        self, places: Sequence[_modules.Place], numbers: Sequence[int], verify: str
-    ) -> set[int]:
+    def _fill(self, places: Sequence[state.Place], numbers: Sequence[int], verify: str) -> set[int]:
         """Fill those tensors of a module in place that can be; return their numbers."""
-        direct = self._device.type == "cpu" or _device.is_native(self._device)
+        direct = self._device.type == "cpu" or devices.is_native(self._device)
         if not self._reader.seekable or not direct or self._loader.maps:
             return set()
         fits: list[tuple[int, torch.Tensor]] = []
@@ -480,7 +479,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
                 and place.can_fill(tensor, self._device, dtype, shape)
             ):
                 fits.append((number, tensor))
-        fits = _modules.without_overlaps(fits)
+        fits = state.without_overlaps(fits)
         if fits:
             chosen = [number for number, _ in fits]
             modules = self._loader.fill([tensor for _, tensor in fits], chosen, verify)
@@ -519,7 +518,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             HashMismatchError: The file holds no hash of a tensor.
 
         """
-        own = _modules.tensors_of(m)
+        own = state.tensors_of(m)
         chosen = [(n, str(self._reader.name(n))) for n in self._selection]
         common = [(n, name) for n, name in chosen if name in own]
         handle = lend([own[name] for _, name in common])

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ._deserializer import TensorDeserializer
-from ._encryption import DecryptionParams, EncryptionParams
-from ._serializer import TensorSerializer
-from ._types import Name
+from .._types import Name
+from .encryption import DecryptionParams, EncryptionParams
+from .reader import TensorDeserializer
+from .writer import TensorSerializer
 
 
 def load(

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.serialization import default_restore_location
 
-from ._deserializer import TensorDeserializer
-from ._errors import CryptographyError, FormatError, PairMismatchError
-from ._native import Reader
-from ._pickling import Collector, Record, Storages, saving_module
-from ._reading import resolve_device
-from ._sides import (
+from .._errors import CryptographyError, FormatError, PairMismatchError
+from .._native import Reader
+from ..file.arguments import resolve_device
+from ..file.reader import TensorDeserializer
+from ..streams.atomic import AtomicWriter
+from .pickling import Collector, Record, Storages, saving_module
+from .sides import (
     Named,
     Side,
     clean_up,
@@ -30,8 +31,7 @@ from ._sides import (
     local_file,
     path_of,
 )
-from ._streams import AtomicWriter
-from ._turns import Turn
+from .turns import Turn
 
 logger = logging.getLogger("tensorizer.torch_compat")
 

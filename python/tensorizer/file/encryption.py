@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any, NoReturn
 
-from ._native import Decryption, Encryption
+from .._native import Decryption, Encryption
 
 _KEY_LENGTH = 32
 _SALT_LENGTH = 16

@@ -1,0 +1,1 @@
+"""Files behind addresses, as Python file objects."""

@@ -1,0 +1,111 @@
+"""Local files that appear as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+
+from .._native import PathSink
+
+logger = logging.getLogger("tensorizer.stream_io")
+
+
+class _Atomic:
+    """A local file that appears under its path when it is closed.
+
+    If a ``with`` block ends by an exception, or the file is forgotten without having been closed,
+    what was there before stays.
+    """
+
+    #: Whether a serializer writes it, and closes it or gives it up.
+    belongs_to_serializer = False
+
+    def _start(self, path: str, buffer_size: int) -> None:
+        self._final = path
+        self._process = os.getpid()
+        self._sink = PathSink(path)
+        raw = io.FileIO(self._sink.open(), "r+")
+        super().__init__(raw, buffer_size)  # type: ignore[call-arg]
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self._final
+
+    def close(self) -> None:
+        """Make the file visible. Closing again does nothing."""
+        if self.closed:  # type: ignore[attr-defined]
+            return
+        self._leave_to_the_maker()
+        try:
+            self._sink.publish(self._end())
+        except BaseException:
+            self.abandon()
+            raise
+
+    def close_forgotten(self, size: int) -> tuple[bool, str | None]:
+        """Make a file of so many bytes visible without harm to one of its name; say where.
+
+        A serializer has written them past this object, of which the garbage collector may have
+        closed a part already.
+        """
+        with contextlib.suppress(ValueError):
+            super().close()  # type: ignore[misc]
+        return self._sink.publish_unclosed(size)
+
+    def _end(self) -> int:
+        self.flush()  # type: ignore[attr-defined]
+        size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
+        super().close()  # type: ignore[misc]
+        return size
+
+    def _leave_to_the_maker(self) -> None:
+        """In a process that was forked off: what is in its buffer is the parent's to write."""
+        if self._process != os.getpid():
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self.fileno())  # type: ignore[attr-defined]
+            os.close(nothing)
+
+    def abandon(self) -> None:
+        """Give the file up: what was there before stays."""
+        if not self.closed:  # type: ignore[attr-defined]
+            self._leave_to_the_maker()
+        self._sink.abandon()
+        super().close()  # type: ignore[misc]
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close the file, or give it up if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        # That of the base class would publish what may be incomplete.
+        if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
+            if self.belongs_to_serializer:
+                # Which is forgotten too, and knows what to keep.
+                return
+            if self._process == os.getpid():
+                logger.error("%s was not closed, and so was not written", self._final)
+            self.abandon()
+
+
+class AtomicWriter(_Atomic, io.BufferedWriter):
+    """A file for writing."""
+
+    mode = "wb"
+
+    def __init__(self, path: str, buffer_size: int) -> None:
+        self._start(path, buffer_size)
+
+
+class AtomicRandom(_Atomic, io.BufferedRandom):
+    """A file for writing and reading."""
+
+    mode = "rb+"
+
+    def __init__(self, path: str, buffer_size: int) -> None:
+        self._start(path, buffer_size)

@@ -1,0 +1,76 @@
+"""Which certificates of servers are trusted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypedDict
+
+
+class Trust(TypedDict):
+    """What the native code is told about certificates."""
+
+    ca_file: str | None
+    ca_folder: str | None
+    trust_all: bool
+
+
+class CAInfo:
+    """Which certificates to trust, instead of those that the system trusts.
+
+    Args:
+        cacert: A file of certificates in PEM format.
+        capath: A folder of such files (``*.pem``, ``*.crt`` or ``*.0``).
+        allow_untrusted: Trust every certificate.
+
+    Raises:
+        ValueError: None or several of them are given, or there is no such file or folder.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        cacert: str | os.PathLike[str] | None = None,
+        capath: str | os.PathLike[str] | None = None,
+        allow_untrusted: bool = False,
+    ) -> None:
+        if (cacert is not None) + (capath is not None) + bool(allow_untrusted) != 1:
+            raise ValueError("exactly one of cacert, capath and allow_untrusted must be given")
+        if cacert is not None and not Path(cacert).is_file():
+            raise ValueError(f"cacert is not a file: {os.fspath(cacert)!r}")
+        if capath is not None and not Path(capath).is_dir():
+            raise ValueError(f"capath is not a directory: {os.fspath(capath)!r}")
+        self.cacert = None if cacert is None else os.fspath(cacert)
+        self.capath = None if capath is None else os.fspath(capath)
+        self.allow_untrusted = bool(allow_untrusted)
+
+    def _key(self) -> tuple[str | None, str | None, bool]:
+        return self.cacert, self.capath, self.allow_untrusted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CAInfo) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        given = (("cacert", self.cacert), ("capath", self.capath))
+        shown = [f"{name}={value!r}" for name, value in given if value is not None]
+        return f"CAInfo({', '.join(shown) or 'allow_untrusted=True'})"
+
+
+def trust_of(certificate_handling: CAInfo | None) -> Trust:
+    """Return what stands for an argument of callers."""
+    if certificate_handling is None:
+        return {"ca_file": None, "ca_folder": None, "trust_all": False}
+    if not isinstance(certificate_handling, CAInfo):
+        raise TypeError(
+            f"certificate_handling must be a CAInfo, not {type(certificate_handling).__name__}"
+        )
+    given = certificate_handling
+    return {
+        "ca_file": given.cacert,
+        "ca_folder": given.capath,
+        "trust_all": given.allow_untrusted,
+    }

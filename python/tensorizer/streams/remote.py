@@ -1,0 +1,149 @@
+"""Files of servers, for reading."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+from .._native import Source
+
+#: Bytes that a stream asks of its server at a time when it is read from Python.
+_READ_AHEAD = 8 << 20
+
+
+def check_range(begin: int | None, end: int | None) -> None:
+    """Refuse what is not a range."""
+    if begin is not None and begin < 0:
+        raise ValueError(f"begin must not be negative, but is {begin}")
+    if end is not None and end <= (begin or 0):
+        raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
+
+
+class RemoteFile(io.BufferedIOBase):
+    """A file of a server, for reading.
+
+    Args:
+        source: What to read.
+        begin: Position in the file at which the stream begins to be read.
+        end: Position at which the stream ends, or None for the end of the file.
+        buffer_size: Bytes asked for at a time; None for a default.
+
+    """
+
+    def __init__(
+        self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
+    ) -> None:
+        self._source = source
+        self._end = end
+        self._position = begin or 0
+        self._ahead = buffer_size or _READ_AHEAD
+        self._kept = b""
+        self._kept_at = 0
+        self._context: list[str] = []
+        self.bytes_read = 0
+        self.bytes_skipped = 0
+        self.read_operations = 0
+
+    @property
+    def name(self) -> str:
+        """The address, without its secrets."""
+        return self._source.uri
+
+    mode = "rb"
+
+    def _native_source(self) -> Source | None:
+        """Return what the native code reads, unless this stream stops before the file does."""
+        return None if self._end is not None or self.closed else self._source
+
+    def register_error_context(self, msg: str) -> None:
+        """Have a text added to the errors of later reads."""
+        self._context.append(msg)
+
+    def readable(self) -> bool:
+        """Tell that this can be read."""
+        self._check_open()
+        return True
+
+    def seekable(self) -> bool:
+        """Tell whether the server sends ranges, so that this can be read anywhere."""
+        self._check_open()
+        return self._source.size is not None
+
+    def tell(self) -> int:
+        """Return the position of the next byte in the file."""
+        self._check_open()
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to another position in the file and return it."""
+        self._check_open()
+        if whence == os.SEEK_CUR:
+            position += self._position
+        elif whence == os.SEEK_END:
+            size = self._source.size
+            if size is None and self._end is None:
+                raise io.UnsupportedOperation(f"the size of {self.name} is not known")
+            position += min(n for n in (size, self._end) if n is not None)
+        elif whence != os.SEEK_SET:
+            raise ValueError(f"unknown whence: {whence}")
+        if position < 0:
+            raise ValueError(f"cannot seek to {position}")
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return ``size`` bytes, fewer at the end only; all that are left if it is negative."""
+        self._check_open()
+        parts = []
+        left = None if size is None or size < 0 else size
+        while left is None or left > 0:
+            part = self._some(left)
+            if not part:
+                break
+            parts.append(part)
+            left = None if left is None else left - len(part)
+        return b"".join(parts)
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Return some bytes, at most ``size`` unless it is negative."""
+        self._check_open()
+        return self._some(None if size < 0 else size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer, except at the end, and return the number of bytes."""
+        with memoryview(buffer).cast("B") as view:
+            data = self.read(len(view))
+            view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the stream. Closing again does nothing."""
+        if not self.closed:
+            self._source.close()
+            self._kept = b""
+        super().close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"I/O operation on closed file {self.name}")
+
+    def _some(self, most: int | None) -> bytes:
+        """Return some bytes at the position, and keep what was read beyond them."""
+        at = self._position - self._kept_at
+        if not 0 <= at < len(self._kept):
+            wanted = self._ahead if most is None else max(most, self._ahead)
+            if self._end is not None:
+                wanted = min(wanted, max(0, self._end - self._position))
+            try:
+                self._kept = self._source.read(self._position, wanted)
+            except OSError as error:
+                if self._context:
+                    raise type(error)(f"{error} ({'; '.join(self._context)})") from error
+                raise
+            self._kept_at, at = self._position, 0
+            self.read_operations += 1
+        part = self._kept[at:] if most is None else self._kept[at : at + most]
+        self._position += len(part)
+        self.bytes_read += len(part)
+        return part

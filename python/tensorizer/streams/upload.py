@@ -1,0 +1,132 @@
+"""Objects of servers, for writing."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import weakref
+from typing import Any, Protocol
+
+from .._native import Sink
+
+logger = logging.getLogger("tensorizer.stream_io")
+
+#: Bytes that are kept until they are sent, in parallel.
+_WRITE_BEHIND = 64 << 20
+
+
+class Serializer(Protocol):
+    """What writes a whole file into a stream, past its methods."""
+
+    def close(self) -> None:
+        """Complete the file."""
+
+    def _abandon(self) -> None:
+        """Give the file up."""
+
+
+class UploadFile(io.BufferedIOBase):
+    """An object of a server, for writing from its beginning to its end.
+
+    It appears when it is closed. If a ``with`` block ends by an exception, or the stream is
+    forgotten without having been closed, what was there before stays.
+    """
+
+    mode = "wb"
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._process = os.getpid()
+        self._held = bytearray()
+        self._sent = 0
+        self._serializer: weakref.ref[Serializer] | None = None
+
+    @property
+    def name(self) -> str:
+        """The address."""
+        return self._sink.uri
+
+    def _native_sink(self, serializer: Serializer) -> tuple[Sink, int]:
+        """Return what the native code writes to, and from where on."""
+        self._check_open()
+        self._send()
+        self._serializer = weakref.ref(serializer)
+        return self._sink, self._sent
+
+    def writable(self) -> bool:
+        """Tell that this can be written."""
+        self._check_open()
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        self._check_open()
+        return self._sent + len(self._held)
+
+    def write(self, data: Any, /) -> int:
+        """Write all bytes of a buffer and return their number."""
+        self._check_open()
+        if self._serializer is not None:
+            raise io.UnsupportedOperation(f"a TensorSerializer writes {self.name}")
+        with memoryview(data) as view:
+            self._held += view.cast("B")
+            length = view.nbytes
+        if len(self._held) >= _WRITE_BEHIND:
+            self._send()
+        return length
+
+    def _send(self) -> None:
+        held, self._held = bytes(self._held), bytearray()
+        try:
+            self._sink.write(self._sent, held)
+        except BaseException:
+            # A part of them may have been sent, so that nothing can follow.
+            self.abandon()
+            raise
+        self._sent += len(held)
+
+    def close(self) -> None:
+        """Send what is left and make the object visible. Closing again does nothing."""
+        if self.closed:
+            return
+        serializer = None if self._serializer is None else self._serializer()
+        try:
+            if serializer is not None:
+                self._serializer = None
+                super().close()
+                serializer.close()
+            elif self._serializer is None:
+                self._send()
+                self._sink.publish(self._sent)
+        except BaseException:
+            self._sink.abandon()
+            raise
+        finally:
+            super().close()
+
+    def abandon(self) -> None:
+        """Give the object up: what was there before stays."""
+        serializer = None if self._serializer is None else self._serializer()
+        super().close()
+        self._sink.abandon()
+        if serializer is not None:
+            serializer._abandon()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close the stream, or give the object up if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        # That of the base class would publish what may be incomplete.
+        if getattr(self, "_sink", None) is not None and not self.closed:
+            if self._serializer is None and self._process == os.getpid():
+                logger.error("%s was not closed, and so was not uploaded", self.name)
+            self.abandon()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"I/O operation on closed file {self.name}")

@@ -1,0 +1,1 @@
+"""Tensors of torch in native code, and the devices that they are on."""

@@ -1,0 +1,365 @@
+"""``torch.save`` and ``torch.load`` inside the blocks that put our files under them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import os
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import torch
+from torch import _weights_only_unpickler as restricted
+
+from .._errors import PairMismatchError
+from .._native import local_path
+from ..checkpoints.pairs import LOOKS, LoadFunc, Loading, SaveFunc, save_pair, side_of
+from ..checkpoints.pickling import loading_module, restricted_unpickler
+from ..checkpoints.sides import Named, is_path
+from ..streams.addresses import is_address
+
+_FileLike: TypeAlias = Any
+
+_SAVE = inspect.signature(torch.serialization.save)
+_LOAD = inspect.signature(torch.serialization.load)
+
+#: The name under which torch.load finds its restricted unpickler.
+_NAME = "_weights_only_unpickler"
+#: What torch takes for "yes" in an environment variable.
+_TRUE = ("1", "y", "yes", "true")
+
+
+class _Saving:
+    """One block of :func:`tensorizer_saving`."""
+
+    def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
+        self.file_obj, self.options = file_obj, options
+        self.save_func = save_func and _outside(save_func)
+        #: Which file of ``torch.save`` each file of storages belongs to. Objects are kept, so that
+        #: their numbers are not given to others.
+        self._written: dict[object, object] = {}
+        self._kept: list[Any] = []
+
+    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = _SAVE.bind(*args, **kwargs)
+        target = call.arguments["f"]
+        _check_pickle_module(call.arguments.get("pickle_module"), "saving")
+        if not is_path(target) and not hasattr(target, "write"):
+            raise AttributeError(
+                "expected 'f' to be a path or a file object with a 'write' attribute, "
+                f"found {type(target).__name__}"
+            )
+        skipped = torch.serialization._serialization_tls.skip_data
+        file = None if skipped else side_of(self.file_obj, target)
+        if file is None:
+            return original(*args, **kwargs)
+        self._check_unused(file, target)
+
+        def torch_save(pickled: Any, pickle_module: Any) -> None:
+            call.arguments.update(f=pickled, pickle_module=pickle_module)
+            original(*call.args, **call.kwargs)
+
+        return save_pair(target, file, self.save_func, self.options, torch_save)
+
+    def _check_unused(self, file: Any, target: Any) -> None:
+        """Refuse to write over the storages of another object that this block has saved."""
+        mine, whose = self._identity(file), self._identity(target)
+        if mine == whose:
+            raise ValueError(f"{file!r} cannot hold both a pickle and its storages")
+        if self._written.setdefault(mine, whose) != whose:
+            raise ValueError(
+                f"the storages of {target!r} would overwrite those of another object, which this "
+                f"block has saved to {file!r}: pass no file_obj, or a function that returns "
+                "another file for each, such as lambda f: f'{f}.tensors'"
+            )
+
+    def _identity(self, file: Any) -> object:
+        if is_path(file):
+            if is_address(file):
+                return file
+            path = local_path(file) if isinstance(file, str) else None
+            return os.path.realpath(path or os.fsdecode(file))
+        self._kept.append(file)
+        return id(file), file.tell() if hasattr(file, "tell") else None
+
+
+class _Loading:
+    """One block of :func:`tensorizer_loading`."""
+
+    def __init__(
+        self,
+        file_obj: Any,
+        load_func: LoadFunc | None,
+        any_code: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.file_obj, self.options = file_obj, options
+        self.load_func = load_func and _outside(load_func)
+        self.any_code = any_code
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = _LOAD.bind(*args, **kwargs)
+        arguments = call.arguments
+        _check_pickle_module(arguments.get("pickle_module"), "loading")
+        mmap = arguments.get("mmap")
+        if mmap is None:
+            import torch.utils.serialization.config
+
+            mmap = torch.utils.serialization.config.load.mmap
+        # The file's own is plain "pickle": torch must choose as it does without one.
+        arguments.pop("pickle_module", None)
+        if self.any_code:
+            arguments["weights_only"] = False
+        only_weights = _weights_only(arguments.get("weights_only"))
+        if only_weights:
+            # Said outright, so that torch cannot come to another conclusion than we did.
+            arguments["weights_only"] = True
+        target = arguments["f"]
+        looks = 1
+        while True:
+            named = Named.by(target)
+            storages = Loading(
+                target,
+                self.file_obj,
+                self.load_func,
+                self.options,
+                map_location=arguments.get("map_location"),
+                mmap=mmap,
+            )
+            try:
+                return _load_from(storages, only_weights, original, call)
+            except (FileNotFoundError, PairMismatchError):
+                # Both halves were replaced between the looks at one and the other.
+                if looks == LOOKS or not named.is_another():
+                    raise
+                looks += 1
+
+
+def _load_from(
+    storages: Loading,
+    only_weights: bool,
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+) -> Any:
+    """Call ``torch.load``, which finds the storages there."""
+    outer = _restricted.get()
+    if only_weights:
+        _restricted.set(restricted_unpickler(storages))
+    else:
+        call.arguments["pickle_module"] = loading_module(storages)
+    try:
+        return original(*call.args, **call.kwargs)
+    finally:
+        _restricted.set(outer)
+        storages.forget()
+
+
+def _check_pickle_module(module: Any, doing: str) -> None:
+    if module is not None and module is not pickle:
+        raise ValueError(
+            f"pickle_module={getattr(module, '__name__', module)!r}: {doing} by tensorizer needs "
+            "Python's own pickle. Call torch outside of the block, or without pickle_module"
+        )
+
+
+def _weights_only(asked: bool | None) -> bool:
+    """Tell what torch makes of ``weights_only``, before it is told of a pickle module.
+
+    Releases differ in whether capitals count in the variables; here they only count for safety.
+    """
+    if os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
+        return True
+    if asked is not None:
+        return asked
+    if os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in _TRUE:
+        return False
+    return bool(torch.serialization._default_to_weights_only(None))
+
+
+_saving: ContextVar[_Saving | None] = ContextVar("_saving", default=None)
+_loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
+_restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
+
+
+def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs outside of all blocks, so that it may use torch itself."""
+
+    def call(*args: Any) -> Any:
+        context = contextvars.copy_context()
+        for block in (_saving, _loading, _restricted):
+            context.run(block.set, None)
+        return context.run(func, *args)
+
+    return call
+
+
+class _Restricted:
+    """Stands in for torch's module of the unpickler for ``weights_only=True``."""
+
+    @property
+    def Unpickler(self) -> type:  # the name that torch looks for
+        return _restricted.get() or restricted.Unpickler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(restricted, name)
+
+
+class _Patch:
+    """torch's functions, replaced while there is a block anywhere in the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._before: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._before = torch.save, torch.load
+                torch.save, torch.load = (
+                    _save_in_place_of(torch.save),
+                    _load_in_place_of(torch.load),
+                )
+                vars(torch.serialization)[_NAME] = _Restricted()
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                torch.save, torch.load = self._before
+                vars(torch.serialization)[_NAME] = restricted
+
+
+_patch = _Patch()
+
+
+def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        block = _saving.get()
+        # A distributed checkpoint puts one object after another into a file of its own kind.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if block is None or caller.startswith("torch.distributed.checkpoint"):
+            return original(*args, **kwargs)
+        return block.save(original, *args, **kwargs)
+
+    return save
+
+
+def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        block = _loading.get()
+        if block is None:
+            return original(*args, **kwargs)
+        return block.load(original, *args, **kwargs)
+
+    return load
+
+
+@contextlib.contextmanager
+def tensorizer_saving(
+    file_obj: Any = None, *, save_func: SaveFunc | None = None, **serializer_kwargs: Any
+) -> Iterator[None]:
+    """Have ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
+
+    Whatever is not a storage stays in torch's own file, with the dtypes, shapes and strides of the
+    tensors. Where both files are paths, neither can be seen before both are complete; if saving
+    fails, both stay as they were, and two saves of the same files take turns. Each states that it
+    is a half of the other.
+
+    Only ``torch.save`` of the thread or task that runs the block is concerned, not functions that
+    were imported by name before. ``torch.distributed.checkpoint`` is left alone. Of nested blocks
+    the innermost counts.
+
+    Args:
+        file_obj: The file of the storages: a path, address or file object that
+            :class:`TensorSerializer` opens, for one object; or a function that is called with the
+            file of each ``torch.save`` and returns one of these, or None for torch's own format.
+            None: the name of torch's file with ``.tensors`` appended. Buffers in memory, which
+            have no name, are left alone.
+        save_func: Called with the file, a list of ``uint8`` tensors that are the storages, and a
+            dict of the other arguments, instead of our writer.
+        serializer_kwargs: What else :class:`TensorSerializer` is given, such as ``encryption``.
+
+    Raises:
+        OSError, TypeError, ValueError: By ``torch.save``; see :class:`TensorSerializer`. A
+            ``TypeError`` also for a file without a name, a ``ValueError`` also for a
+            ``pickle_module`` and where the storages of two objects would get the same file.
+        RuntimeError: By ``torch.save``: the handler of a signal has interrupted a save of the same
+            files, which it would wait for.
+
+    """
+    outer = _saving.get()
+    with _patch:
+        _saving.set(_Saving(file_obj, save_func, serializer_kwargs))
+        try:
+            yield
+        finally:
+            _saving.set(outer)
+
+
+@contextlib.contextmanager
+def tensorizer_loading(
+    file_obj: Any = None,
+    *,
+    load_func: LoadFunc | None = None,
+    suppress_weights_only: bool = False,
+    **deserializer_kwargs: Any,
+) -> Iterator[None]:
+    """Have ``torch.load`` read storages from a ``.tensors`` file, in a block or a function.
+
+    Files in torch's own format load as ever. ``map_location`` is honoured; without it storages go
+    to ``device``, if that is given, else to where they were when they were saved (from files of
+    the old package, which do not say: to the current CUDA device if there is one).
+    ``weights_only`` is honoured, and True by default, as in torch. ``mmap=True`` maps the
+    storages' file too, where it is local.
+
+    Args:
+        file_obj: As for :func:`tensorizer_saving`.
+        load_func: Called with the file and a dict of the other arguments, instead of our reader;
+            returns the storages as ``uint8`` tensors.
+        suppress_weights_only: Load with ``weights_only=False`` whatever torch is told, which lets
+            a file run any code. For old calls: rather pass it to ``torch.load``.
+        deserializer_kwargs: What else :class:`TensorDeserializer` is given, such as ``device`` or
+            ``encryption``.
+
+    Raises:
+        FileNotFoundError: By ``torch.load``: the storages' file is not there.
+        PairMismatchError: By ``torch.load``: it is that of another object. If a save was killed
+            between the two files, or is there now, the right one has a hidden name and is read from
+            that, with a ``RuntimeWarning``.
+        OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
+        ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
+            all of them are needed.
+
+    """
+    for name in ("dtype", "filter_func"):
+        if deserializer_kwargs.get(name) is not None and load_func is None:
+            raise ValueError(
+                f"{name} cannot be applied to storages, which are bytes: use it on what torch.load "
+                "returns"
+            )
+    if suppress_weights_only:
+        warnings.warn(
+            "suppress_weights_only lets files run any code while they are loaded: rather pass "
+            "weights_only=False to torch.load, for files that you trust",
+            stacklevel=3,
+        )
+    outer = _loading.get()
+    with _patch:
+        _loading.set(
+            _Loading(file_obj, load_func, suppress_weights_only, dict(deserializer_kwargs))
+        )
+        try:
+            yield
+        finally:
+            _loading.set(outer)
