@@ -17,13 +17,10 @@ import torch
 from ._errors import CryptographyError, HashMismatchError
 from ._terminal import Progress, say, shown
 from ._types import Name, TensorType
-from .file.arguments import open_reader
-from .file.encryption import DecryptionParams, EncryptionParams, native_decryption
+from .file.encryption import DecryptionParams, EncryptionParams
+from .file.file_writer import FileWriter
 from .file.reader import TensorDeserializer
-from .file.writer import TensorSerializer
-from .streams.addresses import open_address
-from .tensors import devices
-from .tensors.exchange import take
+from .file.tensor_file import TensorFile
 from .utils import convert_bytes
 
 #: Bytes of tensors that are held at a time.
@@ -40,32 +37,18 @@ class _File:
         self, uri: str, params: DecryptionParams | None = None, readers: int | None = None
     ) -> None:
         self.uri = uri
-        self._readers = readers
-        decryption = native_decryption(params)
-        self._stream = open_address(uri)
-        self.reader = open_reader(self._stream)
-        try:
-            # Names and shapes need no key.
-            if decryption is not None:
-                self.reader.decrypt(decryption)
-        except BaseException:
-            self._close()
-            raise
+        self._file = TensorFile(uri, encryption=params, num_readers=readers, key_needed=False)
+        self.reader = self._file.reader
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
 
-    def _close(self) -> None:
-        self.reader.close()
-        if hasattr(self._stream, "close"):
-            self._stream.close()
-
     def __enter__(self) -> _File:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._file.close()
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -85,15 +68,8 @@ class _File:
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, those without data on the ``meta`` device, and module indices."""
         with_data = [n for n in numbers if not self._is_meta(n)]
-        handle, modules = self.reader.load(
-            with_data,
-            verify=verify,
-            readers=self._readers,
-            map=False,
-            device=devices.CPU,
-            apart=False,
-        )
-        found = dict(zip(with_data, zip(take(handle), modules, strict=True), strict=True))
+        loaded = self._file.read(with_data, torch.device("cpu"), verify)
+        found = dict(zip(with_data, zip(*loaded, strict=True), strict=True))
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
         return tensors, [found[n][1] if n in found else 0 for n in numbers]
 
@@ -229,16 +205,16 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _copy(file: _File, target: str, encryption: EncryptionParams | None, alignment: int) -> None:
     with (
-        TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
+        FileWriter(target, encryption=encryption, alignment=alignment) as writer,
         Progress(file.total) as progress,
     ):
         identity = file.reader.pair_id
-        if identity is not None and serializer._writer is not None:
+        if identity is not None:
             # A copy is as good a half of a saved object.
-            serializer._writer.set_pair(identity)
+            writer.set_pair(identity)
         for batch in file.batches():
             tensors, modules = file.load(batch, "nothing")
-            serializer._write(
+            writer.write(
                 [file.reader.name(n) for n in batch],
                 [TensorType(file.kinds[n]) for n in batch],
                 modules,

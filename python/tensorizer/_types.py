@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 #: A tensor's name: ``str`` for a path of one string, else a tuple of keys and list indices.
 Name: TypeAlias = "str | tuple[str | int, ...]"
 
 #: Decides for each tensor whether it is wanted. Called with a ``str`` for a path of one string,
-#: else with a ``tuple`` of components.
-FilterFuncType: TypeAlias = Callable[["str | Sequence[str | int]"], "bool | Any"]
+#: else with a ``tuple`` of components; so that a function of strings fits too, the type takes both.
+FilterFuncType: TypeAlias = Callable[[Any], "bool | Any"]
 
 
 class TensorType(enum.IntEnum):

@@ -4,11 +4,13 @@ from ._errors import (
     CryptographyError,
     FormatError,
     HashMismatchError,
+    InvalidVersionError,
     TruncatedError,
 )
 from ._native import cpu_count
 from ._types import FilterFuncType, HashType, TensorType
 from .file.encryption import DecryptionParams, EncryptionParams
+from .file.file_writer import logger
 from .file.legacy import (
     ENCRYPTION_TENSORIZER_VERSION,
     LONG_TENSOR_TENSORIZER_VERSION,
@@ -21,7 +23,7 @@ from .file.legacy import (
     _FileHeader,
 )
 from .file.reader import TensorDeserializer
-from .file.writer import TensorSerializer, logger
+from .file.writer import TensorSerializer
 
 __all__ = [
     "CryptographyError",
@@ -39,6 +41,7 @@ __extra__ = (
     FormatError,
     HashMismatchError,
     HashType,
+    InvalidVersionError,
     LONG_TENSOR_TENSORIZER_VERSION,
     META_TENSOR_TENSORIZER_VERSION,
     NON_OPAQUE_TENSORIZER_VERSION,

@@ -163,7 +163,7 @@ def seal_as_one_piece(path, data):
     with TensorDeserializer(
         path, device="cpu", lazy_load=True, encryption=DecryptionParams.from_key(KEY)
     ) as file:
-        ((_, start),) = file._reader.offsets()
+        ((_, start),) = file._file.reader.offsets()
     head = path.read_bytes()[:start]
     head = head.replace(struct.pack("<I", 1009), struct.pack("<I", len(data)))
     head = head.replace(struct.pack("<Q", 4 * 1009), struct.pack("<Q", data.nbytes))

@@ -34,7 +34,7 @@ def with_long_header(path, length):
     """Have the index say that the tensor's header is so long; the file is sparse."""
     data = bytearray(path.read_bytes())
     with TensorDeserializer(path, "cpu", lazy_load=True) as file:
-        header, at = file._reader.offsets()[0]
+        header, at = file._file.reader.offsets()[0]
     place = data.rindex(struct.pack("<QQ", header, at), 0, header)
     struct.pack_into("<Q", data, place + 8, header + length)
     with open(path, "wb") as out:

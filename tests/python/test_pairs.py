@@ -291,7 +291,7 @@ def test_a_file_that_holds_no_storages(golden, tmp_path):
 def test_copies_stay_halves(pair):
     side = Path(f"{pair}.tensors")
     with TensorDeserializer(side, lazy_load=True) as file:
-        before = file._reader.pair_id
+        before = file._file.reader.pair_id
     for command in (
         ["cp", side, f"{side}.copy"],
         ["encrypt", f"{side}.copy", f"{side}.encrypted", "--key-file", pair.parent / "key"],
@@ -302,7 +302,7 @@ def test_copies_stay_halves(pair):
     with TensorDeserializer(
         side, lazy_load=True, encryption=DecryptionParams.from_key(KEY)
     ) as file:
-        assert file._reader.pair_id == before
+        assert file._file.reader.pair_id == before
     assert_state(load(pair, {"encryption": DecryptionParams.from_key(KEY)}))
 
 

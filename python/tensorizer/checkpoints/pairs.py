@@ -18,7 +18,7 @@ from torch.serialization import default_restore_location
 from .._errors import CryptographyError, FormatError, PairMismatchError
 from .._native import Reader
 from ..file.arguments import resolve_device
-from ..file.reader import TensorDeserializer
+from ..file.tensor_file import TensorFile
 from ..streams.atomic import AtomicWriter
 from .pickling import Collector, Record, Storages, saving_module
 from .sides import (
@@ -37,6 +37,9 @@ logger = logging.getLogger("tensorizer.torch_compat")
 
 #: So many times what is being replaced is looked at.
 LOOKS = 5
+
+#: What a deserializer may be told that changes nothing here.
+_WITHOUT_EFFECT = ("lazy_load", "plaid_mode", "plaid_mode_buffers", "dtype", "filter_func")
 
 #: ``save_func(file_obj, tensors, options)`` and ``load_func(file_obj, options)``.
 SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
@@ -226,17 +229,16 @@ class Loading(Storages):
             if self._map_location is None:
                 return loaded
             return [self._restored(storage, index) for index, storage in enumerate(loaded)]
-        options = dict(self._options)
+        options = {name: v for name, v in self._options.items() if name not in _WITHOUT_EFFECT}
         device = options.pop("device", None)
         # As torch has it: what is not mapped is the caller's own, whatever becomes of the file.
         options["mmap"] = True if self._mmap else options.get("mmap", False)
-        options["lazy_load"] = True
         # A storage is memory of its own.
         options["clone"] = True
         with self._open(file, options) as opened:
             return self._read(opened, self._numbers(opened), device)
 
-    def _open(self, file: Any, options: dict[str, Any]) -> TensorDeserializer:
+    def _open(self, file: Any, options: dict[str, Any]) -> TensorFile:
         """Open our half: the file itself, or the one that a save that was killed has kept."""
         expected = None if self.record is None else self.record.pair
         error: Exception | None = None
@@ -271,12 +273,10 @@ class Loading(Storages):
             stacklevel=3,
         )
 
-    def _opened(
-        self, file: Any, options: dict[str, Any], expected: str | None
-    ) -> TensorDeserializer:
-        opened = TensorDeserializer(file, "cpu", **options)
+    def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> TensorFile:
+        opened = TensorFile(file, **options)
         try:
-            self._check_identity(opened._reader, expected)
+            self._check_identity(opened.reader, expected)
         except BaseException:
             opened.close()
             raise
@@ -292,9 +292,9 @@ class Loading(Storages):
                 f"found {found or 'one without a name (of an older release, or another kind)'}"
             )
 
-    def _numbers(self, file: TensorDeserializer) -> list[int]:
+    def _numbers(self, file: TensorFile) -> list[int]:
         """Return which tensor of the file is which storage."""
-        reader = file._reader
+        reader = file.reader
         count = len(reader)
         self._check_count(count, repr(reader.uri))
         numbers = [reader.find((index,)) for index in range(count)]
@@ -313,9 +313,9 @@ class Loading(Storages):
         return known
 
     def _read(
-        self, file: TensorDeserializer, numbers: list[int], device: Any
+        self, file: TensorFile, numbers: list[int], device: Any
     ) -> list[torch.UntypedStorage]:
-        lens = file._reader.memory_lens()
+        lens = file.reader.memory_lens()
         if self._nothing_to_read():
             out = []
             for index, number in enumerate(numbers):
@@ -340,7 +340,7 @@ class Loading(Storages):
             if torch.serialization._serialization_tls.skip_data:
                 tensors = [torch.empty(lens[n], dtype=torch.uint8, device=place) for n in wanted]
             else:
-                tensors = [tensor for _, tensor in file._plain_tensors(wanted, place)]
+                tensors = [tensor for _, tensor, _ in file.load(wanted, place)]
             for index, tensor in zip(indices, tensors, strict=True):
                 storages[index] = tensor.untyped_storage()
         loaded = [storages[index] for index in range(len(numbers))]

@@ -20,7 +20,8 @@ import torch
 
 from .._errors import FormatError
 from .._native import Reader, local_path
-from ..file.writer import TensorSerializer
+from ..file.file_writer import FileWriter
+from ..file.nesting import named_leaves
 from ..streams.addresses import is_address
 from .turns import lock_of, shown
 
@@ -76,7 +77,8 @@ class Side:
 
     def __init__(self, file: Any, options: dict[str, Any], target: Any) -> None:
         # torch's own files have a CRC-32, too.
-        self._serializer = TensorSerializer(file, **{"hashes": "crc32", **options})
+        options = {name: value for name, value in options.items() if name != "compress_tensors"}
+        self._file = FileWriter(file, **{"hashes": "crc32", **options})
         self._path = local_file(file)
         self._target = target
         self._identity = ""
@@ -87,11 +89,9 @@ class Side:
 
     def write(self, tensors: list[torch.Tensor]) -> str:
         """Write everything, and return the file's identity. It cannot be seen yet."""
-        writer = self._serializer._writer
-        assert writer is not None
-        writer.set_pair(None)
-        self._serializer.write_state_dict(tensors)
-        identity = writer.pair_id
+        self._file.set_pair(None)
+        self._file.write_leaves(*named_leaves(tensors))
+        identity = self._file.pair_id
         assert identity is not None
         self._identity = identity.hex()
         return self._identity
@@ -100,7 +100,7 @@ class Side:
         """Make the file visible, and keep the one that it replaces."""
         self._keep()
         self._kept = Named(self._path)
-        self._serializer.close()
+        self._file.close()
         self._published = Named(self._path)
 
     def _keep(self) -> None:
@@ -118,7 +118,7 @@ class Side:
 
     def withdraw(self) -> None:
         """Put back what was there before; what another saver has put there stays."""
-        self._serializer._abandon()
+        self._file.abandon()
         if self._path is None:
             return
         ours = self._is_ours(self._path)

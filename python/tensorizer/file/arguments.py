@@ -1,33 +1,8 @@
-"""The parts of reading that need no deserializer."""
+"""What callers say about a load, checked."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-from .._native import Reader
-from . import opening
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-def open_reader(file_obj: Any) -> Reader:
-    """Open what a caller gave as a file."""
-    target = opening.classify(file_obj)
-    if isinstance(target, opening.LocalPath):
-        return Reader.from_path(target.path)
-    if isinstance(target, opening.Remote):
-        return Reader.from_source(target.source, target.base)
-    if not isinstance(file_obj, int):
-        readable = getattr(file_obj, "readable", None)
-        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
-            raise ValueError(f"expected a readable file: {target.uri}")
-    if isinstance(target, opening.Descriptor):
-        return Reader.from_fd(target.number, target.uri, target.base)
-    return Reader.from_object(target.file, target.uri, target.base, target.size)
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -66,19 +41,3 @@ def check_num_readers(num_readers: int | None) -> None:
         raise TypeError(f"num_readers must be an int or None, not {num_readers!r}")
     if num_readers < 1:
         raise ValueError(f"num_readers must be at least 1, not {num_readers}")
-
-
-def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """Return a tensor as a parameter; those that can have a gradient require one."""
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return torch.nn.Parameter(tensor, requires_grad=differentiable)
-
-
-def as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
-    """Return the array of a CPU tensor; integers of the same width if its dtype is opaque."""
-    if not opaque:
-        array: npt.NDArray[Any] = tensor.numpy()
-        return array
-    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw: npt.NDArray[np.int64] = tensor.view(same_width[tensor.element_size()]).numpy()
-    return raw

@@ -15,7 +15,8 @@ from .. import _native
 from ..tensors import devices
 from ..tensors.exchange import lend, take
 from .encryption import EncryptionParams
-from .writer import TensorSerializer, flatten
+from .file_writer import FileWriter
+from .nesting import flatten, named_leaves
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -31,21 +32,21 @@ class SaveFuture(Future[None]):
 
     """
 
-    def __init__(self, serializer: TensorSerializer, total_bytes: int) -> None:
+    def __init__(self, file: FileWriter, total_bytes: int) -> None:
         super().__init__()
         self.total_bytes = total_bytes
-        self._writer = serializer._writer
+        self._file = file
         self.set_running_or_notify_cancel()
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of tensor data written so far, from any thread. All are not yet a file."""
-        return 0 if self._writer is None else self._writer.progress
+        return self._file.saved_bytes
 
-    def _run(self, serializer: TensorSerializer, tensors: Any, uri: str) -> None:
+    def _run(self, tensors: Any, uri: str) -> None:
         try:
-            with serializer:
-                serializer.write_state_dict(tensors)
+            with self._file as file:
+                file.write_leaves(*named_leaves(tensors))
         except BaseException as error:
             logger.error("saving to %s failed: %s", uri, error)
             self.set_exception(error)
@@ -83,11 +84,9 @@ def save_async(
     leaves = [tensor for _, tensor in flatten(tensors)]
     size = sum(t.numel() * t.element_size() for t in leaves if not t.is_meta)
     copies = _copied(tensors)
-    serializer = TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes)
-    future = SaveFuture(serializer, size)
-    thread = threading.Thread(
-        target=future._run, args=(serializer, copies, str(uri)), name="tensorizer-save"
-    )
+    file = FileWriter(uri, alignment=alignment, encryption=encryption, hashes=hashes)
+    future = SaveFuture(file, size)
+    thread = threading.Thread(target=future._run, args=(copies, str(uri)), name="tensorizer-save")
     thread.start()
     return future
 

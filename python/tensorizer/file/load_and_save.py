@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 
-from .._types import Name
+from .._types import FilterFuncType, Name
+from .arguments import resolve_device
 from .encryption import DecryptionParams, EncryptionParams
-from .reader import TensorDeserializer
+from .tensor_file import TensorFile
 from .writer import TensorSerializer
 
 
@@ -26,6 +28,7 @@ def load(
     mmap: bool = False,
     encryption: DecryptionParams | None = None,
     clone: bool = False,
+    filter_func: FilterFuncType | None = None,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -42,6 +45,8 @@ def load(
         encryption: What an encrypted file is decrypted with.
         clone: On CUDA, give each tensor a storage of its own; without it ``torch.save`` of one that
             is small writes others along. See :class:`TensorDeserializer`.
+        filter_func: Called with each tensor's name; those for which it returns something false are
+            left out.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -53,28 +58,27 @@ def load(
             :class:`TensorDeserializer`.
 
     """
-    wanted = None if names is None else list(names)
-    chosen = None if wanted is None else set(map(_stored, wanted))
-    with TensorDeserializer(
+    place = resolve_device(torch.get_default_device() if device is None else device)
+    with TensorFile(
         uri,
-        torch.get_default_device() if device is None else device,
-        None if chosen is None else lambda name: _stored(name) in chosen,  # type: ignore[arg-type]
-        dtype,
-        lazy_load=True,
+        dtype=dtype,
         num_readers=num_readers,
         verify_hash=verify_hash,
-        mmap=mmap,
         encryption=encryption,
+        mmap=mmap,
         clone=clone,
     ) as file:
-        loaded = dict(file._plain_tensors())
-    if wanted is None:
-        return loaded
-    stored = {_stored(name): tensor for name, tensor in loaded.items()}
-    missing = [name for name in wanted if _stored(name) not in stored]
-    if missing:
-        raise KeyError(f"Tensor {missing[0]!r} not found in {file._reader.uri}")
-    return {name: stored[_stored(name)] for name in wanted}
+        name_of = file.reader.name
+        numbers: dict[Name, int]
+        if names is None:
+            numbers = {name_of(number): number for number in range(len(file))}
+        else:
+            numbers = {name: _find(file, name) for name in names}
+        if filter_func is not None:
+            numbers = {name: n for name, n in numbers.items() if filter_func(name_of(n))}
+        in_order = sorted(set(numbers.values()))
+        loaded = {number: tensor for number, tensor, _ in file.load(in_order, place)}
+    return {name: loaded[number] for name, number in numbers.items()}
 
 
 def save(
@@ -83,6 +87,7 @@ def save(
     *,
     alignment: int = 64,
     encryption: EncryptionParams | None = None,
+    hashes: str = "all",
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -92,16 +97,23 @@ def save(
         uri: What :class:`TensorSerializer` opens.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         encryption: A key to encrypt the tensors' data with.
+        hashes: Which hashes of each tensor to store; see :class:`TensorSerializer`.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
 
     """
-    with TensorSerializer(uri, alignment=alignment, encryption=encryption) as file:
+    with TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes) as file:
         file.write_state_dict(tensors)
 
 
-def _stored(name: Name) -> str:
-    if isinstance(name, str):
-        return name
-    return "\x1e" + json.dumps(list(name), separators=(",", ":"))
+def _find(file: TensorFile, name: Name) -> int:
+    """Return the number of a tensor, whose name may be given in the form that files store."""
+    path = name
+    if isinstance(name, str) and name.startswith("\x1e"):
+        with contextlib.suppress(ValueError):
+            path = tuple(json.loads(name[1:]))
+    number = file.reader.find(path)
+    if number is None:
+        raise KeyError(f"Tensor {name!r} not found in {file.reader.uri}")
+    return number

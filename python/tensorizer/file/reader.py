@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import collections.abc
-import logging
 import os
-import threading
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from .._errors import CryptographyError
 from .._types import FilterFuncType, Name, TensorType
 from ..modules import state
-from ..streams.addresses import open_address
-from ..tensors import devices
-from ..tensors.exchange import cast_dtype, lend
-from .arguments import (
-    as_numpy,
-    check_num_readers,
-    checked_dtype,
-    checked_verification,
-    open_reader,
-    parameter,
-    resolve_device,
-)
-from .encryption import DecryptionParams, native_decryption
-from .loading import Loader
+from ..tensors.exchange import lend
+from .arguments import checked_verification, resolve_device
+from .encryption import DecryptionParams
+from .loaded import LoadedTensors
 from .names import LEFT_OUT, converted, nested, path_of, plain
+from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
-    from .._native import Decryption
 
-logger = logging.getLogger("tensorizer.serialization")
-
-
-class TensorDeserializer(collections.abc.Mapping[Any, Any]):
+class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     """The tensors of a ``.tensors`` file, as a read-only mapping and as a loader of modules.
 
     Args:
@@ -110,73 +95,54 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         mmap: bool = False,
         clone: bool = False,
     ) -> None:
-        file_obj = open_address(file_obj)
-        self._file_obj: Any = (
-            None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
+        self._file = TensorFile(
+            file_obj,
+            dtype=dtype,
+            num_readers=num_readers,
+            verify_hash=verify_hash,
+            encryption=encryption,
+            mmap=mmap,
+            clone=clone,
         )
-        self._cache: dict[int, torch.nn.Parameter] = {}
-        self._process, self._loading = os.getpid(), threading.RLock()
-        self._module_indices: dict[int, int] = {}
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
-        self._verify_hash = checked_verification(verify_hash)
-        self._num_readers = num_readers
         try:
             self._device = resolve_device(device)
-            self._dtype = checked_dtype(dtype)
-            check_num_readers(num_readers)
-            decryption = native_decryption(encryption)
-            self._reader = open_reader(file_obj)
-            self._check_source(decryption)
-            self._loader = Loader(self._reader, self._dtype, num_readers, mmap, clone)
             self._selection = self._choose(filter_func)
-            self.total_tensor_bytes = self._reader.data_len(self._selection)
+            self._loaded = LoadedTensors(self._file, self._selection)
+            self.total_tensor_bytes = self._file.reader.data_len(self._selection)
             if not lazy_load:
-                self._load(self._selection, self._verify_hash)
-                self.close()
+                self._load(self._selection)
+                self._file.close()
         except BaseException:
-            self.close()
+            # Not by close(), which a subclass may have overridden that is not set up yet.
+            self._file.close()
             raise
 
-    def _check_source(self, decryption: Decryption | None) -> None:
-        if decryption is not None:
-            self._reader.decrypt(decryption)
-        elif self._reader.encrypted:
-            raise CryptographyError(
-                f"Tensor is encrypted, but decryption was not requested: {self._reader.uri}"
-            )
-        if self._num_readers not in (None, 1) and not self._reader.parallel:
-            raise ValueError(
-                f"num_readers={self._num_readers}, but {self._reader.uri} can only be read by one"
-            )
-
     def _verification(self, verify_hash: bool | str | None) -> str:
-        return self._verify_hash if verify_hash is None else checked_verification(verify_hash)
+        return self._file.verify if verify_hash is None else checked_verification(verify_hash)
 
     def _choose(self, filter_func: FilterFuncType | None) -> Sequence[int]:
-        every = range(len(self._reader))
+        every = range(len(self._file.reader))
         if filter_func is None:
             return every
-        return [number for number in every if filter_func(self._reader.name(number))]
+        return [number for number in every if filter_func(self._file.reader.name(number))]
 
     @property
     def _top(self) -> dict[Any, int | list[int]]:
         """The keys at the top, each with the number of its tensor or those of what is below."""
         # Without a lock, which a process that is forked off could inherit: two make the same.
         if self._keys is None:
-            self._keys = self._reader.top_level(self._selection)
+            self._keys = self._file.reader.top_level(self._selection)
         return self._keys
 
     # The file
 
     def close(self) -> None:
         """Close the file. Tensors that were loaded stay; closing again does nothing."""
-        reader = getattr(self, "_reader", None)
-        if reader is not None:
-            reader.close()
-        file_obj, self._file_obj = self._file_obj, None
-        if file_obj is not None and hasattr(file_obj, "close"):
-            file_obj.close()
+        file: TensorFile | None = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> TensorDeserializer:
         return self
@@ -187,17 +153,19 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
     @property
     def total_file_bytes(self) -> int:
         """The number of bytes of tensor data that the file states."""
-        return self._reader.tensor_bytes_field
+        return self._file.reader.tensor_bytes_field
 
     @property
     def total_bytes_read(self) -> int:
         """Bytes of tensor data read so far."""
-        return self._loader.bytes_read
+        return self._file.bytes_read
 
     @property
     def cache_status(self) -> str | None:
         """The ``x-cache-status`` that a server answered with; None if there is none."""
-        return next((v for k, v in self._reader.headers() if k.lower() == "x-cache-status"), None)
+        return next(
+            (v for k, v in self._file.reader.headers() if k.lower() == "x-cache-status"), None
+        )
 
     #: Kept for callers of the old package; always 0 there too.
     read_bytes = 0
@@ -205,57 +173,30 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
     # Loading
 
-    def _load(self, numbers: Sequence[int], verify: str) -> None:
+    def _load(self, numbers: Sequence[int], verify: str | None = None) -> None:
         """Load those of the tensors that are not here yet."""
-        with self._one_load():
-            self._load_missing(numbers, verify)
-
-    def _one_load(self) -> threading.RLock:
-        """Return a lock: with one load at a time all threads get the same objects."""
-        if self._process != os.getpid():
-            # That of the parent may be held by a thread which is not here.
-            self._process, self._loading = os.getpid(), threading.RLock()
-        return self._loading
-
-    def _load_missing(self, numbers: Sequence[int], verify: str) -> None:
-        missing = [number for number in numbers if number not in self._cache]
-        if missing and not self._reader.seekable:
-            # One pass is all there is: take everything that may be asked for later.
-            missing = [number for number in self._selection if number not in self._cache]
-        for batch in self._loader.batches(missing, self._device):
-            tensors, modules = self._loader.read(batch, verify, self._device)
-            placed = self._loader.placed(tensors, batch, self._device)
-            for number, tensor in zip(batch, placed, strict=True):
-                self._cache[number] = parameter(tensor)
-            self._module_indices.update(zip(batch, modules, strict=True))
-
-    def _plain_tensors(
-        self, numbers: Sequence[int] | None = None, device: torch.device | None = None
-    ) -> Iterator[tuple[Name, torch.Tensor]]:
-        """Load some tensors, or all; yield names and tensors that are not parameters."""
-        numbers = self._selection if numbers is None else numbers
-        device = device or self._device
-        for batch in self._loader.batches(numbers, device):
-            tensors, _ = self._loader.read(batch, self._verify_hash, device)
-            placed = self._loader.placed(tensors, batch, device)
-            yield from zip(self._reader.names(batch), placed, strict=True)
+        self._loaded.load(numbers, self._device, verify)
 
     # Mapping
 
-    def __getitem__(self, name: str | int) -> Any:
-        """Return a tensor as a ``Parameter``, or a subtree as a read-only mapping."""
+    def __getitem__(self, name: str | int) -> torch.nn.Parameter:
+        """Return a tensor as a ``Parameter``, or a subtree as a read-only mapping of them.
+
+        The type is that of the common case; indexing what it says is fine in the other, too.
+        """
         try:
             node = self._top[name]
         except (KeyError, TypeError):
-            raise KeyError(f"Tensor {name!r} not found in {self._reader.uri}") from None
-        if isinstance(node, int) and node in self._cache:
-            return self._cache[node]
+            raise KeyError(f"Tensor {name!r} not found in {self._file.reader.uri}") from None
+        if isinstance(node, int) and node in self._loaded:
+            return self._loaded[node]
         if isinstance(node, int):
-            self._load([node], self._verify_hash)
-            return self._cache[node]
-        self._load(node, self._verify_hash)
-        below = ((path_of(self._reader.name(n))[1:], self._cache[n]) for n in node)
-        return converted(nested(below), MappingProxyType)
+            self._load([node])
+            return self._loaded[node]
+        self._load(node)
+        below = ((path_of(self._file.reader.name(n))[1:], self._loaded[n]) for n in node)
+        subtree: Any = converted(nested(below), MappingProxyType)
+        return subtree  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._top)
@@ -296,7 +237,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         below: list[tuple[tuple[str | int, ...], int]] = []
         wanted: list[int] = []
         for number in self._below(above):
-            name = self._reader.name(number)
+            name = self._file.reader.name(number)
             path = path_of(name)
             if path[: len(above)] == above:
                 below.append((path[len(above) :], number))
@@ -304,11 +245,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
                     wanted.append(number)
         if not wanted:
             return default
-        self._load(wanted, self._verify_hash)
+        self._load(wanted)
         if below == [((), wanted[0])]:
-            return self._cache[wanted[0]]
+            return self._loaded[wanted[0]]
         chosen = set(wanted)
-        found = ((path, self._cache[n] if n in chosen else LEFT_OUT) for path, n in below)
+        found = ((path, self._loaded[n] if n in chosen else LEFT_OUT) for path, n in below)
         return converted(nested(found), plain)
 
     def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
@@ -327,7 +268,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         while self._cursor < len(self._selection) and given != num_tensors:
             number = self._selection[self._cursor]
             self._cursor += 1
-            if filter_func is None or filter_func(self._reader.name(number)):
+            if filter_func is None or filter_func(self._file.reader.name(number)):
                 given += 1
                 yield number
 
@@ -349,11 +290,16 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
         """
         verify = self._verification(verify_hash)
-        kinds = self._reader.kinds()
+        kinds = self._file.reader.kinds()
         for number in self._next(filter_func, num_tensors):
             self._load([number], verify)
             kind = TensorType(kinds[number])
-            yield self._module_indices[number], kind, self._reader.name(number), self._cache[number]
+            yield (
+                self._loaded.modules[number],
+                kind,
+                self._file.reader.name(number),
+                self._loaded[number],
+            )
 
     def read_numpy_arrays(
         self,
@@ -376,26 +322,26 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
         if self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays are on the CPU, and this device is {self._device}")
         verify = self._verification(verify_hash)
-        kinds = self._reader.kinds()
+        kinds = self._file.reader.kinds()
         for number in self._next(filter_func, num_tensors):
-            name = self._reader.name(number)
-            dtype, _, opaque = self._reader.describe(number)
+            name = self._file.reader.name(number)
+            dtype, _, opaque = self._file.reader.describe(number)
             if opaque and not allow_raw_data:
                 raise ValueError(
                     f"{name!r} has the dtype torch.{dtype}, which numpy lacks: "
                     "allow_raw_data=True yields its bytes"
                 )
-            if self._dtype is None and self._reader.seekable is False:
+            if self._file.dtype is None and not self._file.reader.seekable:
                 self._load([number], verify)
-            if self._dtype is None and number in self._cache:
-                tensor = self._cache[number].detach()
+            if self._file.dtype is None and number in self._loaded:
+                tensor = self._loaded[number].detach()
             else:
-                read = self._loader.read([number], verify, self._device)
-                (tensor,), (self._module_indices[number],) = read
+                read = self._file.read([number], self._device, verify)
+                (tensor,), (self._loaded.modules[number],) = read
             kind = TensorType(kinds[number])
-            array = as_numpy(tensor, opaque)
+            array = _as_numpy(tensor, opaque)
             torch_dtype = f"torch.{dtype}" if opaque else None
-            yield self._module_indices[number], kind, name, array, opaque, torch_dtype
+            yield self._loaded.modules[number], kind, name, array, opaque, torch_dtype
 
     # Modules
 
@@ -442,52 +388,24 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
         """
         verify = self._verification(verify_hash)
-        name_of = self._reader.name
+        name_of = self._file.reader.name
         chosen = [n for n in self._selection if filter_func is None or filter_func(name_of(n))]
-        kinds = self._reader.kinds()
+        kinds = self._file.reader.kinds()
         names = [name_of(n) for n in chosen]
         places = [
             state.Place.find(m, name, TensorType(kinds[n]))
             for name, n in zip(names, chosen, strict=True)
         ]
-        shapes = [self._reader.describe(n)[1] for n in chosen]
-        everything = [str(name_of(n)) for n in range(len(self._reader))] if strict else None
+        shapes = [self._file.reader.describe(n)[1] for n in chosen]
+        everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
         state.check(m, places, [str(name) for name in names], shapes, everything)
-        with self._one_load():
-            here = self._fill(places, chosen, verify)
+        here = self._loaded.fill(places, chosen, self._device, verify)
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
         self._load([number for _, number in rest], verify)
-        loaded = [self._cache[number] for _, number in rest]
-        state.assign([place for place, _ in rest], loaded, fill=not self._loader.maps)
+        loaded = [self._loaded[number] for _, number in rest]
+        state.assign([place for place, _ in rest], loaded, fill=not self._file.maps)
         self.close()
         return len(chosen)
-
-    def _fill(self, places: Sequence[state.Place], numbers: Sequence[int], verify: str) -> set[int]:
-        """Fill those tensors of a module in place that can be; return their numbers."""
-        direct = self._device.type == "cpu" or devices.is_native(self._device)
-        if not self._reader.seekable or not direct or self._loader.maps:
-            return set()
-        fits: list[tuple[int, torch.Tensor]] = []
-        for place, number in zip(places, numbers, strict=True):
-            name, shape, _ = self._reader.describe(number)
-            dtype = getattr(torch, name)
-            tensor = place.current()
-            if (
-                tensor is not None
-                and number not in self._cache
-                and cast_dtype(dtype, self._dtype) is dtype
-                and place.can_fill(tensor, self._device, dtype, shape)
-            ):
-                fits.append((number, tensor))
-        fits = state.without_overlaps(fits)
-        if fits:
-            chosen = [number for number, _ in fits]
-            modules = self._loader.fill([tensor for _, tensor in fits], chosen, verify)
-            self._module_indices.update(zip(chosen, modules, strict=True))
-            for number, tensor in fits:
-                known = tensor if isinstance(tensor, torch.nn.Parameter) else parameter(tensor)
-                self._cache[number] = known
-        return {number for number, _ in fits}
 
     def to_redis(self, client: Any, key_prefix: str, force: bool = False) -> None:
         """Copy the tensors that were chosen to a Redis server.
@@ -504,7 +422,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
             TypeError: ``client`` is not a client of Redis.
 
         """
-        copy_to_redis(self._reader, self._selection, client, key_prefix, force)
+        copy_to_redis(self._file.reader, self._selection, client, key_prefix, force)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
         """Compare the tensors of a module with the hashes in the file.
@@ -519,11 +437,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, Any]):
 
         """
         own = state.tensors_of(m)
-        chosen = [(n, str(self._reader.name(n))) for n in self._selection]
+        chosen = [(n, str(self._file.reader.name(n))) for n in self._selection]
         common = [(n, name) for n, name in chosen if name in own]
         handle = lend([own[name] for _, name in common])
-        matches = self._reader.matches(handle, [n for n, _ in common])
+        matches = self._file.reader.matches(handle, [n for n, _ in common])
         verdict = {name: ok for (_, name), ok in zip(common, matches, strict=True)}
         results = [(name, verdict.get(name, False)) for _, name in chosen]
         results += [(name, False) for name in own if name not in verdict]
         return all(ok for _, ok in results), results
+
+
+def _as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
+    """Return the array of a CPU tensor; integers of the same width if its dtype is opaque."""
+    if not opaque:
+        array: npt.NDArray[Any] = tensor.numpy()
+        return array
+    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw: npt.NDArray[np.int64] = tensor.view(same_width[tensor.element_size()]).numpy()
+    return raw

@@ -5,25 +5,14 @@ from __future__ import annotations
 import io
 import logging
 import os
-import weakref
-from typing import Any, Protocol
+from typing import Any
 
-from .._native import Sink
+from .._native import Sink, Writer
 
 logger = logging.getLogger("tensorizer.stream_io")
 
 #: Bytes that are kept until they are sent, in parallel.
 _WRITE_BEHIND = 64 << 20
-
-
-class Serializer(Protocol):
-    """What writes a whole file into a stream, past its methods."""
-
-    def close(self) -> None:
-        """Complete the file."""
-
-    def _abandon(self) -> None:
-        """Give the file up."""
 
 
 class UploadFile(io.BufferedIOBase):
@@ -40,19 +29,19 @@ class UploadFile(io.BufferedIOBase):
         self._process = os.getpid()
         self._held = bytearray()
         self._sent = 0
-        self._serializer: weakref.ref[Serializer] | None = None
+        self._writer: Writer | None = None
 
     @property
     def name(self) -> str:
         """The address."""
         return self._sink.uri
 
-    def _native_sink(self, serializer: Serializer) -> tuple[Sink, int]:
-        """Return what the native code writes to, and from where on."""
+    def hand_over(self, options: dict[str, Any]) -> Writer:
+        """Have the native code write all that follows: a file of tensors. This only ends it."""
         self._check_open()
         self._send()
-        self._serializer = weakref.ref(serializer)
-        return self._sink, self._sent
+        self._writer = Writer.to_sink(self._sink, self._sent, options)
+        return self._writer
 
     def writable(self) -> bool:
         """Tell that this can be written."""
@@ -67,7 +56,7 @@ class UploadFile(io.BufferedIOBase):
     def write(self, data: Any, /) -> int:
         """Write all bytes of a buffer and return their number."""
         self._check_open()
-        if self._serializer is not None:
+        if self._writer is not None:
             raise io.UnsupportedOperation(f"a TensorSerializer writes {self.name}")
         with memoryview(data) as view:
             self._held += view.cast("B")
@@ -90,13 +79,11 @@ class UploadFile(io.BufferedIOBase):
         """Send what is left and make the object visible. Closing again does nothing."""
         if self.closed:
             return
-        serializer = None if self._serializer is None else self._serializer()
         try:
-            if serializer is not None:
-                self._serializer = None
-                super().close()
-                serializer.close()
-            elif self._serializer is None:
+            if self._writer is not None:
+                # Which does nothing if it has finished before.
+                self._writer.finish()
+            else:
                 self._send()
                 self._sink.publish(self._sent)
         except BaseException:
@@ -107,11 +94,10 @@ class UploadFile(io.BufferedIOBase):
 
     def abandon(self) -> None:
         """Give the object up: what was there before stays."""
-        serializer = None if self._serializer is None else self._serializer()
         super().close()
+        if self._writer is not None:
+            self._writer.abandon()
         self._sink.abandon()
-        if serializer is not None:
-            serializer._abandon()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Close the stream, or give the object up if the block raised."""
@@ -123,7 +109,7 @@ class UploadFile(io.BufferedIOBase):
     def __del__(self) -> None:
         # That of the base class would publish what may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:
-            if self._serializer is None and self._process == os.getpid():
+            if self._writer is None and self._process == os.getpid():
                 logger.error("%s was not closed, and so was not uploaded", self.name)
             self.abandon()
 

@@ -1,0 +1,238 @@
+"""A file of tensors under construction, for all that writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .._native import Writer
+from .._types import Name, TensorType
+from ..modules import state
+from ..streams.addresses import open_address
+from ..streams.atomic import AtomicRandom
+from ..streams.upload import UploadFile
+from ..tensors.exchange import lend
+from . import opening
+from .encryption import EncryptionParams, native_encryption
+
+logger = logging.getLogger("tensorizer.serialization")
+
+
+class FileWriter:
+    """Writes tensors into a file; it is complete, and is seen, once this is closed.
+
+    As a context manager it gives the file up if the block raises. What happens to one that is
+    forgotten: see :class:`tensorizer.TensorSerializer`.
+
+    Args:
+        file_obj: What :class:`tensorizer.TensorSerializer` opens; a file object is closed with
+            this one.
+        encryption: A key to encrypt the tensors' data with.
+        limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
+        alignment: Each tensor's data begin at a multiple of this many bytes in the file.
+        hashes: ``"all"`` or ``"crc32"``.
+
+    Raises:
+        OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
+
+    Attributes:
+        total_tensor_bytes: Bytes of tensor data written so far.
+
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        *,
+        encryption: EncryptionParams | None = None,
+        limit_cpu_concurrency: int | None = None,
+        alignment: int = 64,
+        hashes: str = "all",
+    ) -> None:
+        self._stream: Any = None
+        self._writer: Writer | None = None
+        self._process = os.getpid()
+        # Whether there is something to keep if this object is forgotten.
+        self._complete = False
+        self.total_tensor_bytes = 0
+        options = {
+            "alignment": alignment,
+            "threads": _checked_concurrency(limit_cpu_concurrency),
+            "hashes": hashes,
+            "encryption": native_encryption(encryption),
+        }
+        stream = open_address(file_obj, "wb")
+        self._native = self._writer = _open(stream, options)
+        if not isinstance(stream, (str, bytes, os.PathLike, int)):
+            self._stream = stream
+        if isinstance(stream, AtomicRandom):
+            stream.belongs_to_serializer = True
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of tensor data written so far, from any thread and during a write."""
+        return self._native.progress
+
+    def set_pair(self, identity: bytes | None) -> None:
+        """Give the file an identity: that of the file which it is a copy of, or one of its own."""
+        self._native.set_pair(identity)
+
+    @property
+    def pair_id(self) -> bytes | None:
+        """The file's identity, of the tensors written so far."""
+        return self._native.pair_id
+
+    def write(
+        self,
+        names: Sequence[Name],
+        kinds: Sequence[TensorType],
+        modules: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Write tensors, each with its name, what it is, and the index of the owning module."""
+        if self._writer is None:
+            raise ValueError("I/O operation on closed file")
+        for name, tensor in zip(names, tensors, strict=True):
+            if state.is_sharded(tensor):
+                raise NotImplementedError(
+                    f"{name!r} is a DTensor, of which this process has a part: save what its "
+                    "full_tensor() returns, on one rank"
+                )
+        handle = lend(tensors)
+        try:
+            self._writer.write(handle, names, [int(kind) for kind in kinds], modules)
+            self._complete = True
+        finally:
+            # What was refused before anything was written leaves what is there.
+            self._complete = self._complete and not self._writer.failed
+        self.total_tensor_bytes = self._writer.total_tensor_bytes
+
+    def write_leaves(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors of nested mappings and sequences."""
+        count = len(tensors)
+        self.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
+
+    # Ending
+
+    def close(self) -> None:
+        """Finish the file and close it. Closing again does nothing."""
+        if self._process != os.getpid() and self._writer is not None:
+            self._writer.finish()  # raises, and what is the parent's stays as it is
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.finish()
+            if self._stream is not None and not isinstance(self._stream, UploadFile):
+                self._stream.seek(writer.end)
+        except BaseException:
+            self._give_up_stream()
+            raise
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def abandon(self) -> None:
+        """Give the file up: what was there before stays."""
+        writer, self._writer = self._writer, None
+        if self._process != os.getpid():
+            return
+        if writer is not None:
+            writer.abandon()
+        self._give_up_stream()
+
+    def _give_up_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if hasattr(stream, "abandon"):
+            stream.abandon()
+        elif stream is not None:
+            stream.close()
+
+    def _keep_forgotten(self) -> None:
+        """Finish a file without harm to one of its name: callers of old forget to close."""
+        writer, self._writer = self._native, None
+        uri = writer.uri
+        kept, beside = False, None
+        if isinstance(self._stream, UploadFile):
+            writer.abandon()
+            self._give_up_stream()
+        else:
+            kept, beside = writer.finish_unclosed()
+            stream, self._stream = self._stream, None
+            if isinstance(stream, AtomicRandom):
+                kept, beside = stream.close_forgotten(writer.end)
+            elif stream is not None and not getattr(stream, "closed", False):
+                stream.seek(writer.end)
+                stream.close()
+        if beside is not None:
+            what = f"the file of that name stays as it was, and what was written is {beside}"
+        elif kept:
+            what = "what was written has been finished"
+        else:
+            what = "it was given up, and nothing was uploaded"
+        warnings.warn(
+            f"{uri} was not closed: {what}; call close(), or use a with block",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        if getattr(self, "_writer", None) is None or self._process != os.getpid():
+            return
+        try:
+            if self._complete:
+                self._keep_forgotten()
+            else:
+                self.abandon()
+        except Exception:
+            logger.exception("a file that was not closed could not be finished")
+
+
+def _checked_concurrency(limit: int | None) -> int | None:
+    if limit is None:
+        return None
+    if not isinstance(limit, int):
+        raise TypeError(f"limit_cpu_concurrency must be an int or None, not {limit!r}")
+    if limit < 1:
+        raise ValueError(f"limit_cpu_concurrency must be at least 1, not {limit}")
+    return limit
+
+
+def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
+    if isinstance(file_obj, UploadFile):
+        return file_obj.hand_over(options)
+    target = opening.classify(file_obj)
+    if isinstance(target, opening.Remote):
+        raise ValueError(f"expected a writable file: {target.uri}")
+    if isinstance(target, opening.LocalPath):
+        return Writer.to_path(target.path, options)
+    if not isinstance(file_obj, int):
+        for ability in ("readable", "writable", "seekable"):
+            check = getattr(file_obj, ability, None)
+            if check is not None and not check():
+                raise ValueError(f"expected a {ability} file: {target.uri}")
+        if not hasattr(file_obj, "seek"):
+            raise ValueError(f"expected a seekable file: {target.uri}")
+    if isinstance(target, opening.Descriptor):
+        return Writer.to_fd(target.number, target.uri, target.base, options)
+    return Writer.to_object(target.file, target.uri, target.base, options)

@@ -1,0 +1,95 @@
+"""The tensors of a file that have been loaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ..modules import state
+from ..tensors.exchange import cast_dtype
+from .tensor_file import TensorFile
+
+
+class LoadedTensors:
+    """Loads tensors of a file once each, and keeps them. Safe to be used by several threads.
+
+    Args:
+        file: Where they come from.
+        selection: The tensors that may be asked for.
+
+    """
+
+    def __init__(self, file: TensorFile, selection: Sequence[int]) -> None:
+        self._file = file
+        self._selection = selection
+        self._tensors: dict[int, torch.nn.Parameter] = {}
+        #: The index of the module that each belonged to.
+        self.modules: dict[int, int] = {}
+        self._process, self._lock = os.getpid(), threading.RLock()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._tensors
+
+    def __getitem__(self, number: int) -> torch.nn.Parameter:
+        """Return a tensor that has been loaded."""
+        return self._tensors[number]
+
+    def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
+        """Load those of the tensors that are not here yet."""
+        with self._one_load():
+            missing = [number for number in numbers if number not in self._tensors]
+            if missing and not self._file.reader.seekable:
+                # One pass is all there is: take everything that may be asked for later.
+                missing = [n for n in self._selection if n not in self._tensors]
+            for number, tensor, module in self._file.load(missing, device, verify):
+                self._tensors[number] = _parameter(tensor)
+                self.modules[number] = module
+
+    def fill(
+        self,
+        places: Sequence[state.Place],
+        numbers: Sequence[int],
+        device: torch.device,
+        verify: str,
+    ) -> set[int]:
+        """Fill those tensors of a module in place that can be; return their numbers."""
+        if not self._file.can_fill_on(device):
+            return set()
+        with self._one_load():
+            fits: list[tuple[int, torch.Tensor]] = []
+            for place, number in zip(places, numbers, strict=True):
+                name, shape, _ = self._file.reader.describe(number)
+                dtype = getattr(torch, name)
+                tensor = place.current()
+                if (
+                    tensor is not None
+                    and number not in self._tensors
+                    and cast_dtype(dtype, self._file.dtype) is dtype
+                    and place.can_fill(tensor, device, dtype, shape)
+                ):
+                    fits.append((number, tensor))
+            fits = state.without_overlaps(fits)
+            if fits:
+                chosen = [number for number, _ in fits]
+                modules = self._file.fill([tensor for _, tensor in fits], chosen, verify)
+                self.modules.update(zip(chosen, modules, strict=True))
+                for number, tensor in fits:
+                    known = tensor if isinstance(tensor, torch.nn.Parameter) else _parameter(tensor)
+                    self._tensors[number] = known
+            return {number for number, _ in fits}
+
+    def _one_load(self) -> threading.RLock:
+        """Return a lock: with one load at a time all threads get the same objects."""
+        if self._process != os.getpid():
+            # That of the parent may be held by a thread which is not here.
+            self._process, self._lock = os.getpid(), threading.RLock()
+        return self._lock
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """Return a tensor as a parameter; those that can have a gradient require one."""
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return torch.nn.Parameter(tensor, requires_grad=differentiable)

@@ -1,0 +1,225 @@
+"""An open file of tensors, for all that reads."""
+
+from __future__ import annotations
+
+import itertools
+import mmap as memory_maps
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .._errors import CryptographyError
+from .._native import Reader
+from ..streams.addresses import open_address
+from ..tensors import devices
+from ..tensors.exchange import cast_dtype, lend, take
+from . import opening
+from .arguments import check_num_readers, checked_dtype, checked_verification
+from .encryption import DecryptionParams, native_decryption
+
+#: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
+_BATCH_BYTES = 256 << 20
+
+
+class TensorFile:
+    """An open file, whose tensors are known by number, in its order.
+
+    Args:
+        file_obj: What :class:`tensorizer.TensorDeserializer` opens; a file object is closed with
+            this one.
+        dtype: Cast floating-point tensors.
+        num_readers: Threads that read at once; None for as many as help.
+        verify_hash: Which hashes are compared unless a call says otherwise.
+        encryption: What an encrypted file is decrypted with.
+        mmap: Use tensors in place in a mapping of the file.
+        clone: On CUDA, give each tensor a storage of its own.
+        key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
+
+    Raises:
+        OSError, ValueError, TypeError, CryptographyError: See
+            :class:`tensorizer.TensorDeserializer`.
+
+    Attributes:
+        reader: What the native code knows about the file.
+        dtype: What floating-point tensors are cast to, or None.
+        maps: Whether tensors are used in place of the file.
+        verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
+        bytes_read: Bytes of tensor data read so far.
+
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        num_readers: int | None = None,
+        verify_hash: bool | str | None = False,
+        encryption: DecryptionParams | None = None,
+        mmap: bool = False,
+        clone: bool = False,
+        key_needed: bool = True,
+    ) -> None:
+        opened = open_address(file_obj)
+        self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
+        self.bytes_read = 0
+        self.maps = bool(mmap)
+        self._clone = clone
+        try:
+            self.dtype = checked_dtype(dtype)
+            self.verify = checked_verification(verify_hash)
+            check_num_readers(num_readers)
+            self._num_readers = num_readers
+            decryption = native_decryption(encryption)
+            self.reader = _open_reader(opened)
+            if decryption is not None:
+                self.reader.decrypt(decryption)
+            elif key_needed and self.reader.encrypted:
+                raise CryptographyError(
+                    f"Tensor is encrypted, but decryption was not requested: {self.reader.uri}"
+                )
+            if num_readers not in (None, 1) and not self.reader.parallel:
+                raise ValueError(
+                    f"num_readers={num_readers}, but {self.reader.uri} can only be read by one"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. Closing again does nothing."""
+        reader: Reader | None = getattr(self, "reader", None)
+        if reader is not None:
+            reader.close()
+        stream, self._stream = self._stream, None
+        if stream is not None and hasattr(stream, "close"):
+            stream.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    # Loading
+
+    def load(
+        self, numbers: Sequence[int], device: torch.device, verify: str | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Yield ``(number, tensor, module index)`` of tensors on a device, in the file's dtype or
+        the one that was asked for.
+        """  # noqa: D205
+        for batch in self._batches(numbers, device):
+            tensors, modules = self.read(batch, device, verify)
+            yield from zip(batch, self._placed(tensors, batch, device), modules, strict=True)
+
+    def read(
+        self, numbers: Sequence[int], device: torch.device, verify: str | None = None
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors in the file's dtype, on a device if the native code knows it, and their
+        module indices.
+        """  # noqa: D205
+        handle, modules = self.reader.load(
+            numbers,
+            verify=verify or self.verify,
+            readers=self._num_readers,
+            map=self.maps,
+            device=devices.number(device),
+            apart=self._clone,
+        )
+        tensors = take(handle)
+        self.bytes_read += self.reader.data_len(numbers)
+        return tensors, modules
+
+    def fill(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
+    ) -> list[int]:
+        """Fill tensors that exist, in place; return module indices."""
+        handle = lend([tensor.detach() for tensor in tensors])
+        modules = self.reader.load_into(
+            handle, numbers, verify=verify or self.verify, readers=self._num_readers
+        )
+        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        return modules
+
+    def can_fill_on(self, device: torch.device) -> bool:
+        """Tell whether tensors on a device can be filled in place."""
+        direct = device.type == "cpu" or devices.is_native(device)
+        return self.reader.seekable and direct and not self.maps
+
+    def _unchanged(self, device: torch.device) -> bool:
+        """Tell whether tensors are used as they come, without a copy."""
+        return self.dtype is None and (device.type == "cpu" or devices.is_native(device))
+
+    def _batches(self, numbers: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
+        """Split a load whose tensors are copied once more, to bound what is held twice."""
+        if self._unchanged(device):
+            if numbers:
+                yield numbers
+            return
+        batch: list[int] = []
+        size = 0
+        for number in numbers:
+            length = self.reader.memory_len(number)
+            if batch and size + length > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += length
+        if batch:
+            yield batch
+
+    def _placed(
+        self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
+    ) -> Iterable[torch.Tensor]:
+        """Return tensors on a device and in the dtype that was asked for, one by one."""
+        if self._unchanged(device):
+            return tensors
+        return map(self._cast, tensors, numbers, itertools.repeat(device))
+
+    def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
+        wanted = cast_dtype(tensor.dtype, self.dtype)
+        unchanged = wanted is tensor.dtype or device.type != "cpu"
+        if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
+            return tensor.to(device, wanted)
+        return _zeros(tensor.shape, wanted)
+
+
+def _open_reader(file_obj: Any) -> Reader:
+    """Open a path, descriptor, stream or object."""
+    target = opening.classify(file_obj)
+    if isinstance(target, opening.LocalPath):
+        return Reader.from_path(target.path)
+    if isinstance(target, opening.Remote):
+        return Reader.from_source(target.source, target.base)
+    if not isinstance(file_obj, int):
+        readable = getattr(file_obj, "readable", None)
+        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
+            raise ValueError(f"expected a readable file: {target.uri}")
+    if isinstance(target, opening.Descriptor):
+        return Reader.from_fd(target.number, target.uri, target.base)
+    return Reader.from_object(target.file, target.uri, target.base, target.size)
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose memory is the system's page of zeros until somebody writes to them.
+
+    A file of some bytes may name a tensor of any size.
+    """
+    size = shape.numel() * dtype.itemsize
+    try:
+        memory = memory_maps.mmap(-1, size, memory_maps.MAP_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {size} bytes for zeros: {error}") from error
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)
