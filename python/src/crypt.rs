@@ -29,9 +29,17 @@ impl Encryption {
 
 #[pymethods]
 impl Encryption {
+    /// With a key, and how it was derived: `(opslimit, memlimit, salt)`.
     #[staticmethod]
-    fn from_key(bytes: &[u8], manifest: bool) -> Answer<Self> {
-        Ok(Self::new(key(bytes)?, None, manifest))
+    #[pyo3(signature = (bytes, manifest, derivation=None))]
+    fn from_key(
+        bytes: &[u8],
+        manifest: bool,
+        derivation: Option<(u64, u64, [u8; 16])>,
+    ) -> Answer<Self> {
+        let derivation =
+            derivation.map(|(opslimit, memlimit, salt)| KeyDerivation { opslimit, memlimit, salt });
+        Ok(Self::new(key(bytes)?, derivation, manifest))
     }
 
     #[staticmethod]
@@ -62,6 +70,14 @@ impl Encryption {
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.0.key.bytes())
+    }
+
+    /// How the key was derived, if it was: `(opslimit, memlimit, salt)`.
+    #[getter]
+    fn derivation<'py>(&self, py: Python<'py>) -> Option<(u64, u64, Bound<'py, PyBytes>)> {
+        let derivation = self.0.derivation.as_ref()?;
+        let salt = PyBytes::new(py, &derivation.salt);
+        Some((derivation.opslimit, derivation.memlimit, salt))
     }
 
     #[getter]

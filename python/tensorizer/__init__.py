@@ -13,10 +13,20 @@ from ._native import __version__
 
 from .torch_hooks import operators  # isort: skip  # defines what torch must know before anything is compiled
 from . import serialization, stream_io, torch_compat, utils
+from ._errors import (
+    ClosedError,
+    CryptographyError,
+    DeviceError,
+    DeviceMemoryError,
+    FormatError,
+    HashMismatchError,
+    InvalidVersionError,
+    PairMismatchError,
+    TruncatedError,
+)
 from .file.background import SaveFuture, save_async
 from .file.load_and_save import load, save
 from .serialization import (
-    CryptographyError,
     DecryptionParams,
     EncryptionParams,
     FilterFuncType,
@@ -27,14 +37,22 @@ from .serialization import (
 from .tensors.devices import release_pinned, set_pinned_limit, stats
 
 __all__ = [
+    "ClosedError",
     "CryptographyError",
     "DecryptionParams",
+    "DeviceError",
+    "DeviceMemoryError",
     "EncryptionParams",
     "FilterFuncType",
+    "FormatError",
+    "HashMismatchError",
+    "InvalidVersionError",
+    "PairMismatchError",
     "SaveFuture",
     "TensorDeserializer",
     "TensorSerializer",
     "TensorType",
+    "TruncatedError",
     "__version__",
     "cmake_prefix_path",
     "load",
@@ -52,5 +70,14 @@ __all__ = [
 #: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
+for _public in (
+    *(ClosedError, CryptographyError, DeviceError, DeviceMemoryError, FormatError),
+    *(HashMismatchError, InvalidVersionError, PairMismatchError, TruncatedError),
+    *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType),
+    *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),
+):
+    # Tracebacks, reprs and pickles name them as programs do.
+    _public.__module__ = __name__
+
 _starting.done()
-del operators, _starting
+del _public, _starting, operators

@@ -1,7 +1,9 @@
 """Encrypted files, both ways and against the old package."""
 
 import copy
+import multiprocessing
 import pickle
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import tensorizer
@@ -164,10 +166,35 @@ def test_keys_are_not_shown():
         DecryptionParams.from_string("SECRET"),
     ):
         assert "SECRET" not in repr(params) + str(params)
-        with pytest.raises(TypeError, match="not pickled"):
-            pickle.dumps(params)
-        with pytest.raises(TypeError, match="not pickled"):
-            copy.deepcopy(params)
+
+
+def read_in_another_process(params, path):
+    with TensorDeserializer(path, "cpu", encryption=params) as file:
+        assert torch.equal(file["a"], torch.ones(3))
+    return type(params).__module__
+
+
+@pytest.mark.parametrize("kind", ["key", "string"])
+def test_params_are_copied_and_go_to_other_processes(tmp_path, kind):
+    if kind == "key":
+        params = EncryptionParams(KEY, manifest=True)
+        opening = DecryptionParams.from_key(KEY, require_manifest=True)
+    else:
+        params = EncryptionParams.from_string("x", opslimit=1, memlimit=1 << 20, manifest=True)
+        opening = DecryptionParams.from_string("x", require_manifest=True, max_opslimit=1)
+    path = tmp_path / "f.tensors"
+    for same in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert same == params
+        # The passphrase opens it: how the key was derived went along.
+        tensorizer.save({"a": torch.ones(3)}, path, encryption=same)
+        read_in_another_process(copy.deepcopy(opening), path)
+    unlimited = EncryptionParams.from_string("x", opslimit=2, memlimit=1 << 20, manifest=True)
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "g", encryption=unlimited)
+    if kind == "string":
+        with pytest.raises(CryptographyError, match="is allowed"):
+            read_in_another_process(pickle.loads(pickle.dumps(opening)), tmp_path / "g")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(read_in_another_process, opening, path).result(120) == "tensorizer"
 
 
 def test_limits_of_a_file(tmp_path):

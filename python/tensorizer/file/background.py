@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,8 +25,9 @@ logger = logging.getLogger("tensorizer.serialization")
 class SaveFuture(Future[None]):
     """A save that is under way on a thread of its own.
 
-    ``result()`` waits for it and raises what it raised; ``done()``, ``exception()`` and
-    ``add_done_callback()`` are those of :class:`concurrent.futures.Future`. It cannot be cancelled.
+    ``result()`` waits for it and raises what it raised, and so does ``await`` in a coroutine;
+    ``done()``, ``exception()`` and ``add_done_callback()`` are those of
+    :class:`concurrent.futures.Future`. It cannot be cancelled.
 
     Attributes:
         total_bytes: Bytes of tensor data to be written.
@@ -42,6 +44,9 @@ class SaveFuture(Future[None]):
     def saved_bytes(self) -> int:
         """Bytes of tensor data written so far, from any thread. All are not yet a file."""
         return self._file.saved_bytes
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.wrap_future(self).__await__()
 
     def _run(self, tensors: Any, uri: str) -> None:
         try:

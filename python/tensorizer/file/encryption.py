@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, NoReturn
+from typing import Any
 
 from .._native import Decryption, Encryption
 
@@ -62,18 +62,8 @@ def _limit(value: int | None, kind: type[enum.IntEnum], name: str, bounds: tuple
     return int(value)
 
 
-class _Secret:
-    """Not shown, not copied into pickles."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(...)"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} holds a key, which is not pickled")
-
-
-class EncryptionParams(_Secret):
-    """A key for :class:`tensorizer.TensorSerializer`.
+class EncryptionParams:
+    """A key for :class:`tensorizer.TensorSerializer`. Pickles of it hold the key; texts do not.
 
     Args:
         key: 32 bytes.
@@ -157,14 +147,29 @@ class EncryptionParams(_Secret):
             raise ValueError("the key was not derived from a string, and has no salt")
         return salt
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        native = self._native
+        return _restored, (type(self), native.key, native.manifest, native.derivation)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EncryptionParams) and self._native.same(other._native)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class DecryptionParams(_Secret):
+def _restored(
+    cls: type[EncryptionParams], key: bytes, manifest: bool, derivation: tuple[int, int, bytes]
+) -> EncryptionParams:
+    return cls._of(Encryption.from_key(key, manifest, derivation))
+
+
+class DecryptionParams:
     """What :class:`tensorizer.TensorDeserializer` decrypts with: a key or a passphrase.
+
+    Pickles of it hold the key or passphrase; texts do not.
 
     Args:
         key: 32 bytes.
@@ -188,6 +193,7 @@ class DecryptionParams(_Secret):
         self.key = key
         self.source = source
         self.require_manifest = bool(require_manifest)
+        self._max = max_opslimit, max_memlimit
         self._native: Decryption | None = None
         if key is not None or source is not None:
             self._native = Decryption(
@@ -197,6 +203,17 @@ class DecryptionParams(_Secret):
                 max_opslimit=max_opslimit,
                 max_memlimit=max_memlimit,
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {
+            "require_manifest": self.require_manifest,
+            "max_opslimit": self._max[0],
+            "max_memlimit": self._max[1],
+        }
+        return _restored_decryption, (type(self), self.key, self.source, options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
 
     @classmethod
     def from_key(cls, key: bytes, **options: Any) -> DecryptionParams:
@@ -221,6 +238,12 @@ class DecryptionParams(_Secret):
 
         """
         return cls(None, _encoded(source, encoding), **options)
+
+
+def _restored_decryption(
+    cls: type[DecryptionParams], key: bytes | None, source: bytes | None, options: dict[str, Any]
+) -> DecryptionParams:
+    return cls(key, source, **options)
 
 
 def native_encryption(params: EncryptionParams | None) -> Encryption | None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .._native import Source
 
 
+#: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero).
+_LONGEST_PATH = 4095
+
+
 @dataclass
 class LocalPath:
     """A path of the local file system."""
@@ -55,7 +59,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
 
     Raises:
         TypeError: It is none of these.
-        ValueError: It is a text file.
+        ValueError: It is a text file, or can be no path.
 
     """
     native = getattr(file_obj, "_native_source", None)
@@ -64,9 +68,9 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
         return Remote(source, file_obj.name, file_obj.tell())
     if isinstance(file_obj, str):
         # Addresses of servers were opened before.
-        return LocalPath(local_path(file_obj) or file_obj)
+        return LocalPath(_checked(local_path(file_obj) or file_obj, file_obj))
     if isinstance(file_obj, (bytes, os.PathLike)):
-        return LocalPath(os.fsdecode(file_obj))
+        return LocalPath(_checked(os.fsdecode(file_obj), file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
         return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
     # Files that were opened by number have a number for a mode.
@@ -77,6 +81,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
         raise TypeError(
             "expected a path, a file descriptor or a binary file object, "
             f"found {type(file_obj).__name__}"
+            + (": pass io.BytesIO(data)" if isinstance(file_obj, (bytearray, memoryview)) else "")
         )
     uri = str(getattr(file_obj, "name", None) or f"<{type(file_obj).__name__}>")
     if not is_seekable(file_obj):
@@ -89,6 +94,18 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     size = file_obj.tell() if size is None else size
     file_obj.seek(base)
     return PythonFile(file_obj, uri, base, size)
+
+
+def _checked(path: str, given: Any) -> str:
+    """Refuse what can be no path, without repeating all of it: the content of a file, say."""
+    if len(path) <= _LONGEST_PATH and "\0" not in path:
+        return path
+    if isinstance(given, bytes):
+        raise ValueError(
+            f"expected a path, found {len(given)} bytes that begin with {given[:20]!r}: pass "
+            "io.BytesIO(data) for a file in memory"
+        )
+    raise ValueError(f"expected a path, found {len(path)} characters: {path[:40]!r}...")
 
 
 def _position(file_obj: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 from .._types import FilterFuncType, Name, TensorType
 from ..modules import state
 from ..tensors.exchange import lend
+from ..tensors.usage import convert_bytes
 from .arguments import checked_verification, resolve_device
 from .encryption import DecryptionParams
 from .loaded import LoadedTensors
@@ -143,6 +144,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         file: TensorFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
+
+    def __repr__(self) -> str:
+        size = convert_bytes(self.total_tensor_bytes)
+        count = len(self._selection)
+        return (
+            f"<{type(self).__name__} of {self._file.reader.uri!r}: {count} "
+            f"{'tensor' if count == 1 else 'tensors'}, {size}, for {self._device}>"
+        )
 
     def __enter__(self) -> TensorDeserializer:
         return self
