@@ -8,26 +8,47 @@ use crate::stats::Counters;
 
 /// Whether a load goes around the page cache.
 pub fn wants_direct_reads(source: &dyn ReadAt, extents: &[Extent]) -> Result<bool> {
-    Ok(DIRECT_IO.value()? != 0 && is_cold(source, extents))
+    Ok(DIRECT_IO.value()? != 0 && cached(source, extents) == Cached::Little)
 }
 
-/// Whether most of what is to be read of a file is not in the page cache.
-pub fn is_cold(source: &dyn ReadAt, extents: &[Extent]) -> bool {
+/// How much of what is to be read is in the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cached {
+    /// All of it, as far as samples tell.
+    All,
+    /// Something between, or nobody can tell.
+    Some,
+    /// Less than half.
+    Little,
+}
+
+/// Looks whether a file is in the page cache.
+pub fn cached(source: &dyn ReadAt, extents: &[Extent]) -> Cached {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
-    let Some(file) = source.file() else { return false };
+    let Some(file) = source.file() else { return Cached::Some };
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let step = (total / SAMPLES).max(1);
-    let (mut next, mut sampled, mut cold) = (step / 2, 0, 0);
+    let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {
         while next < extent.data_len {
             sampled += 1;
-            cold += u64::from(!crate::sys::is_cached(file, extent.data_offset + next));
+            match crate::sys::is_cached(file, extent.data_offset + next) {
+                Some(true) => {}
+                Some(false) => cold += 1,
+                None => unknown += 1,
+            }
             next += step;
         }
         next -= extent.data_len;
     }
-    cold * 2 > sampled
+    if cold * 2 > sampled {
+        Cached::Little
+    } else if cold + unknown == 0 {
+        Cached::All
+    } else {
+        Cached::Some
+    }
 }
 
 /// A reader that goes around the page cache, where there can be one.

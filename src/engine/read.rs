@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::cold;
+use super::cold::{self, Cached};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
@@ -149,9 +149,16 @@ fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
 /// With how many readers to begin, and how many there may be.
 fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Crew {
     let crew = Crew::of(&source.traits(), what.readers);
-    // Who waits for a disk has use for all of them from the first byte on.
-    let cold = what.readers.is_none() && cold::is_cold(source, what.extents);
-    if cold { Crew::fixed(crew.most) } else { crew }
+    if crew.first == crew.most {
+        return crew;
+    }
+    match cold::cached(source, what.extents) {
+        // Memory gets no faster by more readers than cores.
+        Cached::All => Crew::fixed(crew.first),
+        Cached::Some => crew,
+        // Who waits for a disk has use for all of them from the first byte on.
+        Cached::Little => Crew::fixed(crew.most),
+    }
 }
 
 /// Batches for one reader, read one after another, each with what the target has planned for it.

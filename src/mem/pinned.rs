@@ -224,7 +224,7 @@ impl<'p> Ticket<'p> {
             let wait = {
                 let mut state = pool.state();
                 if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
-                    state.reap()?;
+                    state.reap_on(device)?;
                     if let Some(buffers) = state.take(buffers) {
                         return Ok(Lease::new(&pool.inner, buffers));
                     }

@@ -94,11 +94,11 @@ pub fn open_at_once(path: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
-/// Whether the byte at a position is in memory, as far as the kernel says: true if it does not.
-pub fn is_cached(file: &File, offset: u64) -> bool {
+/// Whether the byte at a position is in memory, if the kernel says.
+pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
     #[cfg(target_os = "linux")]
     if let Some(cached) = in_page_cache(file, offset) {
-        return cached;
+        return Some(cached);
     }
     // Older kernels: a read that may not wait, but may have the kernel read ahead.
     #[cfg(target_os = "linux")]
@@ -107,10 +107,11 @@ pub fn is_cached(file: &File, offset: u64) -> bool {
         let vector = libc::iovec { iov_base: std::ptr::from_mut(&mut byte).cast(), iov_len: 1 };
         // SAFETY: one vector of one byte that lives until the call returns.
         let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
-        return read >= 0 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock;
+        let would_wait = io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock;
+        return if read >= 0 { Some(true) } else { would_wait.then_some(false) };
     }
     let _ = (file, offset);
-    true
+    None
 }
 
 /// What `cachestat(2)` says, of Linux 6.5 and later.

@@ -122,12 +122,15 @@ def test_a_call_leaves_nothing_behind(path, tensors, tmp_path, emulator):
         tensorizer.save(loaded, tmp_path / "g")
         torch.cuda.synchronize()
         tensorizer.release_pinned()
-        return [emulator.stat(what) for what in ("events", "streams", "pinned ranges", "pending")]
+        return [emulator.stat(what) for what in ("streams", "pinned ranges", "pending")]
 
     loaded = tensorizer.load(path, "cuda")
     before = everything()
-    assert everything() == before
-    assert before[2] == 0
+    for _ in range(4):
+        assert everything() == before
+    assert before[1] == 0
+    # Events are kept for the next copies: as many as were on their way at once, 256 at most.
+    assert emulator.stat("events") <= 256
 
 
 def test_copies_are_those_of_pinned_memory(path, tensors, tmp_path, emulator):

@@ -191,7 +191,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     def __getitem__(self, name: str | int) -> torch.nn.Parameter:
         """Return a tensor as a ``Parameter``, or a subtree as a read-only mapping of them.
 
-        The type is that of the common case; indexing what it says is fine in the other, too.
+        Annotated as the former, which is the common case; :meth:`tree` gives subtrees as ``Any``.
         """
         try:
             node = self._top[name]

@@ -143,6 +143,7 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     fn commit(&self, full: Buffered<'d>, keep: bool) -> Result<Vec<Kept<'d>>> {
+        let _entered = self.streams.device().enter()?;
         let Buffered { staging, mut lease, .. } = full;
         let stream = self.streams.next();
         for copy in &staging.copies {

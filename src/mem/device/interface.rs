@@ -3,6 +3,7 @@
 //! The unsafe methods are called by [`crate::mem::pinned`] only.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -17,6 +18,12 @@ pub const CPU: Index = -1;
 pub trait Device: Send + Sync {
     /// What torch calls it, such as `cuda:0`.
     fn name(&self) -> &str;
+
+    /// Makes this thread ready for calls of the device, which are cheaper until the result is
+    /// dropped. Nothing foreign, such as what was to be asked about cancellation, runs meanwhile.
+    fn enter(&self) -> Result<Scope> {
+        Ok(Box::new(()))
+    }
 
     /// Makes the device copy from and to some host memory at full speed. False if it cannot: then
     /// copies are slower, and right all the same.
@@ -39,6 +46,9 @@ pub trait Device: Send + Sync {
         None
     }
 }
+
+/// Until this is dropped a thread is ready for calls of a device.
+pub type Scope = Box<dyn Any>;
 
 /// A file that a device reads by itself, in no order with its streams.
 pub trait DeviceFile: Send + Sync {

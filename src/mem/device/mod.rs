@@ -13,7 +13,7 @@ mod streams;
 
 use std::sync::Arc;
 
-pub use interface::{CPU, Consumer, Device, DeviceFile, Event, Index, Stream};
+pub use interface::{CPU, Consumer, Device, DeviceFile, Event, Index, Scope, Stream};
 pub use memory::DeviceMemory;
 pub use streams::{OnDevice, Streams, StreamsByDevice};
 

@@ -178,6 +178,12 @@ impl State {
         outcome
     }
 
+    /// The same, where buffers of this device are the ones under way.
+    pub fn reap_on(&mut self, device: &Arc<dyn Device>) -> Result<()> {
+        let _entered = if self.in_flight.len() > 1 { Some(device.enter()?) } else { None };
+        self.reap()
+    }
+
     /// Nobody knows whether a copy still uses these: their memory is never freed.
     pub fn abandon(&mut self, buffers: Vec<Buffer>) {
         self.made -= buffers.len();

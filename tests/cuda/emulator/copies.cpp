@@ -15,6 +15,7 @@ using Run = std::function<void()>;
 // Pinned memory is read when the copy runs. Other memory is read at once, so that it can be used
 // again as soon as the call returns.
 Run to_device(u64 to, u64 from, u64 len, bool pinned, bool blocking, const char* what) {
+  if (pinned && state().settings.free_copies) return [] {};
   char* destination = backing_of(to);
   const auto* host = reinterpret_cast<const char*>(from);
   if (!pinned) {
@@ -34,6 +35,7 @@ Run to_device(u64 to, u64 from, u64 len, bool pinned, bool blocking, const char*
 }
 
 Run from_device(u64 to, u64 from, u64 len, bool pinned) {
+  if (pinned && state().settings.free_copies) return [] {};
   const char* source = backing_of(from);
   auto* host = reinterpret_cast<char*>(to);
   // Nobody may look at it before the copy has ended.

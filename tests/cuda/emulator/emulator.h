@@ -125,7 +125,7 @@ struct Pending {
 struct Settings {
   int devices;
   u64 memory, seed, delay;
-  bool log, strict, poison, check_source, report, backtrace;
+  bool log, strict, poison, check_source, free_copies, report, backtrace;
 };
 
 struct State {

@@ -42,6 +42,7 @@ bool start() {
       .strict = number_of("FAKE_CUDA_STRICT", 1) != 0,
       .poison = number_of("FAKE_CUDA_POISON", 1) != 0,
       .check_source = number_of("FAKE_CUDA_CHECK_SOURCE", 1) != 0,
+      .free_copies = number_of("FAKE_CUDA_FREE_COPIES", 0) != 0,
       .report = number_of("FAKE_CUDA_REPORT", 0) != 0,
       .backtrace = number_of("FAKE_CUDA_BACKTRACE", 0) != 0,
   };

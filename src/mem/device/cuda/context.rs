@@ -2,12 +2,18 @@
 //! `unsafe`.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr;
 
 use super::driver::{self, Code, Driver};
 use crate::error::{Error, Result};
 use crate::sys::process::Maker;
+
+thread_local! {
+    /// The context that [`Context::enter`] has made the current one of this thread; null for none.
+    static ENTERED: Cell<driver::Context> = const { Cell::new(ptr::null_mut()) };
+}
 
 /// A device's context. Lives as long as the process.
 pub struct Context {
@@ -69,8 +75,14 @@ impl Context {
         Ok(call())
     }
 
-    /// Makes the context the current one of this thread, until the result is dropped.
+    /// Makes the context the current one of this thread, until the result is dropped. Within such a
+    /// scope it costs nothing to do it again. No foreign code, such as a signal's handler, may run
+    /// in it.
     pub fn enter(&self) -> Result<Entered> {
+        let outer = ENTERED.get();
+        if outer == self.raw {
+            return Ok(Entered { driver: None, outer, mode: driver::CAPTURE_RELAXED });
+        }
         let mut mode = driver::CAPTURE_RELAXED;
         // SAFETY: the context lives as long as the process; the mode is written back into the
         // variable.
@@ -80,7 +92,8 @@ impl Context {
             // nothing of it may spoil that graph.
             let _ = (self.driver.exchange_capture_mode)(&mut mode);
         }
-        Ok(Entered { driver: self.driver, mode })
+        ENTERED.set(self.raw);
+        Ok(Entered { driver: Some(self.driver), outer, mode })
     }
 
     /// An error where the driver did not succeed.
@@ -103,19 +116,24 @@ impl Context {
     }
 }
 
-/// The current context of a thread, to be put back as it was.
+/// The current context of a thread, to be put back as it was. Of this thread only: the pointer in it
+/// keeps it from being sent to others.
 pub struct Entered {
-    driver: &'static Driver,
+    /// None within another scope of the same context.
+    driver: Option<&'static Driver>,
+    outer: driver::Context,
     mode: c_int,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
+        let Some(driver) = self.driver else { return };
         let mut before = ptr::null_mut();
         // SAFETY: undoes what `enter` did on this thread; both variables are only written to.
         unsafe {
-            let _ = (self.driver.exchange_capture_mode)(&mut self.mode);
-            let _ = (self.driver.pop_context)(&mut before);
+            let _ = (driver.exchange_capture_mode)(&mut self.mode);
+            let _ = (driver.pop_context)(&mut before);
         }
+        ENTERED.set(self.outer);
     }
 }

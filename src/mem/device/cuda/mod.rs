@@ -11,7 +11,7 @@ mod stream;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Consumer, Device, Stream};
+use super::{Consumer, Device, Scope, Stream};
 use crate::error::Result;
 use context::Context;
 use stream::OwnStreams;
@@ -43,6 +43,10 @@ impl CudaDevice {
 impl Device for CudaDevice {
     fn name(&self) -> &str {
         self.context.name()
+    }
+
+    fn enter(&self) -> Result<Scope> {
+        Ok(Box::new(self.context.enter()?))
     }
 
     unsafe fn pin(&self, memory: *mut u8, len: usize) -> bool {

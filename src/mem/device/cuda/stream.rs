@@ -1,6 +1,7 @@
 //! Streams and events of a CUDA device. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -22,12 +23,39 @@ pub struct OwnStreams {
     context: Arc<Context>,
     /// Those that nobody has.
     idle: Mutex<Vec<RawStream>>,
+    /// Events that nobody has.
+    events: Mutex<Vec<RawEvent>>,
 }
+
+/// Of the events that nobody has, so many are kept: more than there are staging buffers on their way.
+const EVENTS: usize = 256;
+
+struct RawEvent(driver::Event);
+
+// SAFETY: events may be used on any thread in whose current context they are.
+unsafe impl Send for RawEvent {}
 
 impl OwnStreams {
     /// None yet.
     pub fn new(context: Arc<Context>) -> Self {
-        OwnStreams { context, idle: Mutex::default() }
+        OwnStreams { context, idle: Mutex::default(), events: Mutex::default() }
+    }
+
+    fn events(&self) -> MutexGuard<'_, Vec<RawEvent>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An event that nobody uses. The device was entered.
+    fn event(self: &Arc<Self>) -> Result<CudaEvent> {
+        if let Some(raw) = self.events().pop() {
+            return Ok(CudaEvent { streams: Arc::clone(self), raw, over: Cell::new(false) });
+        }
+        let mut raw = ptr::null_mut();
+        let create = self.context.driver().create_event;
+        // SAFETY: the new event is written to the variable.
+        let code = unsafe { create(&mut raw, driver::WITHOUT_TIMING) };
+        self.context.check("creating an event", code)?;
+        Ok(CudaEvent { streams: Arc::clone(self), raw: RawEvent(raw), over: Cell::new(false) })
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<RawStream>> {
@@ -95,15 +123,10 @@ impl CudaStream {
     }
 
     fn mark(&self, stream: RawStream) -> Result<CudaEvent> {
-        let context = self.context();
-        let mut raw = ptr::null_mut();
-        // SAFETY: the new event is written to the variable.
-        let code = unsafe { (context.driver().create_event)(&mut raw, driver::WITHOUT_TIMING) };
-        context.check("creating an event", code)?;
-        let event = CudaEvent { context: Arc::clone(context), raw };
+        let event = self.streams.event()?;
         // SAFETY: both are open and of this context.
-        let code = unsafe { (context.driver().record_event)(event.raw, stream.0) };
-        context.check("recording an event", code)?;
+        let code = unsafe { (self.context().driver().record_event)(event.raw.0, stream.0) };
+        self.context().check("recording an event", code)?;
         Ok(event)
     }
 
@@ -111,7 +134,7 @@ impl CudaStream {
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
         let event = self.mark(sooner)?;
         // SAFETY: both are open; a driver keeps an event that is waited for beyond its end.
-        let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw, 0) };
+        let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
         self.context().check("ordering streams", code)
     }
 }
@@ -166,29 +189,41 @@ impl Stream for CudaStream {
 }
 
 struct CudaEvent {
-    context: Arc<Context>,
-    raw: driver::Event,
+    streams: Arc<OwnStreams>,
+    raw: RawEvent,
+    /// Whether it has passed: then nothing can wait for it any more, and it may mark something else.
+    over: Cell<bool>,
 }
-
-// SAFETY: events may be used on any thread in whose current context they are.
-unsafe impl Send for CudaEvent {}
 
 impl Event for CudaEvent {
     fn passed(&self) -> Result<bool> {
-        let _entered = self.context.enter()?;
+        let context = &self.streams.context;
+        let _entered = context.enter()?;
         // SAFETY: the event is open.
-        match unsafe { (self.context.driver().query_event)(self.raw) } {
+        match unsafe { (context.driver().query_event)(self.raw.0) } {
             driver::NOT_READY => Ok(false),
-            code => self.context.check("copying", code).map(|()| true),
+            code => {
+                context.check("copying", code)?;
+                self.over.set(true);
+                Ok(true)
+            }
         }
     }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        let raw = RawEvent(std::mem::replace(&mut self.raw.0, ptr::null_mut()));
+        let mut events = self.streams.events();
+        if self.over.get() && events.len() < EVENTS {
+            events.push(raw);
+            return;
+        }
+        drop(events);
+        let context = &self.streams.context;
+        if let Ok(_entered) = context.enter() {
             // SAFETY: open, and nobody else knows it.
-            let _ = unsafe { (self.context.driver().destroy_event)(self.raw) };
+            let _ = unsafe { (context.driver().destroy_event)(raw.0) };
         }
     }
 }
