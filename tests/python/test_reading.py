@@ -5,6 +5,7 @@ import io
 import os
 import tempfile
 import threading
+import zipfile
 
 import numpy as np
 import pytest
@@ -113,6 +114,22 @@ def test_a_file_object_whose_descriptor_has_other_bytes(path):
     packed.write_bytes(gzip.compress(path.read_bytes(), 1))
     with gzip.open(packed) as file:
         check(TensorDeserializer(file, "cpu"))
+
+
+@pytest.mark.parametrize("packed", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_member_of_a_zip_file(packed, path):
+    """Its mode is ``"r"``, though it is binary."""
+    archive = path.with_suffix(".zip")
+    with zipfile.ZipFile(archive, "w", packed) as file:
+        file.write(path, "c")
+        file.writestr("text", "text")
+    with zipfile.ZipFile(archive) as file:
+        check(TensorDeserializer(file.open("c"), "cpu"))
+        with pytest.raises(ValueError, match="expected a binary file, found a text file"):
+            TensorDeserializer(io.TextIOWrapper(file.open("text")), "cpu")
+        with tempfile.NamedTemporaryFile("w+") as wrapped:
+            with pytest.raises(ValueError, match="expected a binary file, found a text file"):
+                TensorDeserializer(wrapped, "cpu")
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -420,6 +437,47 @@ def test_closing_rules(path):
         with pytest.raises(FormatError):
             TensorDeserializer(stream)
         assert stream.closed, "a failed constructor closes the file"
+
+
+class Counted(TensorDeserializer):
+    """Has a ``close`` that needs what its constructor sets at the end."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+        super().close()
+
+
+class CountedSerializer(tensorizer.TensorSerializer):
+    """The same for writing."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+        super().close()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_subclass_may_close_in_its_own_way(lazy, path, tmp_path):
+    file = Counted(path, "cpu", lazy_load=lazy)
+    assert file.closed == 0
+    check(file)
+    with file:
+        pass
+    assert file.closed == 1
+    with pytest.raises(FormatError, match="Not a tensorizer file"):
+        Counted(__file__, "cpu", lazy_load=lazy)
+    with CountedSerializer(tmp_path / "g") as writer:
+        writer.write_state_dict({"a": torch.ones(2)})
+    assert writer.closed == 1
+    with pytest.raises(IsADirectoryError):
+        CountedSerializer(tmp_path)
 
 
 def test_descriptors_are_released(path):

@@ -1,6 +1,7 @@
 """torch.save and torch.load inside tensorizer_saving() and tensorizer_loading()."""
 
 import asyncio
+import inspect
 import io
 import logging
 import os
@@ -333,6 +334,20 @@ def test_torch_is_itself_again(tmp_path):
     assert before == (torch.save, torch.load, torch.serialization._weights_only_unpickler)
     captured(state(), tmp_path / "later.pt")
     assert_state(torch.load(tmp_path / "later.pt"))
+
+
+def test_parameters_are_those_of_torch():
+    functions = torch.save, torch.load
+    shown = [inspect.signature(function) for function in functions]
+    assert list(shown[0].parameters)[:3] == ["obj", "f", "pickle_module"]
+    assert list(shown[1].parameters)[:3] == ["f", "map_location", "pickle_module"]
+    with tensorizer_saving(), tensorizer_loading():
+        for function, before, signature in zip(
+            (torch.save, torch.load), functions, shown, strict=True
+        ):
+            assert function is not before
+            for follow in (False, True):
+                assert inspect.signature(function, follow_wrapped=follow) == signature
 
 
 def test_other_threads_and_tasks_are_left_alone(tmp_path):

@@ -5,16 +5,29 @@ from __future__ import annotations
 import torch
 
 
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the device that an argument stands for; None is CUDA if there is any."""
+def named_device(device: torch.device | str | None) -> torch.device:
+    """Return the device that an argument names and that is there; None is CUDA if there is any."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    named = torch.device(device)
+    if named.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(named)!r} was asked for, but CUDA is not available")
+    return named
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return the device that an argument means now: CUDA without a number is the current device.
+
+    A ``torch.device("cuda:1")`` block, or torch's default device, goes before
+    ``torch.cuda.set_device``.
+    """
+    named = named_device(device)
+    if named.type != "cuda" or named.index is not None:
+        return named
+    default = torch.get_default_device()
+    if default.type == "cuda" and default.index is not None:
+        return default
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -73,9 +73,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
         return LocalPath(_checked(os.fsdecode(file_obj), file_obj))
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
         return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
-    # Files that were opened by number have a number for a mode.
-    mode = getattr(file_obj, "mode", "b")
-    if isinstance(file_obj, io.TextIOBase) or (isinstance(mode, str) and "b" not in mode):
+    if _is_text(file_obj):
         raise ValueError(f"expected a binary file, found a text file: {file_obj!r}")
     if not hasattr(file_obj, "read") and not hasattr(file_obj, "write"):
         raise TypeError(
@@ -106,6 +104,15 @@ def _checked(path: str, given: Any) -> str:
             "io.BytesIO(data) for a file in memory"
         )
     raise ValueError(f"expected a path, found {len(path)} characters: {path[:40]!r}...")
+
+
+def _is_text(file_obj: Any) -> bool:
+    if isinstance(file_obj, (io.RawIOBase, io.BufferedIOBase)):
+        # Binary, whatever their mode: that of a member of a zip file is "r".
+        return False
+    # Files that were opened by number have a number for a mode.
+    mode = getattr(file_obj, "mode", "b")
+    return isinstance(file_obj, io.TextIOBase) or (isinstance(mode, str) and "b" not in mode)
 
 
 def _position(file_obj: Any) -> int:

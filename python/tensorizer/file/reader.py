@@ -12,9 +12,10 @@ import torch
 
 from .._types import FilterFuncType, Name, TensorType
 from ..modules import state
+from ..tensors.arrays import opaque_array
 from ..tensors.exchange import lend
 from ..tensors.usage import convert_bytes
-from .arguments import checked_verification, resolve_device
+from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
 from .loaded import LoadedTensors
 from .names import LEFT_OUT, converted, nested, path_of, plain
@@ -22,7 +23,6 @@ from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 
@@ -34,7 +34,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             (which stays the caller's), or binary file object (which is closed with this object;
             streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and a
             server without ranges are read in one pass.
-        device: Where the tensors go. None: the current CUDA device if there is one, else the CPU.
+        device: Where the tensors go. None: CUDA if there is any, else the CPU. CUDA without a
+            number is the device that is current when tensors are loaded.
         filter_func: Called once with each tensor's name; those for which it returns something
             false are left out. Structured names come as tuples.
         dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex).
@@ -108,7 +109,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
         try:
-            self._device = resolve_device(device)
+            self._named_device = named_device(device)
             self._selection = self._choose(filter_func)
             self._loaded = LoadedTensors(self._file, self._selection)
             self.total_tensor_bytes = self._file.reader.data_len(self._selection)
@@ -119,6 +120,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             # Not by close(), which a subclass may have overridden that is not set up yet.
             self._file.close()
             raise
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors go that are loaded now: the current CUDA device may change in between."""
+        return resolve_device(self._named_device)
 
     def _verification(self, verify_hash: bool | str | None) -> str:
         return self._file.verify if verify_hash is None else checked_verification(verify_hash)
@@ -150,7 +156,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         count = len(self._selection)
         return (
             f"<{type(self).__name__} of {self._file.reader.uri!r}: {count} "
-            f"{'tensor' if count == 1 else 'tensors'}, {size}, for {self._device}>"
+            f"{'tensor' if count == 1 else 'tensors'}, {size}, for {self._named_device}>"
         )
 
     def __enter__(self) -> TensorDeserializer:
@@ -416,22 +422,22 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self.close()
         return len(chosen)
 
-    def to_redis(self, client: Any, key_prefix: str, force: bool = False) -> None:
+    def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Copy the tensors that were chosen to a Redis server.
 
         They are read back from ``redis://host/<key_prefix>``. Values beyond 512 MiB are split.
 
         Args:
-            client: A client such as ``redis.Redis``.
+            redis_client: A client such as ``redis.Redis``.
             key_prefix: What all keys begin with, before a colon.
             force: Store tensors too that are stored already.
 
         Raises:
             ValueError: The file was closed, as it is after a load that is not lazy.
-            TypeError: ``client`` is not a client of Redis.
+            TypeError: ``redis_client`` is not a client of Redis.
 
         """
-        copy_to_redis(self._file.reader, self._selection, client, key_prefix, force)
+        copy_to_redis(self._file.reader, self._selection, redis_client, key_prefix, force)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
         """Compare the tensors of a module with the hashes in the file.
@@ -461,6 +467,4 @@ def _as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
     if not opaque:
         array: npt.NDArray[Any] = tensor.numpy()
         return array
-    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw: npt.NDArray[np.int64] = tensor.view(same_width[tensor.element_size()]).numpy()
-    return raw
+    return opaque_array(tensor)

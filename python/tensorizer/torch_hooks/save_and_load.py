@@ -251,7 +251,7 @@ def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         return block.save(original, *args, **kwargs)
 
-    return save
+    return _signed(save, _SAVE)
 
 
 def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,7 +262,13 @@ def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         return block.load(original, *args, **kwargs)
 
-    return load
+    return _signed(load, _LOAD)
+
+
+def _signed(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """Have a function show torch's parameters, to those too who do not look for what it wraps."""
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 @contextlib.contextmanager

@@ -103,6 +103,27 @@ def test_devices_are_those_of_torch(path, tensors):
         same(tensorizer.load(path, "cuda"), tensors, torch.device("cuda", last))
 
 
+def test_lazy_tensors_go_to_the_device_that_is_current_when_they_are_loaded(path):
+    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    for named in (None, "cuda"):
+        with TensorDeserializer(path, named, lazy_load=True) as file:
+            names = list(file)
+            for name, device in zip(names, devices, strict=False):
+                with torch.cuda.device(device):
+                    assert file[name].device == device
+            # A device of torch's own goes first; one that has no number says nothing.
+            with torch.device(devices[0]), torch.cuda.device(devices[-1]):
+                assert file[names[-1]].device == devices[0]
+            with torch.device("cpu"), torch.cuda.device(devices[-1]):
+                assert file[names[-2]].device == devices[-1]
+            with torch.device("cuda"), torch.cuda.device(devices[-1]):
+                assert file[names[-3]].device == devices[-1]
+        assert "for cuda>" in repr(file)
+    with TensorDeserializer(path, devices[0], lazy_load=True) as file:
+        with torch.cuda.device(devices[-1]), torch.device(devices[-1]):
+            assert file[names[0]].device == devices[0]
+
+
 def test_small_tensors_share_blocks_unless_they_are_cloned(path):
     shared = tensorizer.load(path, "cuda")
     small = [tensor for tensor in shared.values() if 0 < tensor.nbytes < 1 << 20]
