@@ -124,7 +124,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil safetensors "transformers>=5" \
-	  accelerate cmake "moto[server]>=5" redis
+	  accelerate cmake "moto[server]>=5" redis protobuf
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

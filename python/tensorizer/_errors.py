@@ -1,5 +1,9 @@
 """The exception classes of this package. The native module raises them by name."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 
 
@@ -19,8 +23,12 @@ class InvalidVersionError(ValueError):
 
     """
 
-    def __init__(self, message: str, version: int) -> None:
-        super().__init__(message)
+    def __init__(self, *args: Any, version: int | None = None) -> None:
+        if version is None and len(args) == 2:
+            # The native module says both by position.
+            message, version = args
+            args = (message,)
+        super().__init__(*args)
         self.version = version
 
 

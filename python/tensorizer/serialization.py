@@ -20,10 +20,14 @@ from .file.legacy import (
     OPAQUE_TENSORIZER_VERSION,
     TENSORIZER_MAGIC,
     TENSORIZER_VERSION,
+    TensorEntry,
+    TensorHash,
+    _FileFeatureFlags,
     _FileHeader,
 )
 from .file.reader import TensorDeserializer
 from .file.writer import TensorSerializer
+from .tensors.arrays import _NumpyTensor
 
 __all__ = [
     "CryptographyError",
@@ -49,8 +53,12 @@ __extra__ = (
     OPAQUE_TENSORIZER_VERSION,
     TENSORIZER_MAGIC,
     TENSORIZER_VERSION,
+    TensorEntry,
+    TensorHash,
     TruncatedError,
+    _FileFeatureFlags,
     _FileHeader,
+    _NumpyTensor,
     cpu_count,
     logger,
 )

@@ -6,7 +6,11 @@
 parallel requests, straight into and out of their memory.
 """
 
+from shutil import which as _which
+
+from .streams.atomic import logger
 from .streams.certificates import CAInfo
+from .streams.credentials import _infer_credentials, _ParsedCredentials
 from .streams.open import (
     default_s3_read_endpoint,
     default_s3_write_endpoint,
@@ -18,5 +22,17 @@ from .streams.servers import CURLStreamFile, RedisStreamFile
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
+#: Where ``curl`` is, or None. Nothing here runs it.
+curl_path = _which("curl")
+
 # Reachable, as before, but not part of ``import *``.
-__extra__ = (default_s3_read_endpoint, default_s3_write_endpoint, s3_download, s3_upload)
+__extra__ = (
+    _ParsedCredentials,
+    _infer_credentials,
+    curl_path,
+    default_s3_read_endpoint,
+    default_s3_write_endpoint,
+    logger,
+    s3_download,
+    s3_upload,
+)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import pickle
@@ -71,6 +72,20 @@ def without_graphs_of_others():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def need_protobuf():
+    """Skip where protobuf, which only ``tensorizer.protobuf`` needs, is not installed."""
+
+    def need():
+        if importlib.util.find_spec("google") and importlib.util.find_spec("google.protobuf"):
+            return
+        if os.environ.get("CI"):
+            pytest.fail("protobuf is required in CI")
+        pytest.skip("protobuf is not installed: pip install protobuf")
+
+    return need
 
 
 @pytest.fixture(scope="session")

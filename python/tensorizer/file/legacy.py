@@ -1,6 +1,17 @@
 """Names of the old package for parts of the format."""
 
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, ClassVar
+
 from .._errors import InvalidVersionError
+from .._types import HashType, TensorType
+from ..tensors.arrays import stored_dtype
 
 #: The first bytes of every file.
 TENSORIZER_MAGIC = b"|TZR|"
@@ -15,7 +26,103 @@ LONG_TENSOR_TENSORIZER_VERSION = 5
 OPAQUE_DTYPE_SEP = "\0"
 
 
-class _FileHeader:
-    """Where callers of the old package find its exception."""
+@dataclass(order=True, slots=True)
+class TensorHash:
+    """A hash that a file holds of one of its tensors."""
 
-    InvalidVersionError = InvalidVersionError
+    type: HashType
+    hash: bytes
+
+
+@dataclass(order=True, slots=True)
+class TensorEntry:
+    """What the index of a file says of a tensor.
+
+    Attributes:
+        metadata_version: The data version that the tensor needs.
+        dtype: As it is stored: numpy's, for opaque ones with torch's behind
+            :data:`OPAQUE_DTYPE_SEP`.
+        offset: Position of the tensor's header.
+        data_offset: Position of its data.
+        data_length: Bytes of its data in the file.
+
+    """
+
+    metadata_version: int
+    name: Any
+    type: TensorType
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    data_offset: int
+    data_length: int
+    hashes: list[TensorHash] | None
+    header_hashes: dict[HashType, Any] | None
+
+    @property
+    def deserialized_length(self) -> int:
+        """Bytes of the tensor in memory, which those without data in the file have too."""
+        if self.data_length > 0:
+            return self.data_length
+        element = stored_dtype(self.dtype.partition(OPAQUE_DTYPE_SEP)[0])
+        return element.itemsize * math.prod(self.shape)
+
+    @property
+    def is_long_tensor(self) -> bool:
+        """Whether the data version is that of tensors of 4 GiB and more."""
+        return self.metadata_version >= LONG_TENSOR_TENSORIZER_VERSION
+
+
+class _FileFeatureFlags(enum.IntFlag):
+    """What a file makes use of."""
+
+    encrypted = 1
+    versioned_headers = 2
+
+
+@dataclass(slots=True)
+class _FileHeader:
+    """What follows the magic bytes: version, flags, bytes of tensor data, number of tensors."""
+
+    version_number_format: ClassVar[struct.Struct] = struct.Struct("<I")
+    #: Flags (of 32 bytes), bytes, eight that are not used, tensors.
+    format: ClassVar[struct.Struct] = struct.Struct("<32sQ8xQ")
+    #: Where callers find it.
+    InvalidVersionError: ClassVar[type[InvalidVersionError]] = InvalidVersionError
+
+    version_number: int
+    feature_flags: _FileFeatureFlags
+    tensor_size: int
+    tensor_count: int
+
+    def to_bytes(self) -> bytes:
+        """Return the 60 bytes that stand for it."""
+        flags = int(self.feature_flags).to_bytes(32, "little")
+        version = self.version_number_format.pack(self.version_number)
+        return version + self.format.pack(flags, self.tensor_size, self.tensor_count)
+
+    @classmethod
+    def from_io(cls, reader: BinaryIO, accepted_versions: Sequence[int]) -> _FileHeader:
+        """Read one.
+
+        Raises:
+            ValueError: There are fewer bytes, or flags that are not known.
+            InvalidVersionError: The version is not one of those.
+
+        """
+        size = cls.version_number_format.size + cls.format.size
+        found = reader.read(size)
+        if len(found) < size:
+            raise ValueError(f"File too small: expected a header of {size}, found {len(found)}")
+        (version,) = cls.version_number_format.unpack_from(found)
+        if version not in accepted_versions:
+            accepted = ", ".join(map(str, accepted_versions))
+            raise cls.InvalidVersionError(
+                f"Unsupported version: {version}, expected {accepted}", version=version
+            )
+        stored, tensor_size, count = cls.format.unpack_from(found, cls.version_number_format.size)
+        flags = int.from_bytes(stored, "little")
+        known = int(_FileFeatureFlags.encrypted | _FileFeatureFlags.versioned_headers)
+        if flags & ~known:
+            raise ValueError(f"Unsupported feature flags: {flags & ~known:#x}")
+        return cls(version, _FileFeatureFlags(flags), tensor_size, count)

@@ -45,6 +45,14 @@ class CAInfo:
         self.capath = None if capath is None else os.fspath(capath)
         self.allow_untrusted = bool(allow_untrusted)
 
+    @property
+    def curl_flags(self) -> tuple[str, ...]:
+        """The options that tell ``curl`` the same, for scripts that run it."""
+        if self.allow_untrusted:
+            return ("--insecure",)
+        given = (("--cacert", self.cacert), ("--capath", self.capath))
+        return next((flag, value) for flag, value in given if value is not None)
+
     def _key(self) -> tuple[str | None, str | None, bool]:
         return self.cacert, self.capath, self.allow_untrusted
 

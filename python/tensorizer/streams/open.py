@@ -134,8 +134,9 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             trust = trust_of(certificate_handling)
             if normal == "rb":
                 check_range(begin, end)
+                uri = path_uri
                 return CURLStreamFile.over(
-                    Source.s3(path_uri, options, trust), begin, end, buffer_size
+                    lambda: Source.s3(uri, options, trust), begin, end, buffer_size
                 )
             if normal[0] not in "wa":
                 raise ValueError(f"s3:// addresses can be opened with 'rb' and 'wb', not {mode!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from typing import Any
 
 from .._native import Source
@@ -28,11 +29,17 @@ class RemoteFile(io.BufferedIOBase):
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
         buffer_size: Bytes asked for at a time; None for a default.
+        latencies: Gets the seconds that each request takes.
 
     """
 
     def __init__(
-        self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
+        self,
+        source: Source,
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
+        latencies: list[float],
     ) -> None:
         self._source = source
         self._end = end
@@ -44,6 +51,7 @@ class RemoteFile(io.BufferedIOBase):
         self.bytes_read = 0
         self.bytes_skipped = 0
         self.read_operations = 0
+        self._latencies = latencies
 
     @property
     def name(self) -> str:
@@ -75,7 +83,7 @@ class RemoteFile(io.BufferedIOBase):
         self._check_open()
         return self._position
 
-    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Move to another position in the file and return it."""
         self._check_open()
         if whence == os.SEEK_CUR:
@@ -92,7 +100,7 @@ class RemoteFile(io.BufferedIOBase):
         self._position = position
         return position
 
-    def read(self, size: int | None = -1, /) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         """Return ``size`` bytes, fewer at the end only; all that are left if it is negative."""
         self._check_open()
         parts = []
@@ -105,14 +113,14 @@ class RemoteFile(io.BufferedIOBase):
             left = None if left is None else left - len(part)
         return b"".join(parts)
 
-    def read1(self, size: int = -1, /) -> bytes:
+    def read1(self, size: int = -1) -> bytes:
         """Return some bytes, at most ``size`` unless it is negative."""
         self._check_open()
         return self._some(None if size < 0 else size)
 
-    def readinto(self, buffer: Any, /) -> int:
+    def readinto(self, ba: Any) -> int:
         """Fill a buffer, except at the end, and return the number of bytes."""
-        with memoryview(buffer).cast("B") as view:
+        with memoryview(ba).cast("B") as view:
             data = self.read(len(view))
             view[: len(data)] = data
         return len(data)
@@ -135,6 +143,7 @@ class RemoteFile(io.BufferedIOBase):
             wanted = self._ahead if most is None else max(most, self._ahead)
             if self._end is not None:
                 wanted = min(wanted, max(0, self._end - self._position))
+            asked = time.monotonic()
             try:
                 self._kept = self._source.read(self._position, wanted)
             except OSError as error:
@@ -143,6 +152,7 @@ class RemoteFile(io.BufferedIOBase):
                 raise
             self._kept_at, at = self._position, 0
             self.read_operations += 1
+            self._latencies.append(time.monotonic() - asked)
         part = self._kept[at:] if most is None else self._kept[at : at + most]
         self._position += len(part)
         self.bytes_read += len(part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._native import Source
@@ -32,6 +33,9 @@ class CURLStreamFile(RemoteFile):
     Attributes:
         response_headers: What the server sent along.
         bytes_read: Bytes that were read from this object.
+        http_response_latencies: The seconds in which the server answered each request of this
+            object, the one that opened the file first.
+        popen_latencies: Empty: no process is started.
 
     """
 
@@ -48,21 +52,33 @@ class CURLStreamFile(RemoteFile):
         trust = trust_of(certificate_handling)
         check_range(begin, end)
         fields = [(name, str(value)) for name, value in (headers or {}).items()]
-        self._begin(Source.http(uri, fields, trust), begin, end, buffer_size)
+        self._begin(lambda: Source.http(uri, fields, trust), begin, end, buffer_size)
 
     @classmethod
     def over(
-        cls, source: Source, begin: int | None, end: int | None, buffer_size: int | None
+        cls,
+        connect: Callable[[], Source],
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
     ) -> CURLStreamFile:
-        """Return the stream of a source that is open."""
+        """Return the stream of what a function opens."""
         stream = cls.__new__(cls)
-        stream._begin(source, begin, end, buffer_size)
+        stream._begin(connect, begin, end, buffer_size)
         return stream
 
     def _begin(
-        self, source: Source, begin: int | None, end: int | None, buffer_size: int | None
+        self,
+        connect: Callable[[], Source],
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
     ) -> None:
-        super().__init__(source, begin, end, buffer_size)
+        asked = time.monotonic()
+        source = connect()
+        self.http_response_latencies = [time.monotonic() - asked]
+        super().__init__(source, begin, end, buffer_size, self.http_response_latencies)
+        self.popen_latencies: list[float] = []
         self.response_headers = http.client.HTTPMessage()
         for name, value in source.headers():
             self.response_headers.add_header(name, value)
@@ -87,6 +103,8 @@ class RedisStreamFile(RemoteFile):
 
     Attributes:
         bytes_read: Bytes that were read from this object.
+        setup_latency: The seconds that it took to connect and to find the keys.
+        response_latencies: The seconds in which the server answered each request of this object.
 
     """
 
@@ -105,4 +123,8 @@ class RedisStreamFile(RemoteFile):
             raise ValueError(
                 f"expected redis:// or rediss://, found {uri.split('://', maxsplit=1)[0]!r}"
             )
-        super().__init__(Source.redis(uri, trust), begin, end, buffer_size)
+        asked = time.monotonic()
+        source = Source.redis(uri, trust)
+        self.setup_latency = time.monotonic() - asked
+        self.response_latencies: list[float] = []
+        super().__init__(source, begin, end, buffer_size, self.response_latencies)
