@@ -2,6 +2,6 @@
 
 import sys
 
-from ._cli import main
+from tensorizer_cli.main import main
 
 sys.exit(main())

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same
 from servers import Moto, Redis
 from tensorizer import DecryptionParams, TensorSerializer
-from tensorizer._cli import main
+from tensorizer_cli.main import main
 
 TENSORS = {
     "big": torch.randn(300, 1000),

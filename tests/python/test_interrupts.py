@@ -193,7 +193,9 @@ def test_the_resolution_of_a_name(slow_names, call):
 
 def test_the_command(tmp_path):
     with silent() as address:
-        code = "import sys\nfrom tensorizer._cli import main\nprint(flush=True)\nsys.exit(main())"
+        code = (
+            "import sys\nfrom tensorizer_cli.main import main\nprint(flush=True)\nsys.exit(main())"
+        )
         process = subprocess.Popen(
             [sys.executable, "-c", HEED_CTRL_C + code, "ls", f"http://{address}/f"],
             stdout=subprocess.PIPE,

@@ -13,9 +13,9 @@ import torch
 from conftest import GOLDEN, MANIFEST, assert_same, files, run_python
 from pairs import assert_state, load, save, state
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer._cli import main
 from tensorizer.serialization import FormatError
 from tensorizer.torch_compat import PairMismatchError, tensorizer_saving
+from tensorizer_cli.main import main
 
 CASES = {case["name"]: case for case in MANIFEST["torch_compat"]}
 KEY = bytes(range(32))

@@ -14,7 +14,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, run_python
-from tensorizer._cli import main
+from tensorizer_cli.main import main
 
 #: A name of each kind that a terminal would act on, and how it is shown.
 EVIL = {
@@ -126,7 +126,7 @@ COMMAND = (
     HEED_CTRL_C
     + """
 import sys
-from tensorizer._cli import main
+from tensorizer_cli.main import main
 print("ready", flush=True)
 sys.exit(main())
 """
@@ -209,7 +209,8 @@ def test_ctrl_c_while_a_pipe_is_read(name, start, large, tmp_path):
 
 def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
     """What was interrupted may tell of it by an error, while Python still has the signal."""
-    from tensorizer import _cli
+    from tensorizer_cli import ls
+    from tensorizer_cli import main as command_main
 
     def fail(*_):
         raise OSError("interrupted")
@@ -219,8 +220,8 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(_cli, "_File", fail)
-    monkeypatch.setattr(_cli, "say", say)
+    monkeypatch.setattr(ls, "File", fail)
+    monkeypatch.setattr(command_main, "say", say)
     try:
         assert main(["ls", str(tmp_path)]) == 130
     finally:
@@ -237,7 +238,7 @@ def test_ctrl_c_while_the_command_starts(way, start, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(SLOW)
     script = tmp_path / "tensorizer"
-    script.write_text("import sys\nfrom tensorizer._cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n")
     heed = tmp_path / "sitecustomize.py"
     heed.write_text(HEED_CTRL_C)
     package = os.path.dirname(os.path.dirname(tensorizer.__file__))

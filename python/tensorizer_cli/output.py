@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TextIO
 
-from .utils import convert_bytes
+from tensorizer.utils import convert_bytes
 
 #: Control characters, marks that turn the direction of text or are not seen, halves of characters.
 _UNSHOWN = re.compile(

@@ -1,0 +1,1 @@
+"""The command ``tensorizer``, which is no part of the library that it uses."""

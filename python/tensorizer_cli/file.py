@@ -1,0 +1,95 @@
+"""Files as the commands read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+from tensorizer import _device
+from tensorizer._addresses import open_address
+from tensorizer._encryption import DecryptionParams, native_decryption
+from tensorizer._exchange import take
+from tensorizer._reading import open_reader
+from tensorizer._types import Name
+
+#: Bytes of tensors that are held at a time.
+_BATCH_BYTES = 256 << 20
+
+
+class File:
+    """An open file, read in batches."""
+
+    def __init__(
+        self, uri: str, params: DecryptionParams | None = None, readers: int | None = None
+    ) -> None:
+        self.uri = uri
+        self._readers = readers
+        decryption = native_decryption(params)
+        self._stream = open_address(uri)
+        self.reader = open_reader(self._stream)
+        try:
+            # Names and shapes need no key.
+            if decryption is not None:
+                self.reader.decrypt(decryption)
+        except BaseException:
+            self._close()
+            raise
+        self.kinds = self.reader.kinds()
+        self.memory_lens = self.reader.memory_lens()
+        self.data_lens = self.reader.data_lens()
+        self.total = sum(self.data_lens)
+
+    def _close(self) -> None:
+        self.reader.close()
+        if hasattr(self._stream, "close"):
+            self._stream.close()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield numbers of tensors, in the order of the file."""
+        batch: list[int] = []
+        size = 0
+        for number, length in enumerate(self.data_lens):
+            if batch and size + length > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += length
+        if batch:
+            yield batch
+
+    def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors, those without data on the ``meta`` device, and module indices."""
+        with_data = [n for n in numbers if not self._is_meta(n)]
+        handle, modules = self.reader.load(
+            with_data,
+            verify=verify,
+            readers=self._readers,
+            map=False,
+            device=_device.CPU,
+            apart=False,
+        )
+        found = dict(zip(with_data, zip(take(handle), modules, strict=True), strict=True))
+        tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
+        return tensors, [found[n][1] if n in found else 0 for n in numbers]
+
+    def _is_meta(self, number: int) -> bool:
+        return self.data_lens[number] == 0 < self.memory_lens[number]
+
+    def _meta(self, number: int) -> torch.Tensor:
+        dtype, shape, _ = self.reader.describe(number)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def text(name: Name) -> str:
+    """Return a name as people read it."""
+    return name if isinstance(name, str) else json.dumps(list(name))
