@@ -79,5 +79,4 @@ for _public in (
     # Tracebacks, reprs and pickles name them as programs do.
     _public.__module__ = __name__
 
-_starting.done()
 del _public, _starting, operators

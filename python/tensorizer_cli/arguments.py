@@ -1,70 +1,156 @@
-"""The arguments of the command."""
+"""The arguments of the command ``tensorizer``. They are parsed without torch."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import sys
 from typing import Any, NoReturn
 
-from . import copy, diff, ls, verify
-from .output import shown
+from .output import error_line, shown
+
+#: The options that say where a key or passphrase is, without what comes before them.
+SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
+#: More threads are a mistake.
+_MOST_READERS = 4096
+#: The core writes no larger alignment.
+_LARGEST_ALIGNMENT = 2 << 20
+
+
+class _UsageError(Exception):
+    """The arguments are wrong; with how they should be."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Quote what was given, which may be the name of a file."""
-        super().error(shown(message))
+        """Say what is wrong."""
+        raise _UsageError(message, self.format_usage())
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what parses the arguments."""
+class _Version(argparse.Action):
+    """Prints the version, which is looked for only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        """Print and end."""
+        print(f"tensorizer {_version()}")
+        parser.exit()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tensorizer")
+    except importlib.metadata.PackageNotFoundError:
+        import tensorizer
+
+        return tensorizer.__version__
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options.
+
+    Raises:
+        SystemExit: After ``--help`` and ``--version`` (0), and for wrong arguments (2).
+
+    """
+    try:
+        return _parser().parse_args(arguments)
+    except _UsageError as error:
+        message, usage = error.args
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            print(error_line("UsageError", message, True), file=sys.stderr)
+        else:
+            # Quotes what was given, which may be the name of a file.
+            print(f"{usage}tensorizer: error: {shown(message)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
+
+
+def _readers(text: str) -> int:
+    if not 1 <= (count := _whole(text)) <= _MOST_READERS:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to {_MOST_READERS}, found {text!r}"
+        )
+    return count
+
+
+def _alignment(text: str) -> int:
+    count = _whole(text)
+    if not 1 <= count <= _LARGEST_ALIGNMENT or count & (count - 1):
+        raise argparse.ArgumentTypeError(
+            f"expected a power of two from 1 to {_LARGEST_ALIGNMENT}, found {text!r}"
+        )
+    return count
+
+
+def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
+    group = command.add_argument_group(title)
+    group.add_argument(f"--{prefix}key-file", metavar="F", help="32 bytes, or 64 hex digits")
+    group.add_argument(f"--{prefix}key-env", metavar="NAME", help="64 hex digits")
+    group.add_argument(f"--{prefix}passphrase-file", metavar="F")
+    group.add_argument(f"--{prefix}passphrase-env", metavar="NAME")
+    group.add_argument(f"--{prefix}prompt", action="store_true", help="ask for a passphrase")
+
+
+def _decrypts(command: argparse.ArgumentParser, title: str) -> None:
+    command.add_argument(
+        "--require-manifest", action="store_true", help="refuse files without a seal"
+    )
+    _secrets(command, "", title)
+
+
+def _encrypts(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
+    command.add_argument("--manifest", action="store_true", help="seal names, shapes and order too")
+    _secrets(command, prefix, title)
+
+
+def _loads(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--readers", type=_readers, metavar="N", help="threads that read at once; as many as help"
+    )
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tensorizer",
         description="Works on .tensors files: local paths, http(s)://, s3:// and redis:// "
         "addresses. Keys and passphrases come from files, environment variables or a prompt.",
+        epilog="It returns 0; 1 where tensors differ or are damaged; 2 for errors; 130 when "
+        "Ctrl-C ends it.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def secrets(command: argparse.ArgumentParser, prefix: str, which: str) -> None:
-        group = command.add_argument_group(f"{which}, one of")
-        group.add_argument(f"--{prefix}key-file", metavar="F", help="32 bytes, or 64 hex digits")
-        group.add_argument(f"--{prefix}key-env", metavar="NAME", help="64 hex digits")
-        group.add_argument(f"--{prefix}passphrase-file", metavar="F")
-        group.add_argument(f"--{prefix}passphrase-env", metavar="NAME")
-        group.add_argument(f"--{prefix}prompt", action="store_true", help="ask for a passphrase")
-
-    def command(name: str, run: Any, text: str, *files: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
+    def command(name: str, text: str, *files: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
         for file in files:
-            made.add_argument(file)
-        made.set_defaults(run=run)
+            made.add_argument(file, metavar=file.upper())
+        made.add_argument("--json", action="store_true", help="print one JSON object")
+        made.set_defaults(quiet=False)
         if name != "ls":
-            made.add_argument("--readers", type=int, help="threads that read at once")
-            made.add_argument(
-                "--require-manifest", action="store_true", help="refuse files without a seal"
-            )
-        if "target" in files and name != "diff":
-            made.add_argument("--alignment", type=int, default=64, help="bytes; default 64")
+            _loads(made)
         return made
 
-    listing = command("ls", ls.run, "List the tensors of a file.", "file")
-    listing.add_argument("--json", action="store_true")
-    secrets(
-        command("verify", verify.run, "Compare tensors with their hashes.", "file"), "", "the key"
-    )
-    two = ("file", "target")
-    secrets(
-        command("cp", copy.cp, "Copy a file, laid out anew, as plain data.", *two), "", "the key"
-    )
-    secrets(command("diff", diff.run, "Compare two files, tensor by tensor.", *two), "", "key")
-    secrets(
-        command("decrypt", copy.decrypt, "Copy an encrypted file as plain data.", *two), "", "key"
-    )
-    seal = "seal names, shapes and order too"
-    encrypting = command("encrypt", copy.encrypt, "Copy a file, encrypted.", *two)
-    encrypting.add_argument("--manifest", action="store_true", help=seal)
-    secrets(encrypting, "", "key")
-    rekeying = command("rekey", copy.rekey, "Copy an encrypted file under another key.", *two)
-    rekeying.add_argument("--manifest", action="store_true", help=seal)
-    secrets(rekeying, "", "the old key")
-    secrets(rekeying, "new-", "the new key")
+    def copies(name: str, text: str) -> argparse.ArgumentParser:
+        made = command(name, text, "file", "target")
+        made.add_argument(
+            "--alignment", type=_alignment, metavar="N", help="of tensors' data, in bytes; 64"
+        )
+        return made
+
+    command("ls", "List the tensors of a file.", "file")
+    _decrypts(command("verify", "Compare tensors with their hashes.", "file"), "the key, one of")
+    diff = command("diff", "Compare two files, tensor by tensor.", "file", "other")
+    _decrypts(diff, "the key of those that are encrypted, one of")
+    _secrets(diff, "other-", "the key of OTHER, if it has one of its own, one of")
+    cp = copies("cp", "Copy a file, laid out anew, as plain data.")
+    _decrypts(cp, "the key, if it is encrypted, one of")
+    _encrypts(copies("encrypt", "Copy a file, encrypted."), "", "the key, one of")
+    _decrypts(copies("decrypt", "Copy an encrypted file as plain data."), "the key, one of")
+    rekey = copies("rekey", "Copy an encrypted file under another key.")
+    _decrypts(rekey, "the old key, one of")
+    _encrypts(rekey, "new-", "the new key, one of")
     return parser

@@ -3,72 +3,98 @@
 from __future__ import annotations
 
 import argparse
+import time
 
-from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import DecryptionParams, EncryptionParams, TensorSerializer
 from tensorizer._types import TensorType
 
-from . import keys
+from . import keys, redis_target
 from .file import File
-from .output import Progress
+from .output import Report, plural, without_password
+from .progress import Progress, size
 
-
-def _copy(file: File, target: str, encryption: EncryptionParams | None, alignment: int) -> None:
-    with (
-        TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
-        Progress(file.total) as progress,
-    ):
-        identity = file.reader.pair_id
-        if identity is not None and serializer._writer is not None:
-            # A copy is as good a half of a saved object.
-            serializer._writer.set_pair(identity)
-        for batch in file.batches():
-            tensors, modules = file.load(batch, "nothing")
-            serializer._write(
-                [file.reader.name(n) for n in batch],
-                [TensorType(file.kinds[n]) for n in batch],
-                modules,
-                tensors,
-            )
-            progress.add(sum(file.data_lens[n] for n in batch))
+_ALIGNMENT = 64
 
 
 def cp(options: argparse.Namespace) -> int:
     """Copy a file."""
-    if options.target.lower().startswith(("redis://", "rediss://")):
-        import redis
-
-        address, _, prefix = options.target.split("?")[0].rpartition("/")
-        query = options.target.partition("?")[2]
-        client = redis.Redis.from_url(address + (f"?{query}" if query else ""))
-        with TensorDeserializer(options.file, "cpu", lazy_load=True) as file, client:
-            file.to_redis(client, prefix, force=True)
-        return 0
-    with File(options.file, keys.decryption(options), options.readers) as source:
-        _copy(source, options.target, None, options.alignment)
-    return 0
+    return _run(options, keys.decryption(options), None, "copied")
 
 
 def encrypt(options: argparse.Namespace) -> int:
     """Copy a file, encrypted."""
-    encryption = keys.encryption(options, "")
-    with File(options.file, None, options.readers) as source:
-        _copy(source, options.target, encryption, options.alignment)
-    return 0
+    hint = "rekey takes both its key and the new one"
+    return _run(options, None, keys.encryption(options), "encrypted", hint)
 
 
 def decrypt(options: argparse.Namespace) -> int:
     """Copy an encrypted file as plain data."""
-    params = keys.decryption(options)
-    if params is None:
-        raise ValueError("how to decrypt is missing: --key-file or so")
-    with File(options.file, params, options.readers) as source:
-        _copy(source, options.target, None, options.alignment)
-    return 0
+    return _run(options, keys.needed_decryption(options), None, "decrypted")
 
 
 def rekey(options: argparse.Namespace) -> int:
     """Copy an encrypted file under another key."""
-    encryption = keys.encryption(options, "new_")
-    with File(options.file, keys.decryption(options), options.readers) as source:
-        _copy(source, options.target, encryption, options.alignment)
+    encryption = keys.encryption(options, "new-")
+    return _run(options, keys.decryption(options), encryption, "encrypted anew")
+
+
+def _run(
+    options: argparse.Namespace,
+    params: DecryptionParams | None,
+    encryption: EncryptionParams | None,
+    done: str,
+    *hint: str,
+) -> int:
+    report = Report(options)
+    begun = time.monotonic()
+    with File(options.file, params, options.readers) as source:
+        source.check_key(*hint)
+        if not redis_target.is_meant(options.target):
+            _copy(source, options.target, encryption, options)
+        elif params is None and encryption is None and options.alignment is None:
+            redis_target.store(source, options.target)
+        else:
+            with redis_target.changed(options.target) as file:
+                _copy(source, file, encryption, options)
+    seconds = time.monotonic() - begun
+    rate = source.total / max(seconds, 1e-6)
+    target = without_password(options.target)
+    report.done(
+        f"{done}: {plural(len(source), 'tensor')}, {size(source.total)} in {seconds:.2f} s, "
+        f"{size(rate)}/s, to {target}"
+    )
+    report.result(
+        file=source.shown,
+        target=target,
+        tensors=len(source),
+        bytes=source.total,
+        seconds=round(seconds, 6),
+        bytes_per_second=round(rate),
+    )
     return 0
+
+
+def _copy(
+    source: File,
+    target: str | int,
+    encryption: EncryptionParams | None,
+    options: argparse.Namespace,
+) -> None:
+    alignment = options.alignment or _ALIGNMENT
+    with (
+        TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
+        Progress(source.total, options) as progress,
+    ):
+        identity = source.reader.pair_id
+        if identity is not None and serializer._writer is not None:
+            # A copy is as good a half of a saved object.
+            serializer._writer.set_pair(identity)
+        for batch in source.batches():
+            tensors, modules = source.load(batch, "nothing")
+            serializer._write(
+                [source.reader.name(n) for n in batch],
+                [TensorType(source.kinds[n]) for n in batch],
+                modules,
+                tensors,
+            )
+            progress.add(source.size(batch))

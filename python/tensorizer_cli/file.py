@@ -9,29 +9,41 @@ import torch
 from tensorizer import _device
 from tensorizer._addresses import open_address
 from tensorizer._encryption import DecryptionParams, native_decryption
+from tensorizer._errors import CryptographyError
 from tensorizer._exchange import take
 from tensorizer._reading import open_reader
 from tensorizer._types import Name
+
+from .output import without_password
 
 #: Bytes of tensors that are held at a time.
 _BATCH_BYTES = 256 << 20
 
 
 class File:
-    """An open file, read in batches."""
+    """An open file, read in batches.
+
+    Args:
+        file: A path, an address or a descriptor.
+        params: What it is decrypted with. Names and shapes need nothing.
+        readers: Threads that read at once; None for as many as help.
+
+    """
 
     def __init__(
-        self, uri: str, params: DecryptionParams | None = None, readers: int | None = None
+        self,
+        file: str | int,
+        params: DecryptionParams | None = None,
+        readers: int | None = None,
     ) -> None:
-        self.uri = uri
+        self.shown = without_password(str(file))
         self._readers = readers
-        decryption = native_decryption(params)
-        self._stream = open_address(uri)
+        self._has_key = False
+        self._stream = open_address(file)
         self.reader = open_reader(self._stream)
         try:
-            # Names and shapes need no key.
-            if decryption is not None:
-                self.reader.decrypt(decryption)
+            if params is not None:
+                self.decrypt(params)
         except BaseException:
             self._close()
             raise
@@ -54,6 +66,20 @@ class File:
     def __len__(self) -> int:
         return len(self.reader)
 
+    def decrypt(self, params: DecryptionParams) -> None:
+        """Decrypt what is loaded from here on."""
+        decryption = native_decryption(params)
+        if decryption is not None:
+            self.reader.decrypt(decryption)
+            self._has_key = True
+
+    def check_key(self, hint: str = "--key-file, for example, says where its key is") -> None:
+        """Refuse an encrypted file without a key."""
+        if self.reader.encrypted and not self._has_key:
+            raise CryptographyError(
+                f"{self.shown} is encrypted, and decryption was not requested: {hint}"
+            )
+
     def batches(self) -> Iterator[list[int]]:
         """Yield numbers of tensors, in the order of the file."""
         batch: list[int] = []
@@ -67,9 +93,13 @@ class File:
         if batch:
             yield batch
 
+    def size(self, numbers: list[int]) -> int:
+        """Return how many bytes of data some tensors have."""
+        return sum(self.data_lens[number] for number in numbers)
+
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, those without data on the ``meta`` device, and module indices."""
-        with_data = [n for n in numbers if not self._is_meta(n)]
+        with_data = [n for n in numbers if not self.is_meta(n)]
         handle, modules = self.reader.load(
             with_data,
             verify=verify,
@@ -82,7 +112,8 @@ class File:
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
         return tensors, [found[n][1] if n in found else 0 for n in numbers]
 
-    def _is_meta(self, number: int) -> bool:
+    def is_meta(self, number: int) -> bool:
+        """Tell whether a tensor has a shape, but no data."""
         return self.data_lens[number] == 0 < self.memory_lens[number]
 
     def _meta(self, number: int) -> torch.Tensor:
@@ -93,3 +124,8 @@ class File:
 def text(name: Name) -> str:
     """Return a name as people read it."""
     return name if isinstance(name, str) else json.dumps(list(name))
+
+
+def plain(name: Name) -> str | list[str | int]:
+    """Return a name as JSON has it."""
+    return name if isinstance(name, str) else list(name)

@@ -9,54 +9,100 @@ from pathlib import Path
 
 from tensorizer import DecryptionParams, EncryptionParams
 
+from .arguments import SECRETS
 
-def _secret(options: argparse.Namespace, prefix: str) -> tuple[str, bytes] | None:
-    """Return ``("key" or "passphrase", its bytes)`` from where the options say."""
-    given = {
-        what: getattr(options, f"{prefix}{what}")
-        for what in ("key_file", "key_env", "passphrase_file", "passphrase_env", "prompt")
-    }
-    named = {what: place for what, place in given.items() if place}
+_PROMPTS = {"": "Passphrase: ", "new-": "New passphrase: ", "other-": "Passphrase of the other: "}
+
+
+def _value(options: argparse.Namespace, option: str) -> str | bool | None:
+    value: str | bool | None = getattr(options, option.replace("-", "_"))
+    return value
+
+
+def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | None:
+    """Return whether it is a key, not a passphrase, and its bytes; None if there is neither."""
+    named = [what for what in SECRETS if _value(options, prefix + what)]
     if not named:
         return None
     if len(named) > 1:
-        raise ValueError(f"give only one of: {', '.join(sorted(named))}")
-    ((what, place),) = named.items()
+        raise ValueError(f"give only one of {_names(prefix, named)}")
+    what = named[0]
+    place = str(_value(options, prefix + what))
     if what == "prompt":
-        label = "New passphrase: " if prefix else "Passphrase: "
-        return "passphrase", getpass.getpass(label).encode()
+        return False, _asked(_PROMPTS[prefix])
     if what.endswith("env"):
         if place not in os.environ:
             raise ValueError(f"the environment variable {place} is not set")
-        data = os.environ[place].encode()
+        data = os.environb[os.fsencode(place)]
     else:
         data = Path(place).read_bytes()
     if what.startswith("passphrase"):
-        return "passphrase", data.rstrip(b"\r\n")
+        return False, data.rstrip(b"\r\n")
+    return True, _key(data, f"--{prefix}{what} {place}")
+
+
+def _names(prefix: str, whats: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f"--{prefix}{what}" for what in whats)
+
+
+def _asked(label: str) -> bytes:
+    try:
+        return getpass.getpass(label).encode()
+    except EOFError:
+        raise ValueError("no passphrase was given at the prompt") from None
+
+
+def _key(data: bytes, where: str) -> bytes:
     if len(data) != 32:
         try:
             data = bytes.fromhex(data.decode().strip())
         except ValueError:
             data = b""
     if len(data) != 32:
-        raise ValueError(f"{what} {place}: expected 32 bytes or 64 hexadecimal digits")
-    return "key", data
+        raise ValueError(f"{where}: expected 32 bytes or 64 hexadecimal digits")
+    return data
 
 
-def decryption(options: argparse.Namespace) -> DecryptionParams | None:
-    """Return what the file is decrypted with; None if nothing is given."""
-    secret = _secret(options, "")
+def decryption(options: argparse.Namespace, prefix: str = "") -> DecryptionParams | None:
+    """Return what a file is decrypted with; None if nothing is given.
+
+    Raises:
+        ValueError: Files without a seal are to be refused, and nothing is given.
+
+    """
+    secret = _secret(options, prefix)
     if secret is None:
+        if options.require_manifest and not prefix:
+            raise ValueError(f"--require-manifest needs one of {_names(prefix, SECRETS)}")
         return None
-    make = DecryptionParams.from_key if secret[0] == "key" else DecryptionParams.from_string
+    make = DecryptionParams.from_key if secret[0] else DecryptionParams.from_string
     return make(secret[1], require_manifest=options.require_manifest)
 
 
-def encryption(options: argparse.Namespace, prefix: str) -> EncryptionParams:
-    """Return what the copy is encrypted with."""
+def needed_decryption(options: argparse.Namespace) -> DecryptionParams:
+    """Return the same where there must be something.
+
+    Raises:
+        ValueError: Nothing is given.
+
+    """
+    params = decryption(options)
+    if params is None:
+        raise ValueError(f"the key to decrypt with is missing: give one of {_names('', SECRETS)}")
+    return params
+
+
+def encryption(options: argparse.Namespace, prefix: str = "") -> EncryptionParams:
+    """Return what the copy is encrypted with.
+
+    Raises:
+        ValueError: Nothing is given.
+
+    """
     secret = _secret(options, prefix)
     if secret is None:
-        raise ValueError(f"how to encrypt is missing: --{prefix.replace('_', '-')}key-file or so")
-    if secret[0] == "key":
-        return EncryptionParams(secret[1], manifest=options.manifest)
-    return EncryptionParams.from_string(secret[1], manifest=options.manifest)
+        raise ValueError(
+            f"the key to encrypt with is missing: give one of {_names(prefix, SECRETS)}"
+        )
+    make = EncryptionParams if secret[0] else EncryptionParams.from_string
+    return make(secret[1], manifest=options.manifest)

@@ -3,59 +3,74 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from tensorizer._types import TensorType
-from tensorizer.utils import convert_bytes
 
-from .file import File, text
-from .output import say, shown
+from .file import File, plain, text
+from .output import Report, plural, shown
+from .progress import size
+
+_HEAD = ("name", "dtype", "shape", "bytes", "type")
 
 
 def run(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
+    report = Report(options)
     with File(options.file) as file:
-        offsets = file.reader.offsets()
-        rows: list[dict[str, Any]] = []
-        for number in range(len(file)):
-            name = file.reader.name(number)
-            dtype, shape, _ = file.reader.describe(number)
-            rows.append(
-                {
-                    "name": name if isinstance(name, str) else list(name),
-                    "dtype": dtype,
-                    "shape": shape,
-                    "bytes": file.data_lens[number],
-                    "offset": offsets[number][1],
-                    "type": TensorType(file.kinds[number]).name.lower(),
-                }
-            )
-        if options.json:
-            # The one control character that JSON leaves as it is.
-            print(json.dumps(rows, indent=1).replace("\x7f", "\\u007f"))
-            return 0
-        table = [
-            (
-                shown(text(row["name"])),
-                row["dtype"],
-                str(row["shape"]),
-                f"{row['bytes']:,}",
-                row["type"],
-            )
-            for row in rows
-        ]
-        head = ("name", "dtype", "shape", "bytes", "type")
-        widths = [max(len(line[i]) for line in [head, *table]) for i in range(len(head))]
-        for line in [head, *table]:
-            cells = [
-                cell.rjust(width) if i == 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            say("  ".join(cells).rstrip())
+        rows = _rows(file)
+        for line in _table(file, rows):
+            report.finding(line)
         encrypted = ", encrypted" if file.reader.encrypted else ""
-        print(
-            f"{len(file)} tensors, {convert_bytes(file.total)}, "
+        report.finding(
+            f"{plural(len(file), 'tensor')}, {size(file.total)}, "
             f"data version {file.reader.version}{encrypted}"
         )
+        report.result(
+            file=file.shown,
+            version=file.reader.version,
+            encrypted=file.reader.encrypted,
+            bytes=file.total,
+            tensors=rows,
+        )
     return 0
+
+
+def _rows(file: File) -> list[dict[str, Any]]:
+    offsets = file.reader.offsets()
+    rows: list[dict[str, Any]] = []
+    for number in range(len(file)):
+        dtype, shape, _ = file.reader.describe(number)
+        rows.append(
+            {
+                "name": plain(file.reader.name(number)),
+                "dtype": dtype,
+                "shape": shape,
+                "bytes": file.data_lens[number],
+                "offset": offsets[number][1],
+                "type": TensorType(file.kinds[number]).name.lower(),
+            }
+        )
+    return rows
+
+
+def _table(file: File, rows: list[dict[str, Any]]) -> list[str]:
+    table = [
+        (
+            shown(text(file.reader.name(number))),
+            row["dtype"],
+            str(row["shape"]),
+            f"{row['bytes']:,}",
+            row["type"],
+        )
+        for number, row in enumerate(rows)
+    ]
+    widths = [max(len(line[i]) for line in [_HEAD, *table]) for i in range(len(_HEAD))]
+    lines: list[str] = []
+    for line in [_HEAD, *table]:
+        cells = [
+            cell.rjust(width) if title == "bytes" else cell.ljust(width)
+            for title, cell, width in zip(_HEAD, line, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

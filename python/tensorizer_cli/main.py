@@ -7,34 +7,56 @@ import os
 import signal
 import sys
 
-from tensorizer._errors import CryptographyError, HashMismatchError
+from . import start
+from .output import error_line, flush
 
-from .arguments import parser
-from .output import say
-
-_FAILED, _INTERRUPTED = 2, 130
+_FAILED = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, 1 for differences, 2 for errors, 130 if it is interrupted."""
+    """Run the command; return 0, 1 for differences, 2 for errors, 130 if it is interrupted.
+
+    Raises:
+        SystemExit: After ``--help`` and ``--version`` (0), and for wrong arguments (2).
+
+    """
+    options = None
     try:
-        return _run(parser().parse_args(arguments))
+        options = start.begin(arguments)
+        return _run(options)
     except KeyboardInterrupt:
         if arguments is None:
             # The interpreter takes a moment to end, in which a second one needs no traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        say("tensorizer: interrupted", sys.stderr)
-        return _INTERRUPTED
+        print(start.interrupted(options is not None and options.json), file=sys.stderr)
+        return start.INTERRUPTED
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        return int(options.run(options))
-    except BrokenPipeError:
-        # Whoever read the list has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (OSError, ValueError, RuntimeError, MemoryError, CryptographyError,
-            HashMismatchError, ImportError) as error:  # fmt: skip
-        say(f"tensorizer: error: {error}", sys.stderr)
-        return _FAILED
+        # With torch, which takes long and may not be the one that the package was built for.
+        from . import commands
+    except ImportError as error:
+        return _failed(error, options)
+    finally:
+        start.done()
+    try:
+        status = commands.COMMANDS[options.command](options)
+        flush()
+        return status
+    except commands.ERRORS as error:
+        return _failed(error, options)
+
+
+def _failed(error: BaseException, options: argparse.Namespace) -> int:
+    text = _text(error) if options.json else f"error: {_text(error)}"
+    print(error_line(type(error).__name__, text, options.json), file=sys.stderr)
+    return _FAILED
+
+
+def _text(error: BaseException) -> str:
+    """Return what an error says, without Python's number and quotes of what the system says."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error) or type(error).__name__
+    where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return error.strerror if str(where) in error.strerror else f"{where}: {error.strerror}"

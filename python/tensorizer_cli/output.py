@@ -1,13 +1,13 @@
-"""What the command ``tensorizer`` writes on a terminal."""
+"""What the command ``tensorizer`` writes: lines for people, or one JSON object."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import re
 import sys
-import time
-from typing import TextIO
-
-from tensorizer.utils import convert_bytes
+from typing import Any, TextIO
 
 #: Control characters, marks that turn the direction of text or are not seen, halves of characters.
 _UNSHOWN = re.compile(
@@ -15,39 +15,81 @@ _UNSHOWN = re.compile(
 )
 
 
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line. Files and addresses choose what is in it, so that a terminal must not obey."""
-    print(shown(text), file=file)
-
-
 def shown(text: str) -> str:
     """Return a text with what a terminal would act on escaped as in Python."""
     return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class Progress:
-    """A line on a terminal: how many of ``total`` bytes are done."""
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line. Files and addresses choose what is in it, so that a terminal must not obey."""
+    _print(shown(text), file)
 
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._begun = total, 0, time.monotonic()
-        self._shown = sys.stderr.isatty()
 
-    def __enter__(self) -> Progress:
-        return self
+def flush() -> None:
+    """Write what was printed."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _stop_printing()
 
-    def __exit__(self, *_: object) -> None:
-        if self._shown and self._done:
-            print(file=sys.stderr)
 
-    def add(self, count: int) -> None:
-        """Count bytes that are done."""
-        self._done += count
-        if self._shown:
-            rate = self._done / max(time.monotonic() - self._begun, 1e-3)
-            share = self._done / max(self._total, 1)
-            bar = "#" * int(30 * share)
-            print(
-                f"\r[{bar:<30}] {share:4.0%} {convert_bytes(self._done)} {convert_bytes(rate)}/s ",
-                end="",
-                file=sys.stderr,
-            )
+def _print(text: str, file: TextIO | None = None) -> None:
+    try:
+        print(text, file=file)
+    except BrokenPipeError:
+        _stop_printing()
+
+
+def _stop_printing() -> None:
+    """Whoever read has seen enough; the status of the command is still to be found out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number of things: ``"1 tensor"``, ``"2 tensors"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def without_password(address: str) -> str:
+    """Return an address as others may see it."""
+    return re.sub(r"^(\w+://[^/@:]*):[^/]*@", r"\1:***@", address)
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON that a terminal does not act on."""
+    # The one control character that JSON leaves as it is.
+    return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
+def error_line(kind: str, message: str, json_wanted: bool) -> str:
+    """Return how an error is told on the standard error output."""
+    if json_wanted:
+        return as_json({"error": {"type": kind, "message": message}})
+    return shown(f"tensorizer: {message}")
+
+
+class Report:
+    """What a command has found out and done."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._json, self._quiet = options.json, options.quiet
+
+    def finding(self, text: str) -> None:
+        """Print what the command was asked for."""
+        if not self._json:
+            say(text)
+
+    def summary(self, text: str) -> None:
+        """Print what all findings come to, unless the command is quiet."""
+        if not self._quiet:
+            self.finding(text)
+
+    def done(self, text: str) -> None:
+        """Print what was done on the standard error output, unless the command is quiet."""
+        if not self._quiet and not self._json:
+            say(text, sys.stderr)
+
+    def result(self, **fields: Any) -> None:
+        """Print the same for programs."""
+        if self._json:
+            _print(as_json(fields, indent=1))

@@ -3,33 +3,89 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
-from tensorizer._errors import CryptographyError, HashMismatchError
+from tensorizer._errors import CryptographyError, FormatError, HashMismatchError
 
 from . import keys
-from .file import File
-from .output import Progress, say
+from .file import File, plain
+from .output import Report, plural
+from .progress import Progress
 
 _DAMAGED = 1
+#: How a tensor says that it is not as it was written.
+_DAMAGES = (HashMismatchError, CryptographyError, FormatError)
+#: A key that fits none of so many tensors is the wrong one.
+_TRIED = 16
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare tensors with their hashes."""
-    bad = 0
+    report = Report(options)
+    damaged: list[dict[str, object]] = []
     with (
         File(options.file, keys.decryption(options), options.readers) as file,
-        Progress(file.total) as progress,
+        Progress(file.total, options) as progress,
     ):
-        for batch in file.batches():
-            try:
-                file.load(batch, "all")
-            except (HashMismatchError, CryptographyError):
-                for number in batch:
-                    try:
-                        file.load([number], "all")
-                    except (HashMismatchError, CryptographyError) as error:
-                        say(str(error))
-                        bad += 1
-            progress.add(sum(file.data_lens[n] for n in batch))
-        print(f"{len(file) - bad} of {len(file)} tensors are as they were written")
-    return _DAMAGED if bad else 0
+        file.check_key()
+        if file.reader.encrypted and file.reader.seekable:
+            _check_fit(file)
+        for batch in _batches(file):
+            for number, error in _damages(file, batch):
+                report.finding(str(error))
+                damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
+            progress.add(file.size(batch))
+    good = len(file) - len(damaged)
+    are = "is as it was written" if good == 1 else "are as they were written"
+    report.summary(f"{good:,} of {plural(len(file), 'tensor')} {are}")
+    report.result(file=file.shown, tensors=len(file), bytes=file.total, damaged=damaged)
+    return _DAMAGED if damaged else 0
+
+
+def _check_fit(file: File) -> None:
+    """Refuse a key that fits no tensor, which is not damage."""
+    with_data = [number for number, length in enumerate(file.data_lens) if length]
+    if not with_data:
+        return
+    step = -(-len(with_data) // _TRIED)
+    tried = {
+        min(with_data, key=file.data_lens.__getitem__): None,
+        **dict.fromkeys(with_data[::step]),
+    }
+    for number in tried:
+        try:
+            file.load([number], "nothing")
+        except CryptographyError:
+            continue
+        except FormatError:
+            pass
+        return
+    raise CryptographyError(
+        f"the key does not fit {file.shown}: {_none_of(len(tried))} could be decrypted with it"
+    )
+
+
+def _none_of(count: int) -> str:
+    return "its tensor" if count == 1 else f"none of {count} tensors"
+
+
+def _batches(file: File) -> Iterator[list[int]]:
+    """Yield numbers of tensors; one at a time, in order, where bytes cannot be read again."""
+    if file.reader.seekable:
+        yield from file.batches()
+        return
+    offsets = file.reader.offsets()
+    for number in sorted(range(len(file)), key=offsets.__getitem__):
+        yield [number]
+
+
+def _damages(file: File, batch: list[int]) -> Iterator[tuple[int, Exception]]:
+    """Load a batch, and yield what is damaged in it."""
+    try:
+        file.load(batch, "all")
+    except _DAMAGES as error:
+        if len(batch) == 1:
+            yield batch[0], error
+            return
+        for number in batch:
+            yield from _damages(file, [number])

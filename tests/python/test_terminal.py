@@ -64,7 +64,7 @@ def test_json_keeps_the_names(evil, capsys):
     assert main(["ls", "--json", str(evil)]) == 0
     out = capsys.readouterr().out
     assert not ACTS.search(out)
-    assert [row["name"] for row in json.loads(out)] == list(EVIL)
+    assert [row["name"] for row in json.loads(out)["tensors"]] == list(EVIL)
 
 
 def test_differences(evil, tmp_path, capsys):
@@ -215,13 +215,13 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
     def fail(*_):
         raise OSError("interrupted")
 
-    def say(*_):
+    def error_line(*_):
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(ls, "File", fail)
-    monkeypatch.setattr(command_main, "say", say)
+    monkeypatch.setattr(command_main, "error_line", error_line)
     try:
         assert main(["ls", str(tmp_path)]) == 130
     finally:

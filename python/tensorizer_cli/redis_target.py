@@ -1,0 +1,70 @@
+"""Redis as the target of a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from tensorizer._redis import copy_to_redis
+
+from .file import File
+from .output import without_password
+
+
+def is_meant(target: str) -> bool:
+    """Tell whether a target is the address of a Redis server."""
+    return target.lower().startswith(("redis://", "rediss://"))
+
+
+def store(source: File, target: str) -> None:
+    """Store a file as it is.
+
+    Raises:
+        ImportError: The Redis client is not installed.
+        OSError: The server cannot be reached, or refuses.
+        ValueError: The address lacks a prefix, or is not understood.
+
+    """
+    with _connected(target) as (client, prefix):
+        copy_to_redis(source.reader, range(len(source)), client, prefix, force=True)
+
+
+@contextlib.contextmanager
+def changed(target: str) -> Iterator[int]:
+    """Lend the descriptor of a file, which is stored at the end.
+
+    Values are stored under their positions, which are known when all tensors are written. The file
+    has no name, and is gone with this process.
+    """
+    with _connected(target) as (client, prefix), tempfile.TemporaryFile() as file:
+        yield file.fileno()
+        file.seek(0)
+        with File(file.fileno()) as source:
+            copy_to_redis(source.reader, range(len(source)), client, prefix, force=True)
+
+
+@contextlib.contextmanager
+def _connected(target: str) -> Iterator[tuple[Any, str]]:
+    """Lend a client of the server, and the prefix that an address names."""
+    try:
+        import redis
+    except ImportError:
+        raise ImportError(
+            "copies to redis:// need the Redis client: pip install 'tensorizer[redis]'"
+        ) from None
+    scheme, _, rest = target.partition("://")
+    place, _, query = rest.partition("?")
+    server, _, prefix = place.partition("/")
+    shown = without_password(target)
+    if not prefix:
+        raise ValueError(f"{shown}: expected a prefix of keys, as in redis://host/prefix")
+    address = f"{scheme.lower()}://{server}" + (f"?{query}" if query else "")
+    try:
+        with redis.Redis.from_url(address) as client:
+            # Before anything is read, which may take long.
+            client.connection_pool.release(client.connection_pool.get_connection())
+            yield client, prefix
+    except redis.RedisError as error:
+        raise OSError(f"{shown}: {error}") from error

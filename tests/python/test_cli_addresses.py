@@ -1,0 +1,135 @@
+"""The command ``tensorizer`` between addresses."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import redis
+import tensorizer
+import torch
+from servers import Moto, Redis
+from tensorizer import DecryptionParams
+from tensorizer_cli.main import main
+
+TENSORS = {"big": torch.randn(300, 1000), "empty": torch.empty(0, 7), "scalar": torch.tensor(5)}
+KEY = bytes(range(32))
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = str(tmp_path / "f.tensors")
+    tensorizer.save(TENSORS, path)
+    return path
+
+
+@pytest.fixture
+def key(tmp_path):
+    (tmp_path / "key").write_bytes(KEY)
+    return ("--key-file", tmp_path / "key")
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Redis(tmp_path)
+    yield server
+    server.stop()
+
+
+def test_addresses(server, path, no_settings_of_the_machine, monkeypatch):
+    moto = Moto()
+    try:
+        moto.client().create_bucket(Bucket="bucket")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        assert run("cp", path, "s3://bucket/f.tensors") == 0
+        assert run("cp", "s3://bucket/f.tensors", f"{server.address}/model?db=2") == 0
+        assert run("diff", path, f"{server.address}/model?db=2") == 0
+        with redis.Redis(port=server.port, db=2) as client:
+            assert client.exists("model:header:0")
+    finally:
+        moto.stop()
+
+
+def test_keys_of_copies_to_redis(server, path, key, tmp_path, capsys):
+    sealed, there = tmp_path / "sealed", f"{server.address}/a/model"
+    assert run("encrypt", *key, path, sealed) == 0
+    capsys.readouterr()
+    assert run("cp", sealed, there) == 2
+    assert "is encrypted" in capsys.readouterr().err
+    # As plain data, as to any other target.
+    assert run("cp", *key, sealed, there) == 0
+    assert capsys.readouterr().err.startswith("copied: 3 tensors, 1.2 MB in ")
+    assert run("diff", path, there) == 0
+    with redis.Redis(port=server.port) as client:
+        assert client.exists("a/model:header:0")
+    for name, target in (("encrypt", "sealed"), ("decrypt", "plain")):
+        source = {"encrypt": path, "decrypt": sealed}[name]
+        assert run(name, *key, source, f"{server.address}/{target}") == 0
+    params = DecryptionParams.from_key(KEY)
+    loaded = tensorizer.load(f"{server.address}/sealed", "cpu", encryption=params)
+    assert torch.equal(loaded["big"], TENSORS["big"])
+    assert run("diff", path, f"{server.address}/plain") == 0
+    assert run("cp", "--alignment", 1, path, f"{server.address}/tight") == 0
+    assert run("diff", path, f"{server.address}/tight") == 0
+
+
+def test_redis_that_is_not_there(path, capsys):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        assert run("cp", path, f"redis://me:hidden@127.0.0.1:{port}/model") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tensorizer: error: redis://me:***@127.0.0.1:{port}/model: ")
+    assert run("cp", path, f"redis://127.0.0.1:{port}") == 2
+    assert "expected a prefix" in capsys.readouterr().err
+
+
+def test_redis_without_its_client(path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    assert run("cp", path, "redis://127.0.0.1/model") == 2
+    assert capsys.readouterr().err == (
+        "tensorizer: error: copies to redis:// need the Redis client: "
+        "pip install 'tensorizer[redis]'\n"
+    )
+
+
+def test_the_password_of_an_address_is_not_shown(server, path, capsys):
+    with redis.Redis(port=server.port) as client:
+        client.acl_setuser(
+            "me", enabled=True, passwords=["+hidden"], keys=["*"], commands=["+@all"]
+        )
+    address = server.address.replace("redis://", "redis://me:hidden@") + "/model"
+    assert run("cp", path, address) == 0
+    assert run("cp", "--json", path, address) == 0
+    assert run("ls", "--json", address) == 0
+    tensorizer.save({"other": torch.ones(3)}, path)
+    assert run("diff", path, address) == 1
+    assert run("diff", "--json", path, address) == 1
+    said = "".join(capsys.readouterr())
+    assert "me:***@" in said
+    assert "hidden" not in said
+
+
+@pytest.mark.parametrize("name", ["ls", "diff"])
+def test_a_reader_that_has_seen_enough(name, path, tmp_path):
+    """It changes nothing of the status."""
+    other, many = tmp_path / "g.tensors", {str(i): torch.tensor(i) for i in range(5000)}
+    tensorizer.save(many, other)
+    arguments = {"ls": [other], "diff": [path, other]}[name]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorizer", name, *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == ({"ls": 0, "diff": 1}[name], b"")
