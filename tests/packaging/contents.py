@@ -6,15 +6,20 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "python/tensorizer"
+PACKAGES = [ROOT / "python/tensorizer", ROOT / "python/tensorizer_cli"]
 wheel, sdist = sys.argv[1:]
 
 # Every module of every subpackage, the stubs, the header and the CMake package.
 kinds = ("*.py", "*.pyi", "py.typed", "*.h", "*.cmake")
-wanted = {str(p.relative_to(ROOT / "python")) for kind in kinds for p in PACKAGE.rglob(kind)}
+wanted = {
+    str(path.relative_to(ROOT / "python"))
+    for package in PACKAGES
+    for kind in kinds
+    for path in package.rglob(kind)
+}
 wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so", "tensorizer/_build.py"}
 names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
-found = {name for name in names if name.startswith("tensorizer/")}
+found = {name for name in names if name.startswith(("tensorizer/", "tensorizer_cli/"))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
 
 for library in ("tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"):
