@@ -8,7 +8,7 @@ import signal
 import sys
 
 from . import start
-from .output import error_line, flush
+from .output import error_line, flush, without_password
 
 _FAILED = 2
 
@@ -49,7 +49,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _failed(error: BaseException, options: argparse.Namespace) -> int:
-    text = _text(error) if options.json else f"error: {_text(error)}"
+    text = without_password(_text(error))
+    text = text if options.json else f"error: {text}"
     print(error_line(type(error).__name__, text, options.json), file=sys.stderr)
     return _FAILED
 

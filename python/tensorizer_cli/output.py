@@ -50,9 +50,9 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def without_password(address: str) -> str:
-    """Return an address as others may see it."""
-    return re.sub(r"^(\w+://[^/@:]*):[^/]*@", r"\1:***@", address)
+def without_password(text: str) -> str:
+    """Return a text with its addresses as others may see them."""
+    return re.sub(r"(\b\w+://[^/@:\s]*):[^/\s]*@", r"\1:***@", text)
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

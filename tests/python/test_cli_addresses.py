@@ -1,6 +1,8 @@
 """The command ``tensorizer`` between addresses."""
 
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 import redis
 import tensorizer
 import torch
+from conftest import ROOT
 from servers import Moto, Redis
 from tensorizer import DecryptionParams
 from tensorizer_cli.main import main
@@ -41,20 +44,43 @@ def server(tmp_path):
     server.stop()
 
 
-def test_addresses(server, path, no_settings_of_the_machine, monkeypatch):
+@pytest.fixture
+def bucket(no_settings_of_the_machine, monkeypatch):
+    """The address of a bucket."""
     moto = Moto()
-    try:
-        moto.client().create_bucket(Bucket="bucket")
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        assert run("cp", path, "s3://bucket/f.tensors") == 0
-        assert run("cp", "s3://bucket/f.tensors", f"{server.address}/model?db=2") == 0
-        assert run("diff", path, f"{server.address}/model?db=2") == 0
-        with redis.Redis(port=server.port, db=2) as client:
-            assert client.exists("model:header:0")
-    finally:
-        moto.stop()
+    moto.client().create_bucket(Bucket="bucket")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    yield "s3://bucket"
+    moto.stop()
+
+
+def test_addresses(server, path, bucket):
+    assert run("cp", path, f"{bucket}/f.tensors") == 0
+    assert run("cp", f"{bucket}/f.tensors", f"{server.address}/model?db=2") == 0
+    assert run("diff", path, f"{server.address}/model?db=2") == 0
+    with redis.Redis(port=server.port, db=2) as client:
+        assert client.exists("model:header:0")
+
+
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize("document", ["README.md", "docs/command.md", "docs/encryption.md"])
+def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeypatch):
+    text = (ROOT / document).read_text().replace("redis://cache.example", server.address)
+    lines = re.findall(r"^    tensorizer (.+)$", text, re.MULTILINE)
+    assert len(lines) >= 5
+    (tmp_path / "key").write_bytes(KEY)
+    (tmp_path / "new").write_bytes(bytes(32))
+    os.rename(path, tmp_path / "model.tensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_KEY", bytes(32).hex())
+    monkeypatch.setenv("WORDS", "some words")
+    for line in lines:
+        try:
+            assert main(shlex.split(line, comments=True)) == 0, line
+        except SystemExit as ended:
+            assert ended.code == 0, line
 
 
 def test_keys_of_copies_to_redis(server, path, key, tmp_path, capsys):
@@ -112,6 +138,8 @@ def test_the_password_of_an_address_is_not_shown(server, path, capsys):
     tensorizer.save({"other": torch.ones(3)}, path)
     assert run("diff", path, address) == 1
     assert run("diff", "--json", path, address) == 1
+    assert run("ls", f"{address}?unknown=1") == 2
+    assert run("cp", path, f"{address}?db=x") == 2
     said = "".join(capsys.readouterr())
     assert "me:***@" in said
     assert "hidden" not in said
