@@ -173,6 +173,7 @@ def interrupt(process):
 
 
 INTERRUPTED = (130, "", "tensorizer: interrupted\n")
+AS_JSON = (130, "", '{"error": {"type": "KeyboardInterrupt", "message": "interrupted"}}\n')
 
 
 @pytest.mark.parametrize("name", ["verify", "cp", "diff", "encrypt"])
@@ -233,8 +234,9 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
 SLOW = "print('ready', flush=True)\nimport time\ntime.sleep(60)\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("way", ["module", "script"])
-def test_ctrl_c_while_the_command_starts(way, start, tmp_path):
+def test_ctrl_c_while_the_command_starts(way, options, start, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(SLOW)
     script = tmp_path / "tensorizer"
@@ -247,12 +249,15 @@ def test_ctrl_c_while_the_command_starts(way, start, tmp_path):
     if way == "script":
         # Of the folder of the script only the script is meant.
         script.write_text("import sys\nsys.path.pop(0)\n" + script.read_text())
-    process = start(*arguments, "ls", "file", env=env)
-    assert interrupt(process) == INTERRUPTED
+    process = start(*arguments, "ls", *options, "file", env=env)
+    assert interrupt(process) == (AS_JSON if options else INTERRUPTED)
 
 
-def test_other_programs_keep_their_ctrl_c():
+@pytest.mark.parametrize("name", ["-c", "tensorizer", "/bin/tensorizer"])
+def test_other_programs_keep_their_ctrl_c(name):
+    """And their arguments."""
     code = HEED_CTRL_C + (
+        f"import sys\nsys.argv = [{name!r}, '--unknown']\n"
         "import tensorizer\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )
