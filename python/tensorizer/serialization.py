@@ -2,32 +2,32 @@
 
 from ._errors import (
     CryptographyError,
-    FormatError,
-    HashMismatchError,
-    InvalidVersionError,
-    TruncatedError,
+    FormatError as FormatError,
+    HashMismatchError as HashMismatchError,
+    InvalidVersionError as InvalidVersionError,
+    TruncatedError as TruncatedError,
 )
-from ._native import cpu_count
-from ._types import FilterFuncType, HashType, TensorType
+from ._native import cpu_count as cpu_count
+from ._types import FilterFuncType, HashType as HashType, TensorType
 from .file.encryption import DecryptionParams, EncryptionParams
-from .file.file_writer import logger
+from .file.file_writer import logger as logger
 from .file.legacy import (
-    ENCRYPTION_TENSORIZER_VERSION,
-    LONG_TENSOR_TENSORIZER_VERSION,
-    META_TENSOR_TENSORIZER_VERSION,
-    NON_OPAQUE_TENSORIZER_VERSION,
-    OPAQUE_DTYPE_SEP,
-    OPAQUE_TENSORIZER_VERSION,
-    TENSORIZER_MAGIC,
-    TENSORIZER_VERSION,
-    TensorEntry,
-    TensorHash,
-    _FileFeatureFlags,
-    _FileHeader,
+    ENCRYPTION_TENSORIZER_VERSION as ENCRYPTION_TENSORIZER_VERSION,
+    LONG_TENSOR_TENSORIZER_VERSION as LONG_TENSOR_TENSORIZER_VERSION,
+    META_TENSOR_TENSORIZER_VERSION as META_TENSOR_TENSORIZER_VERSION,
+    NON_OPAQUE_TENSORIZER_VERSION as NON_OPAQUE_TENSORIZER_VERSION,
+    OPAQUE_DTYPE_SEP as OPAQUE_DTYPE_SEP,
+    OPAQUE_TENSORIZER_VERSION as OPAQUE_TENSORIZER_VERSION,
+    TENSORIZER_MAGIC as TENSORIZER_MAGIC,
+    TENSORIZER_VERSION as TENSORIZER_VERSION,
+    TensorEntry as TensorEntry,
+    TensorHash as TensorHash,
+    _FileFeatureFlags as _FileFeatureFlags,
+    _FileHeader as _FileHeader,
 )
 from .file.reader import TensorDeserializer
 from .file.writer import TensorSerializer
-from .tensors.arrays import _NumpyTensor
+from .tensors.arrays import _NumpyTensor as _NumpyTensor
 
 __all__ = [
     "CryptographyError",
@@ -38,27 +38,3 @@ __all__ = [
     "TensorSerializer",
     "TensorType",
 ]
-
-# Reachable, as before, but not part of ``import *``.
-__extra__ = (
-    ENCRYPTION_TENSORIZER_VERSION,
-    FormatError,
-    HashMismatchError,
-    HashType,
-    InvalidVersionError,
-    LONG_TENSOR_TENSORIZER_VERSION,
-    META_TENSOR_TENSORIZER_VERSION,
-    NON_OPAQUE_TENSORIZER_VERSION,
-    OPAQUE_DTYPE_SEP,
-    OPAQUE_TENSORIZER_VERSION,
-    TENSORIZER_MAGIC,
-    TENSORIZER_VERSION,
-    TensorEntry,
-    TensorHash,
-    TruncatedError,
-    _FileFeatureFlags,
-    _FileHeader,
-    _NumpyTensor,
-    cpu_count,
-    logger,
-)

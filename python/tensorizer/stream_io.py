@@ -8,15 +8,18 @@ parallel requests, straight into and out of their memory.
 
 from shutil import which as _which
 
-from .streams.atomic import logger
+from .streams.atomic import logger as logger
 from .streams.certificates import CAInfo
-from .streams.credentials import _infer_credentials, _ParsedCredentials
+from .streams.credentials import (
+    _infer_credentials as _infer_credentials,
+    _ParsedCredentials as _ParsedCredentials,
+)
 from .streams.open import (
-    default_s3_read_endpoint,
-    default_s3_write_endpoint,
+    default_s3_read_endpoint as default_s3_read_endpoint,
+    default_s3_write_endpoint as default_s3_write_endpoint,
     open_stream,
-    s3_download,
-    s3_upload,
+    s3_download as s3_download,
+    s3_upload as s3_upload,
 )
 from .streams.servers import CURLStreamFile, RedisStreamFile
 
@@ -24,15 +27,3 @@ __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 #: Where ``curl`` is, or None. Nothing here runs it.
 curl_path = _which("curl")
-
-# Reachable, as before, but not part of ``import *``.
-__extra__ = (
-    _ParsedCredentials,
-    _infer_credentials,
-    curl_path,
-    default_s3_read_endpoint,
-    default_s3_write_endpoint,
-    logger,
-    s3_download,
-    s3_upload,
-)

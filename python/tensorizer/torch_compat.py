@@ -6,10 +6,7 @@ them from there.
 """
 
 from ._errors import PairMismatchError
-from .checkpoints.pairs import logger
+from .checkpoints.pairs import logger as logger
 from .torch_hooks.save_and_load import tensorizer_loading, tensorizer_saving
 
 __all__ = ["PairMismatchError", "tensorizer_loading", "tensorizer_saving"]
-
-# Reachable, as before, but not part of ``import *``.
-__extra__ = (logger,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from tensorizer._errors import CryptographyError, HashMismatchError
+from tensorizer import CryptographyError, HashMismatchError
 
 from . import copy, diff, ls, verify
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorSerializer
-from tensorizer._types import TensorType
+from tensorizer import DecryptionParams, EncryptionParams, TensorType
+from tensorizer.file.file_writer import FileWriter
 
 from . import keys, redis_target
 from .file import File
@@ -82,16 +82,16 @@ def _copy(
 ) -> None:
     alignment = options.alignment or _ALIGNMENT
     with (
-        TensorSerializer(target, encryption=encryption, alignment=alignment) as serializer,
+        FileWriter(target, encryption=encryption, alignment=alignment) as writer,
         Progress(source.total, options) as progress,
     ):
         identity = source.reader.pair_id
-        if identity is not None and serializer._writer is not None:
+        if identity is not None:
             # A copy is as good a half of a saved object.
-            serializer._writer.set_pair(identity)
+            writer.set_pair(identity)
         for batch in source.batches():
             tensors, modules = source.load(batch, "nothing")
-            serializer._write(
+            writer.write(
                 [source.reader.name(n) for n in batch],
                 [TensorType(source.kinds[n]) for n in batch],
                 modules,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensorizer._errors import CryptographyError
+from tensorizer import CryptographyError
 
 from . import keys
 from .file import File, plain, text

@@ -6,13 +6,9 @@ import json
 from collections.abc import Iterator
 
 import torch
-from tensorizer import _device
-from tensorizer._addresses import open_address
-from tensorizer._encryption import DecryptionParams, native_decryption
-from tensorizer._errors import CryptographyError
-from tensorizer._exchange import take
-from tensorizer._reading import open_reader
+from tensorizer import CryptographyError, DecryptionParams
 from tensorizer._types import Name
+from tensorizer.file.tensor_file import TensorFile
 
 from .output import without_password
 
@@ -37,41 +33,27 @@ class File:
         readers: int | None = None,
     ) -> None:
         self.shown = without_password(str(file))
-        self._readers = readers
-        self._has_key = False
-        self._stream = open_address(file)
-        self.reader = open_reader(self._stream)
-        try:
-            if params is not None:
-                self.decrypt(params)
-        except BaseException:
-            self._close()
-            raise
+        self._has_key = params is not None
+        self._file = TensorFile(file, encryption=params, num_readers=readers, key_needed=False)
+        self.reader = self._file.reader
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
 
-    def _close(self) -> None:
-        self.reader.close()
-        if hasattr(self._stream, "close"):
-            self._stream.close()
-
     def __enter__(self) -> File:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._file.close()
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Decrypt what is loaded from here on."""
-        decryption = native_decryption(params)
-        if decryption is not None:
-            self.reader.decrypt(decryption)
-            self._has_key = True
+        self._file.decrypt(params)
+        self._has_key = True
 
     def check_key(self, hint: str = "--key-file, for example, says where its key is") -> None:
         """Refuse an encrypted file without a key."""
@@ -100,15 +82,8 @@ class File:
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, those without data on the ``meta`` device, and module indices."""
         with_data = [n for n in numbers if not self.is_meta(n)]
-        handle, modules = self.reader.load(
-            with_data,
-            verify=verify,
-            readers=self._readers,
-            map=False,
-            device=_device.CPU,
-            apart=False,
-        )
-        found = dict(zip(with_data, zip(take(handle), modules, strict=True), strict=True))
+        loaded = self._file.read(with_data, torch.device("cpu"), verify)
+        found = dict(zip(with_data, zip(*loaded, strict=True), strict=True))
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
         return tensors, [found[n][1] if n in found else 0 for n in numbers]
 

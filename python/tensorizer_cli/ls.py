@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tensorizer._types import TensorType
+from tensorizer import TensorType
 
 from .file import File, plain, text
 from .output import Report, plural, shown

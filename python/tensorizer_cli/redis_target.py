@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from tensorizer._redis import copy_to_redis
+from tensorizer.file.to_redis import copy_to_redis
 
 from .file import File
 from .output import without_password

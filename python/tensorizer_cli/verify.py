@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tensorizer._errors import CryptographyError, FormatError, HashMismatchError
+from tensorizer import CryptographyError, FormatError, HashMismatchError
 
 from . import keys
 from .file import File, plain

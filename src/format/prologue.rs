@@ -46,12 +46,18 @@ impl Prologue {
     pub fn parse(bytes: &[u8], base: u64, uri: &str) -> Result<Self> {
         let malformed = |e: Malformed| e.of(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
-        let magic = bytes.split_at(MAGIC.len().min(bytes.len())).0;
-        if magic != MAGIC {
+        if !bytes.starts_with(&MAGIC) {
+            let found = match looks_like(bytes) {
+                Some(what) => what.to_owned(),
+                None => {
+                    let start = bytes.split_at(MAGIC.len().min(bytes.len())).0;
+                    format!("found \"{}\"", start.escape_ascii())
+                }
+            };
+            let expected = MAGIC.escape_ascii();
             return Err(cursor
                 .error(format!(
-                    "Not a tensorizer file: expected the magic bytes {:02x?}, found {magic:02x?}",
-                    MAGIC
+                    "Not a tensorizer file: expected it to begin with \"{expected}\", {found}"
                 ))
                 .of(uri));
         }
@@ -115,4 +121,24 @@ impl Prologue {
         }
         out
     }
+}
+/// What another file is that begins so, where that is known.
+fn looks_like(bytes: &[u8]) -> Option<&'static str> {
+    let text = bytes.trim_ascii_start().to_ascii_lowercase();
+    Some(match bytes {
+        [] => "and it is empty",
+        [_, _, _, _, _, 0, 0, 0, b'{', ..] => "and this looks like a safetensors file",
+        [b'P', b'K', 3, 4, ..] => "and this looks like a zip archive, as torch.save writes them",
+        [0x80, 2..=5, ..] => "and this looks like a pickle, as old releases of torch wrote them",
+        [0x1f, 0x8b, ..] => "and this looks like a gzip file: decompress it first",
+        [b'G', b'G', b'U', b'F', ..] => "and this looks like a GGUF file",
+        _ if bytes.starts_with(b"version https://git-lfs") => {
+            "and this is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+        }
+        _ if text.starts_with(b"<!doctype html") || text.starts_with(b"<html") => {
+            "and this looks like an HTML page, as servers send for errors and logins"
+        }
+        _ if text.starts_with(b"<?xml") => "and this looks like XML, as servers send errors",
+        _ => return None,
+    })
 }

@@ -33,7 +33,7 @@ FOLDERS = [
     {"torch_hooks"},
     {"serialization", "stream_io", "torch_compat", "utils", "_NumpyTensor", "tensors_pb2"},
     {"protobuf"},
-    {"cli", "__main__", "_cli", "_terminal"},
+    {"__main__"},
 ]
 CRATES = ["src", "csrc", "python/src"]
 MOST_LINES = 450
@@ -295,6 +295,22 @@ def test_no_import_of_a_higher_folder(package):
         if height(needed) > height(name)
     ]
     assert sorted(wrong) == []
+
+
+def test_no_circle_in_the_command():
+    files = {file.stem: file for file in (ROOT / "python/tensorizer_cli").glob("*.py")}
+    named = re.compile(r"(?m)^(?:    )?from \.(\w*) import (.*)$")
+    imports = {
+        name: {
+            part
+            for found in named.findall(file.read_text())
+            for part in re.findall(r"\w+", found[0] or found[1])
+        }
+        & set(files)
+        for name, file in files.items()
+    }
+    assert sum(map(len, imports.values())) > len(imports), "the imports were not understood"
+    assert circles(imports) == []
 
 
 def test_public_modules_only_give_on():

@@ -573,3 +573,24 @@ def test_an_open_file_of_a_python_object_from_two_threads(path):
 def test_ignored_options_of_the_old_package(path):
     check(TensorDeserializer(path, "cpu", plaid_mode=True, plaid_mode_buffers=4, verify_hash=None))
     check(TensorDeserializer(path, torch.device("cpu"), None, None))
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (b"", "it is empty"),
+        (b"\x40\0\0\0\0\0\0\0{}", "looks like a safetensors file"),
+        (b"PK\x03\x04", "a zip archive, as torch.save"),
+        (b"\x80\x02}", "a pickle"),
+        (b"\x1f\x8b\x08", "a gzip file"),
+        (b"GGUF\x03", "a GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),
+        (b"\n<!DOCTYPE html><html>", "an HTML page"),
+        (b"<?xml version='1.0'?>", "looks like XML"),
+        (b"ab\x00\xff-and more", r'found "ab\\x00\\xff-"'),
+    ],
+)
+def test_other_files_are_recognised(tmp_path, begin, said):
+    (tmp_path / "f").write_bytes(begin)
+    with pytest.raises(FormatError, match=rf'Not a tensorizer file: .*"\|TZR\|".*{said}'):
+        tensorizer.load(tmp_path / "f")

@@ -210,8 +210,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, start, large, tmp_path):
 
 def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
     """What was interrupted may tell of it by an error, while Python still has the signal."""
-    from tensorizer_cli import ls
-    from tensorizer_cli import main as command_main
+    from tensorizer_cli import ls, main as command_main
 
     def fail(*_):
         raise OSError("interrupted")

@@ -73,10 +73,9 @@ class TensorFile:
             self.verify = checked_verification(verify_hash)
             check_num_readers(num_readers)
             self._num_readers = num_readers
-            decryption = native_decryption(encryption)
             self.reader = _open_reader(opened)
-            if decryption is not None:
-                self.reader.decrypt(decryption)
+            if encryption is not None:
+                self.decrypt(encryption)
             elif key_needed and self.reader.encrypted:
                 raise CryptographyError(
                     f"Tensor is encrypted, but decryption was not requested: {self.reader.uri}"
@@ -88,6 +87,12 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
+
+    def decrypt(self, encryption: DecryptionParams) -> None:
+        """Decrypt what is loaded from here on."""
+        decryption = native_decryption(encryption)
+        if decryption is not None:
+            self.reader.decrypt(decryption)
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""

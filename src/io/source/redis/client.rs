@@ -200,6 +200,10 @@ mod tests {
         assert_eq!((found.host.as_str(), found.port, found.tls), ("host", 6379, false));
         assert!(parse("rediss://[::1]:7/x").unwrap().tls);
         assert_eq!(parse("rediss://[::1]:7/x").unwrap().shown, "rediss://::1:7/x");
+        for bad in ["redis://me:secret@host:port/x", "redis://:secret@host/x?dbs=1"] {
+            let said = parse(bad).err().unwrap();
+            assert!(!said.contains("secret"), "{said}");
+        }
         for bad in ["redis:///x", "redis://host/x?db=no", "redis://host/x?dbs=1"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
