@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 pub(crate) use buffers::to_fill;
@@ -374,7 +375,25 @@ pub fn page_size() -> usize {
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// Cores that this process may use; the quota of its control group is respected.
+/// Cores that this process may use; the quota of its control group is respected. Asked for once: the
+/// answer takes some system calls and files, and this is wanted for each load of each tensor.
 pub fn cpu_count() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    static KNOWN: OnceLock<usize> = OnceLock::new();
+    *KNOWN.get_or_init(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_number_of_cores_is_asked_for_once() {
+        let first = super::cpu_count();
+        let again = std::thread::spawn(|| {
+            let one = [1usize; 1];
+            // SAFETY: a mask of so many bytes, for this thread, which ends soon.
+            let set = unsafe { libc::sched_setaffinity(0, size_of_val(&one), one.as_ptr().cast()) };
+            // Whoever may not run on the first core keeps its cores, and has nothing to show.
+            (set, super::cpu_count())
+        });
+        assert_eq!(again.join().map_err(|_| "it panicked").map(|(_, count)| count), Ok(first));
+    }
 }
