@@ -110,6 +110,8 @@ variables! {
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "how long a server may send nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
         "how long the tries of one request may take together, and a second more for each 64 KiB of it";
+    UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
+        "memory for the parts of an upload to S3, in MiB: too little costs connections; 0: what they need";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,

@@ -84,6 +84,7 @@ impl Sink {
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
+                    sink.settle(control)?;
                 }
                 Ok(())
             })

@@ -76,7 +76,7 @@ impl<'p> Pass<'p> {
         }
         let len: u64 = chunks.iter().map(|chunk| chunk.bytes.as_ref().len() as u64).sum();
         self.progress.fetch_add(len, Ordering::Relaxed);
-        self.counters.time(Stage::Hash, || {
+        self.counters.time(Stage::Hash, || -> Result<()> {
             for Chunk { tensor, start, bytes } in chunks {
                 if self.item(tensor)?.is_large() {
                     if start == 0 {
@@ -86,7 +86,8 @@ impl<'p> Pass<'p> {
                 }
             }
             Ok(())
-        })
+        })?;
+        self.settle(control)
     }
 
     /// Hashes some of what was written; false if there is nothing to do, or not enough while more
@@ -124,6 +125,7 @@ impl<'p> Pass<'p> {
             let offset = self.item(tensor)?.entry.header_offset;
             self.write(offset, &mut [IoSlice::new(&header)], control)?;
         }
+        self.settle(control)?;
         Ok(true)
     }
 
@@ -182,6 +184,10 @@ impl<'p> Pass<'p> {
 
     fn write(&self, offset: u64, buffers: &mut [IoSlice<'_>], control: &Control<'_>) -> Result<()> {
         self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, control))
+    }
+
+    fn settle(&self, control: &Control<'_>) -> Result<()> {
+        self.counters.time(Stage::Write, || self.sink.settle(control))
     }
 }
 

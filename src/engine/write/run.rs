@@ -50,7 +50,7 @@ pub fn write_tensors(
     let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
     let wanted = wanted.clamp(1, sink.max_writers().max(1));
     let sha = options.hashes == Hashes::All;
-    let jobs = jobs(items, if sha { wanted } else { 1 });
+    let jobs = jobs(items, if sha { wanted.min(sink.places()) } else { 1 });
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (copies, backlog) = (Copies::default(), Backlog::new(threads));

@@ -24,12 +24,23 @@ pub trait WriteAt: Send + Sync {
         crate::sys::cpu_count().min(self.max_writers())
     }
 
+    /// The most places of the file that are written to in turns, from each one on in order.
+    fn places(&self) -> usize {
+        usize::MAX
+    }
+
     /// Whether others see what was written before it is published.
     fn shows_early(&self) -> bool;
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, where it shows early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
+
+    /// Does what writes have left to do that takes long. Called by threads after their writes, when
+    /// they have nothing that others wait for.
+    fn settle(&self, _cancel: &dyn Cancel) -> Result<()> {
+        Ok(())
+    }
 
     /// Reads bytes back that were written before.
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;

@@ -1,14 +1,16 @@
 //! `s3://bucket/key`: parts that are sent while others are still being written.
 //!
 //! The first part holds the prologue and the index, which are written last; it is kept until
-//! then. Any other part is sent by the thread that writes its last byte. Nothing can be read under
+//! then. Any other part is sent by a thread that has just written. Nothing can be read under
 //! the key before the server has been told to put the parts together.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
+mod memory;
 mod object;
+mod plan;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, IoSlice};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -22,22 +24,12 @@ use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
 use crate::io::net::s3::S3Options;
 use crate::sys::process::Maker;
+use memory::{Budget, Memory};
 use object::{Object, Sent};
+use plan::{HEAD_PARTS, MAX_PARTS, Plan};
 
-/// Bytes a part, unless the object would then have more than [`USUAL_PARTS`]. The protocol demands
-/// at least 5 MiB of all but the last.
-const PART_LEN: u64 = 8 << 20;
-const USUAL_PARTS: u64 = 4000;
-/// Lengths of parts are multiples of this, and so of every alignment.
-const PART_UNIT: u64 = 2 << 20;
-/// The protocol's highest number of a part.
-const MAX_PARTS: u64 = 10_000;
-/// Numbers that are kept free for the head, which may grow.
-const HEAD_PARTS: u64 = 1000;
 /// How long a call that was interrupted waits for the server to take note of it.
 const SOON: Duration = Duration::from_millis(500);
-/// Bytes that may be on their way at once.
-const IN_FLIGHT: u64 = 64 << 20;
 
 /// An object under construction. Clones are the same object.
 #[derive(Clone)]
@@ -48,6 +40,7 @@ struct Upload {
     maker: Maker,
     object: Arc<Object>,
     state: Mutex<State>,
+    memory: Memory,
     /// The upload's number at the server, once it has begun.
     begun: Mutex<Option<String>>,
     /// Whether a request was given up, because the call was to end: then it ends soon.
@@ -60,36 +53,18 @@ struct State {
     head: Vec<u8>,
     /// Parts that are not complete yet, by number from the head on.
     open: HashMap<u64, Arc<Mutex<Part>>>,
+    /// Complete parts that nobody sends yet, by number.
+    ready: VecDeque<(u64, Vec<u8>)>,
     sent: Vec<Sent>,
-    /// Memory of parts that were sent.
-    free: Vec<Vec<u8>>,
     over: Option<&'static str>,
 }
 
-/// How a file is cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Plan {
-    head_len: u64,
-    part_len: u64,
-}
-
+/// A part that is being written.
+#[derive(Default)]
 struct Part {
+    /// None before its first bytes come.
     bytes: Vec<u8>,
     filled: u64,
-}
-
-impl Plan {
-    /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
-    fn new(head: u64, len: u64) -> Self {
-        let part_len = PART_LEN.max(len.div_ceil(USUAL_PARTS).next_multiple_of(PART_UNIT));
-        Plan { head_len: head.max(1).next_multiple_of(part_len), part_len }
-    }
-
-    /// The part with a byte behind the head, and the byte's place in it.
-    fn part(&self, offset: u64) -> (u64, u64) {
-        let from = offset.saturating_sub(self.head_len);
-        (from / self.part_len, from % self.part_len)
-    }
 }
 
 impl S3Sink {
@@ -100,11 +75,13 @@ impl S3Sink {
         options: NetOptions,
         cancel: &dyn Cancel,
     ) -> Result<Self> {
+        let budget = Budget::new(&options)?;
         let object = Arc::new(Object::new(uri, s3, options, cancel)?);
         Ok(S3Sink(Arc::new(Upload {
             maker: Maker::this(),
             object,
             state: Mutex::default(),
+            memory: Memory::new(budget),
             begun: Mutex::new(None),
             interrupted: AtomicBool::new(false),
         })))
@@ -132,6 +109,11 @@ impl Upload {
         }
     }
 
+    /// Bytes of the longest part so far.
+    fn longest_part(&self) -> u64 {
+        self.state().plan.as_ref().map_or(Plan::new(0, 0).part_len, Plan::longest)
+    }
+
     fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
         if !self.maker.is_here() {
             return Ok(());
@@ -142,6 +124,7 @@ impl Upload {
         }
         *state = State { over: Some(why), ..State::default() };
         drop(state);
+        self.memory.clear();
         let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(begun) = begun {
             let object = Arc::clone(&self.object);
@@ -183,25 +166,25 @@ impl Upload {
     }
 
     fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let number =
-            i32::try_from(number).ok().filter(|&n| u64::from(n.unsigned_abs()) <= MAX_PARTS);
-        let number = number.ok_or_else(|| {
-            Error::InvalidArgument(format!(
-                "`{}` would have more than {MAX_PARTS} parts: write its tensors in fewer calls",
-                self.object.shown
-            ))
-        })?;
+        let number = i32::try_from(number).map_err(|_| self.too_many())?;
         let begun = self.begun(cancel)?;
         let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
         self.state().sent.push(sent);
         Ok(())
     }
 
+    fn too_many(&self) -> Error {
+        Error::InvalidArgument(format!(
+            "`{}` would have more than {MAX_PARTS} parts: write its tensors in fewer calls",
+            self.object.shown
+        ))
+    }
+
     /// Puts bytes into the head, and says how many belong there.
-    fn write_head(state: &mut State, plan: Plan, offset: u64, bytes: &[u8]) -> Result<usize> {
+    fn write_head(state: &mut State, head_len: u64, at: u64, bytes: &[u8]) -> Result<usize> {
         let too_large = |_| Error::Bug("a head beyond memory".to_owned());
-        let start = usize::try_from(offset).map_err(too_large)?;
-        let room = usize::try_from(plan.head_len - offset).map_err(too_large)?;
+        let start = usize::try_from(at).map_err(too_large)?;
+        let room = usize::try_from(head_len - at).map_err(too_large)?;
         let len = bytes.len().min(room);
         if state.head.len() < start + len {
             state.head.resize(start + len, 0);
@@ -210,51 +193,56 @@ impl Upload {
         Ok(len)
     }
 
-    /// Puts bytes into one part, and sends it if it is complete.
-    fn write_part(
-        &self,
-        plan: Plan,
-        offset: u64,
-        bytes: &[u8],
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let (number, start) = plan.part(offset);
+    /// Puts bytes into one part.
+    fn write_part(&self, offset: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<usize> {
         let too_large = |_| Error::Bug("a part beyond memory".to_owned());
-        let part_len = usize::try_from(plan.part_len).map_err(too_large)?;
-        let start = usize::try_from(start).map_err(too_large)?;
-        let part = {
+        let (place, start, part) = {
             let mut state = self.usable()?;
-            if !state.open.contains_key(&number) {
-                let mut bytes = state.free.pop().unwrap_or(Vec::new());
-                bytes.resize(part_len, 0);
-                let part = Arc::new(Mutex::new(Part { bytes, filled: 0 }));
-                state.open.insert(number, part);
-            }
-            state.open.get(&number).map(Arc::clone)
+            let plan = state.plan.get_or_insert_with(|| Plan::new(0, 0));
+            let place = plan.part(offset).ok_or_else(|| self.too_many())?;
+            let start = offset - plan.head_len - place.start;
+            let start = usize::try_from(start).map_err(too_large)?;
+            (place, start, Arc::clone(state.open.entry(place.number).or_default()))
         };
-        let part = part.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
+        let part_len = usize::try_from(place.len).map_err(too_large)?;
         let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+        if part.bytes.is_empty() {
+            part.bytes = self.memory.take(part_len, &|| self.settle(cancel))?;
+        }
         let len = bytes.len().min(part_len - start);
         part.bytes[start..start + len].copy_from_slice(&bytes[..len]);
         part.filled += len as u64;
-        if part.filled < plan.part_len {
+        if part.filled < place.len {
             return Ok(len);
         }
-        let complete = Bytes::from(std::mem::take(&mut part.bytes));
+        let complete = std::mem::take(&mut part.bytes);
         drop(part);
-        self.state().open.remove(&number);
-        self.send(HEAD_PARTS + 1 + number, &complete, cancel)?;
-        // Nobody else has the memory any more, unless a request that was given up still does.
-        if let Ok(memory) = complete.try_into_mut() {
-            self.state().free.push(memory.into());
-        }
+        self.memory.complete();
+        let mut state = self.state();
+        state.open.remove(&place.number);
+        state.ready.push_back((place.number, complete));
         Ok(len)
+    }
+
+    /// Sends parts that are complete.
+    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
+        loop {
+            let next = self.state().ready.pop_front();
+            let Some((number, part)) = next else { return cancel.check() };
+            let (sending, part_len) = (self.memory.sending(), part.len());
+            let part = Bytes::from(part);
+            self.send(HEAD_PARTS + 1 + number, &part, cancel)?;
+            // Nobody else has the memory any more, unless a request that was given up still does.
+            sending.done(part_len, part.try_into_mut().ok().map(Vec::from));
+        }
     }
 
     /// Sends what is left and has the server put everything together.
     fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        drop(self.usable()?);
+        self.settle(cancel)?;
         let mut state = self.usable()?;
-        let plan = state.plan.unwrap_or(Plan::new(0, len));
+        let plan = state.plan.take().unwrap_or_else(|| Plan::new(0, len));
         let head = std::mem::take(&mut state.head);
         let mut open: Vec<(u64, Arc<Mutex<Part>>)> = state.open.drain().collect();
         let sent = !state.sent.is_empty();
@@ -262,8 +250,10 @@ impl Upload {
         open.sort_by_key(|(number, _)| *number);
         let mut tails = Vec::new();
         for (number, part) in open {
-            let start = plan.head_len + number * plan.part_len;
-            let filled = len.saturating_sub(start).min(plan.part_len);
+            let place = usize::try_from(number).ok().and_then(|number| plan.place(number));
+            let place = place.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
+            let start = plan.head_len + place.start;
+            let filled = len.saturating_sub(start).min(place.len);
             let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
             if part.filled != filled {
                 return Err(Error::Bug(format!(
@@ -312,12 +302,15 @@ impl WriteAt for S3Sink {
     }
 
     fn max_writers(&self) -> usize {
-        let part_len = self.0.state().plan.map_or(PART_LEN, |plan| plan.part_len);
-        usize::try_from((IN_FLIGHT / part_len).max(1)).unwrap_or(1)
+        self.0.memory.budget().writers(self.0.longest_part())
     }
 
     fn default_writers(&self) -> usize {
-        self.0.object.options.connections.unwrap_or(usize::MAX).min(self.max_writers())
+        self.max_writers()
+    }
+
+    fn places(&self) -> usize {
+        self.0.memory.budget().places(self.0.longest_part())
     }
 
     fn shows_early(&self) -> bool {
@@ -330,18 +323,22 @@ impl WriteAt for S3Sink {
             let mut rest: &[u8] = buffer;
             while !rest.is_empty() {
                 let mut state = self.0.usable()?;
-                let plan = *state.plan.get_or_insert(Plan::new(0, 0));
-                let done = if at < plan.head_len {
-                    Upload::write_head(&mut state, plan, at, rest)?
+                let head_len = state.plan.get_or_insert_with(|| Plan::new(0, 0)).head_len;
+                let done = if at < head_len {
+                    Upload::write_head(&mut state, head_len, at, rest)?
                 } else {
                     drop(state);
-                    self.0.write_part(plan, at, rest, cancel)?
+                    self.0.write_part(at, rest, cancel)?
                 };
                 at += done as u64;
                 rest = &rest[done..];
             }
         }
         usize::try_from(at - offset).map_err(|_| Error::Bug("a write beyond memory".to_owned()))
+    }
+
+    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.settle(cancel)
     }
 
     fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
@@ -370,7 +367,7 @@ impl WriteAt for S3Sink {
     }
 
     fn reserve(&self, head: u64, len: u64) -> Result<()> {
-        self.0.usable()?.plan.get_or_insert(Plan::new(head, len));
+        self.0.usable()?.plan.get_or_insert_with(|| Plan::new(head, len)).announce(len);
         Ok(())
     }
 
@@ -390,24 +387,5 @@ impl Drop for Upload {
     fn drop(&mut self) {
         // Never has no error.
         let _ = self.give_up("it was not finished", &Never);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_byte_has_one_part() {
-        for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
-            let plan = Plan::new(head, len);
-            assert!(plan.head_len >= head.max(1), "{plan:?}");
-            assert_eq!(plan.head_len % plan.part_len, 0);
-            assert!(plan.part_len >= 5 << 20);
-            assert!(len / plan.part_len + HEAD_PARTS < MAX_PARTS / 2);
-            assert_eq!(plan.part(plan.head_len), (0, 0));
-            assert_eq!(plan.part(plan.head_len + plan.part_len), (1, 0));
-            assert_eq!(plan.part(plan.head_len + plan.part_len - 1), (0, plan.part_len - 1));
-        }
     }
 }
