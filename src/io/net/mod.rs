@@ -5,12 +5,16 @@ mod options;
 mod retry;
 #[cfg(feature = "s3")]
 pub mod s3;
+mod tls;
 
 #[cfg(feature = "s3")]
 pub(crate) use connections::EventLoop;
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub use options::{NetOptions, Trust};
 pub(crate) use retry::{Failure, Tries};
+#[cfg(feature = "http")]
+pub(crate) use tls::Protocols;
+pub(crate) use tls::Tls;
 
 /// An address as messages show it: queries, fragments and users may be secrets.
 pub(crate) fn show_text(address: &str) -> &str {
@@ -18,11 +22,4 @@ pub(crate) fn show_text(address: &str) -> &str {
         return "...";
     }
     address.split(['?', '#']).next().unwrap_or(address)
-}
-
-/// Has rustls use the provider of cryptography that is compiled in, unless the program has chosen
-/// another.
-pub(crate) fn choose_tls_provider() {
-    // An error is that it was done before.
-    let _ = rustls::crypto::ring::default_provider().install_default();
 }

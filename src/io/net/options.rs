@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
 
 /// Which certificates are believed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Trust {
     /// Those that the system trusts.
     System,
@@ -19,15 +19,11 @@ pub enum Trust {
 }
 
 impl Trust {
-    /// The certificates in PEM format, one file each; none if the system's count or all do. What
-    /// is wrong with them is the error.
-    pub fn certificates(&self) -> std::result::Result<Vec<Vec<u8>>, String> {
-        let read = |path: PathBuf| {
-            std::fs::read(&path).map_err(|e| format!("certificates of {}: {e}", path.display()))
-        };
+    /// The files with certificates; none if the system's count or all do. What is wrong is the error.
+    pub fn files(&self) -> std::result::Result<Vec<PathBuf>, String> {
         let found = match self {
             Trust::System | Trust::Anything => return Ok(Vec::new()),
-            Trust::File(path) => vec![read(path.clone())?],
+            Trust::File(path) => vec![path.clone()],
             Trust::Folder(folder) => {
                 let named =
                     |e: std::io::Error| format!("certificates in {}: {e}", folder.display());
@@ -38,9 +34,10 @@ impl Trust {
                         e.eq_ignore_ascii_case("pem") || e.eq_ignore_ascii_case("crt") || e == "0"
                     });
                     if wanted {
-                        found.push(read(path)?);
+                        found.push(path);
                     }
                 }
+                found.sort();
                 found
             }
         };

@@ -83,9 +83,11 @@ impl HttpClient for OnDemand {
         let connect = settings.connect_timeout().unwrap_or(self.options.connect);
         let stall = settings.read_timeout().map_or(self.options.stall, |read| connect + read);
         let options = NetOptions { connect, ..self.options.clone() };
-        match client::connect(&options, &client::Certificates::default()) {
+        let client = client::Certificates::read(&options, true)
+            .and_then(|all| client::connect(&options, &all).map_err(|error| error.to_string()));
+        match client {
             Ok(client) => SharedHttpConnector::new(Connector::new(client, stall)),
-            Err(error) => SharedHttpConnector::new(NoClient(error.to_string())),
+            Err(error) => SharedHttpConnector::new(NoClient(error)),
         }
     }
 }

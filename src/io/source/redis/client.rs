@@ -1,18 +1,16 @@
 //! Connections to a Redis server, and what its errors mean.
 
 use std::io::{self, ErrorKind};
-use std::sync::Arc;
 use std::time::Duration;
 
 use percent_encoding::percent_decode_str;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
-use rustls::ClientConfig;
 use url::Url;
 
-use super::stream::{Allowance, Bounded, tls};
+use super::stream::{Allowance, Bounded};
 use crate::error::Shown;
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, show_text};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tls, Tries, show_text};
 
 /// The port that servers listen on unless they are told otherwise.
 const DEFAULT_PORT: u16 = 6379;
@@ -73,7 +71,7 @@ impl Address {
 /// The connections of one source.
 pub struct Connections {
     address: Address,
-    tls: Option<Arc<ClientConfig>>,
+    tls: Option<Tls>,
     config: AsyncConnectionConfig,
     limit: Duration,
     pool: ConnectionPool<(MultiplexedConnection, Allowance)>,
@@ -86,7 +84,7 @@ impl Connections {
     /// Reads the certificates, if they are needed; what is wrong with them is the error.
     pub fn new(address: Address, options: &NetOptions) -> Result<Self, String> {
         Ok(Connections {
-            tls: address.tls.then(|| tls(&options.trust)).transpose()?,
+            tls: address.tls.then(|| Tls::new(&options.trust, &[])).transpose()?,
             address,
             config: AsyncConnectionConfig::new().set_response_timeout(Some(options.stall)),
             limit: options.connect,

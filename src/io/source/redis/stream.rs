@@ -6,17 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::environment::reading;
-use crate::io::net::Trust;
+use crate::io::net::Tls;
 
 /// Bytes that may still arrive. A server that sends more has not answered what it was asked, and
 /// the memory for it is not taken.
@@ -55,17 +50,17 @@ impl Bounded {
     /// Connects to a server, and encrypts the connection if `tls` is given.
     pub async fn connect(
         (host, port): (&str, u16),
-        tls: Option<&Arc<ClientConfig>>,
+        tls: Option<&Tls>,
         allowance: Allowance,
     ) -> io::Result<Self> {
         let tcp = TcpStream::connect((host, port)).await?;
         tcp.set_nodelay(true)?;
         let stream: Box<dyn Both> = match tls {
             None => Box::new(tcp),
-            Some(config) => {
+            Some(tls) => {
                 let name = ServerName::try_from(host.to_owned());
                 let name = name.map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
-                Box::new(TlsConnector::from(Arc::clone(config)).connect(name, tcp).await?)
+                Box::new(TlsConnector::from(Arc::new(tls.config())).connect(name, tcp).await?)
             }
         };
         Ok(Bounded { stream, allowance })
@@ -102,71 +97,5 @@ impl AsyncWrite for Bounded {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
-
-/// How connections are encrypted; what is wrong with the certificates is the error.
-pub fn tls(trust: &Trust) -> Result<Arc<ClientConfig>, String> {
-    let provider = Arc::new(ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
-    let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
-    if *trust == Trust::Anything {
-        let any = Arc::new(AnyCertificate(provider));
-        let builder = builder.dangerous().with_custom_certificate_verifier(any);
-        return Ok(Arc::new(builder.with_no_client_auth()));
-    }
-    let mut roots = RootCertStore::empty();
-    for pem in trust.certificates()? {
-        for certificate in CertificateDer::pem_slice_iter(&pem) {
-            let certificate = certificate.map_err(|e| format!("certificates of {trust:?}: {e}"))?;
-            roots.add(certificate).map_err(|e| format!("certificates of {trust:?}: {e}"))?;
-        }
-    }
-    if *trust == Trust::System {
-        // Those that cannot be used are passed over, as by everybody.
-        let found = reading(rustls_native_certs::load_native_certs);
-        roots.add_parsable_certificates(found.certs);
-    }
-    Ok(Arc::new(builder.with_root_certificates(roots).with_no_client_auth()))
-}
-
-/// Believes every server, because its caller has asked for that.
-#[derive(Debug)]
-struct AnyCertificate(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for AnyCertificate {
-    fn verify_server_cert(
-        &self,
-        _end_entity: &CertificateDer<'_>,
-        _intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        _now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls12_signature(message, certificate, signed, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signed, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
     }
 }
