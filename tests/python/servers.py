@@ -5,6 +5,7 @@ import http.client
 import http.server
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import struct
@@ -262,15 +263,24 @@ def reset(connection):
     connection.close()
 
 
+def signer_of(handler):
+    """Return the access key that a request is signed with, if there is one."""
+    signed = handler.headers.get("Authorization", "") + handler.path
+    found = re.search(r"Credential=([^/%]*)", signed)
+    return found and found[1]
+
+
 class Relay(Scripted):
     """Hands requests on to another server, as a proxy or as if it were that server. Each one is
     given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
-    a number and fields, ``"reset"``, ``"stall"``, ``"lost"`` (done, but the answer does not come
-    back) or ``"without"`` a field of the answer.
+    a number, fields and a body, ``"reset"``, ``"stall"``, ``"lost"`` (done, but the answer does not
+    come back) or ``"without"`` a field of the answer.
     """
 
     def __init__(self, host, script=lambda method, path, number: None):
         self.to, self.script, self.requests = host, script, []
+        #: The access key of each request.
+        self.signers = []
         # Connections that nobody uses end after a second.
         super().__init__(timeout=1)
         self.host = f"127.0.0.1:{self.port}"
@@ -287,6 +297,7 @@ class Relay(Scripted):
         with self.lock:
             number = len(self.requests)
             self.requests.append((handler.command, host, path))
+            self.signers.append(signer_of(handler))
         fault, *given = self.script(handler.command, path, number) or ("none",)
         size = None
         if fault == "stall":
@@ -299,7 +310,7 @@ class Relay(Scripted):
             status, reply, data = (
                 given[0],
                 given[1] if len(given) > 1 else {},
-                b"" if given[0] == 200 else b"<Error/>",
+                given[2] if len(given) > 2 else b"" if given[0] == 200 else b"<Error/>",
             )
         else:
             connection = http.client.HTTPConnection(self.to, timeout=60)

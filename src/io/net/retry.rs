@@ -20,6 +20,8 @@ const SLOWEST: u64 = 64 << 10;
 pub struct Failure {
     pub error: io::Error,
     again: bool,
+    /// Credentials or a signed address have expired: new ones may cure it, once.
+    expired: bool,
     /// What the server asked to wait.
     after: Option<Duration>,
     /// The call is to end, with this.
@@ -30,7 +32,7 @@ impl Failure {
     /// One that another try would not cure.
     pub fn lasting(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         let error = io::Error::new(kind, what.into());
-        Failure { error, again: false, after: None, given_up: None }
+        Failure { error, again: false, expired: false, after: None, given_up: None }
     }
 
     /// One that another try may cure.
@@ -41,6 +43,11 @@ impl Failure {
     /// The same, with what the server asked to wait before the next try.
     pub fn not_before(self, after: Option<Duration>) -> Self {
         Failure { after, ..self }
+    }
+
+    /// The same, where what has expired may be the cause.
+    pub fn if_expired(self, expired: bool) -> Self {
+        Failure { expired, ..self }
     }
 
     /// The same, and another try may cure a refusal too.
@@ -72,6 +79,8 @@ pub struct Tries<'o> {
     /// Counts what is being sent, and began at the second number.
     sending: (Arc<AtomicU64>, u64),
     failed: u32,
+    /// What had expired was asked for again.
+    renewed: bool,
     /// No byte has been read yet: a server that is not there is not waited for.
     opening: bool,
 }
@@ -87,6 +96,7 @@ impl<'o> Tries<'o> {
             moved: AtomicU64::new(0),
             sending: (Arc::default(), 0),
             failed: 0,
+            renewed: false,
             opening: false,
         }
     }
@@ -136,6 +146,11 @@ impl<'o> Tries<'o> {
             self.options.total.as_secs()
         );
         Err(Failure::lasting(io::ErrorKind::TimedOut, what))
+    }
+
+    /// Whether what has expired is to be asked for again, and the request tried at once: only once.
+    pub fn renews(&mut self, failure: &Failure) -> bool {
+        failure.expired && !std::mem::replace(&mut self.renewed, true)
     }
 
     /// Waits before the next try, or says why there is none. `position` is the next byte wanted.

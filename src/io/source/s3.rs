@@ -1,19 +1,24 @@
-//! `s3://bucket/key`: an address that is signed once, and then read as any other of HTTP.
+//! `s3://bucket/key`: an address that is signed, and then read as any other of HTTP.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
+use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::presigning::PresigningConfig;
 use reqwest::Url;
 
 use super::ReadAt;
-use super::http;
+use super::http::client::Target;
+use super::http::{self, Sign, Work};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::net::NetOptions;
-use crate::io::net::s3::{DEFAULT_READ_ENDPOINT, Resolved, S3Options, parse, resolve, wait_for};
+use crate::io::net::s3::{
+    DEFAULT_READ_ENDPOINT, Keys, Resolved, S3Options, good_until, guarded, parse, resolve, wait_for,
+};
+use crate::io::net::{Failure, NetOptions};
 
-/// How long a signed address is good. A load that takes longer than this fails.
+/// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address.
@@ -26,34 +31,60 @@ pub fn open(
     let (bucket, key) = parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let shown = format!("s3://{bucket}/{key}");
-    let (address, headers) = wait_for(&shown, &http, cancel, async {
-        let resolved = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown).await?;
-        match &resolved.credentials {
-            Some(_) => sign(&resolved, bucket, key, &shown).await,
-            None => Ok((plain(&resolved, bucket, key, &shown)?, Vec::new())),
-        }
-    })?;
-    let headers = http.headers.iter().cloned().chain(headers).collect();
-    http::open_as(&address, &shown, NetOptions { headers, ..http }, cancel)
+    let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown);
+    let resolved = wait_for(&shown, &http, cancel, found)?;
+    let Some(keys) = resolved.credentials.clone() else {
+        return http::open_as(&plain(&resolved, bucket, key, &shown)?, &shown, http, cancel);
+    };
+    let tls = resolved.endpoint.scheme() == "https";
+    let (bucket, key, headers) = (bucket.to_owned(), key.to_owned(), http.headers.clone());
+    let signer = Signer { resolved, keys, bucket, key, headers };
+    http::open_signed(Box::new(signer), tls, &shown, http, cancel)
 }
 
-async fn sign(
-    resolved: &Resolved,
-    bucket: &str,
-    key: &str,
-    uri: &str,
-) -> Result<(String, Vec<(String, String)>)> {
-    let failed = |what: String| Error::InvalidArgument(format!("signing `{uri}`: {what}"));
-    let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
-    let signed = aws_sdk_s3::Client::from_conf(resolved.sdk().build())
-        .get_object()
-        .bucket(bucket)
-        .key(key)
-        .presigned(valid)
-        .await
-        .map_err(|e| failed(aws_sdk_s3::error::DisplayErrorContext(e).to_string()))?;
-    let headers = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
-    Ok((signed.uri().to_owned(), headers.collect()))
+/// Signs the address of an object.
+struct Signer {
+    resolved: Resolved,
+    keys: Keys,
+    bucket: String,
+    key: String,
+    /// What the caller sends along.
+    headers: Vec<(String, String)>,
+}
+
+impl Sign for Signer {
+    fn sign(&self) -> Work<'_, (Target, SystemTime)> {
+        Box::pin(guarded(self.signed()))
+    }
+
+    fn refused(&self, used: Instant) {
+        self.keys.refused(used);
+    }
+}
+
+impl Signer {
+    async fn signed(&self) -> std::result::Result<(Target, SystemTime), Failure> {
+        let credentials = self.keys.get().await.map_err(|error| {
+            let what = format!("finding credentials: {}", DisplayErrorContext(error));
+            Failure::passing(ErrorKind::PermissionDenied, what)
+        })?;
+        let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
+        let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
+        let now = SystemTime::now();
+        let expiry = [now.checked_add(VALID), credentials.expiry()].into_iter().flatten().min();
+        let config = self.resolved.sdk().credentials_provider(credentials);
+        let signed = aws_sdk_s3::Client::from_conf(config.build())
+            .get_object()
+            .bucket(&self.bucket)
+            .key(&self.key)
+            .presigned(valid)
+            .await
+            .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
+        let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
+        let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let target = Target::new(url, self.headers.iter().cloned().chain(more).collect());
+        Ok((target, good_until(now, expiry.unwrap_or(now))))
+    }
 }
 
 /// The address of a public object.

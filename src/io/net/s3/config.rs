@@ -4,13 +4,16 @@
 
 use std::path::{Path, PathBuf};
 
-use aws_config::{BehaviorVersion, SdkConfig};
+use aws_config::BehaviorVersion;
+use aws_config::environment::EnvironmentVariableRegionProvider;
+use aws_config::meta::region::RegionProviderChain;
+use aws_config::profile::ProfileFileRegionProvider;
 use aws_sdk_s3::config::{
-    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+    Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
 };
 use reqwest::Url;
 
-use super::OnDemand;
+use super::credentials::{Chain, Keys, settings};
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::{NetOptions, show_text};
@@ -21,6 +24,9 @@ pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
 pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
+
+/// The region that requests are signed for if nothing says otherwise.
+const USUAL_REGION: &str = "us-east-1";
 
 /// What a call says about S3.
 #[derive(Debug, Clone, Default)]
@@ -43,13 +49,13 @@ pub struct S3Options {
 pub struct Resolved {
     pub endpoint: Url,
     /// None: anybody.
-    pub credentials: Option<Credentials>,
+    pub credentials: Option<Keys>,
     pub region: String,
     pub path_style: bool,
 }
 
 impl Resolved {
-    /// What the client of the SDK is told.
+    /// What the client of the SDK is told. It asks for the present credentials with each request.
     pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
         let config = aws_sdk_s3::Config::builder()
             .behavior_version(BehaviorVersion::latest())
@@ -60,7 +66,9 @@ impl Resolved {
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         match &self.credentials {
-            Some(credentials) => config.credentials_provider(credentials.clone()),
+            Some(keys) => {
+                config.credentials_provider(keys.clone()).identity_cache(IdentityCache::no_cache())
+            }
             None => config.allow_no_auth(),
         }
     }
@@ -107,34 +115,20 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
     Ok(found.unwrap_or_else(S3Cfg::default))
 }
 
-/// Finds out everything.
+/// Finds out everything. No server is asked for what is given, or known in this process.
 pub async fn resolve(
     options: &S3Options,
     net: &NetOptions,
     default: &str,
     uri: &str,
 ) -> Result<Resolved> {
-    let both = options.access_key.is_some() && options.secret_key.is_some();
-    let file = if both { S3Cfg::default() } else { find_s3cfg(options)? };
-    let aws = aws_config::defaults(BehaviorVersion::latest())
-        .http_client(OnDemand::new(net))
-        .load()
-        .await;
-
-    let access = options.access_key.clone().or(file.access_key);
-    let secret = options.secret_key.clone().or(file.secret_key);
-    let credentials = match (access, secret) {
-        (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => None,
-        (Some(access), Some(secret)) => {
-            Some(Credentials::new(access, secret, None, None, "tensorizer"))
-        }
-        (None, None) => from_chain(&aws).await,
-        _ => {
-            return Err(Error::InvalidArgument(format!(
-                "`{uri}`: an access key needs its secret key, and only one of them was found"
-            )));
-        }
+    let file = find_s3cfg(options)?;
+    let region = match &options.region {
+        Some(region) => Some(region.clone()),
+        None => named_region().await,
     };
+    let usual = region.clone().unwrap_or_else(|| USUAL_REGION.to_owned());
+    let aws = settings(usual.clone(), net).await;
 
     let of_aws =
         reading(|| std::env::var("AWS_ENDPOINT_URL_S3").ok()).filter(|text| !text.is_empty());
@@ -145,18 +139,40 @@ pub async fn resolve(
     let endpoint = named.or(of_aws).unwrap_or_else(|| default.to_owned());
     let endpoint = endpoint_url(&endpoint, force_http, trusted)?;
 
+    let chain = Chain::now(usual.clone(), net);
+    let access = options.access_key.clone().or(file.access_key);
+    let secret = options.secret_key.clone().or(file.secret_key);
+    let credentials = match (access, secret) {
+        (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => None,
+        (Some(access), Some(secret)) => {
+            Some(Keys::Given(Credentials::new(access, secret, None, None, "tensorizer")))
+        }
+        (None, None) => {
+            let keys = Keys::Found(chain.clone());
+            // Not to have any is no error: the object may be for everybody.
+            keys.get().await.ok().map(|_| keys)
+        }
+        _ => {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}`: an access key needs its secret key, and only one of them was found"
+            )));
+        }
+    };
+
     let host = endpoint.host_str().unwrap_or("").to_ascii_lowercase();
     let is_aws = host.ends_with(".amazonaws.com");
     let path_style =
         !is_aws && (endpoint.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
-    let region = options.region.clone().or_else(|| aws.region().map(|r| r.to_string()));
-    let region = region.unwrap_or_else(|| "us-east-1".to_owned());
-    Ok(Resolved { endpoint, credentials, region, path_style })
+    // Where a machine of AWS is says nothing about the servers of others.
+    let machine = if region.is_none() && is_aws { chain.region().await } else { None };
+    Ok(Resolved { endpoint, credentials, region: machine.unwrap_or(usual), path_style })
 }
 
-async fn from_chain(aws: &SdkConfig) -> Option<Credentials> {
-    // Not to have any is no error: the object may be for everybody.
-    aws.credentials_provider()?.provide_credentials().await.ok()
+/// The region that the environment or a profile names.
+async fn named_region() -> Option<String> {
+    let found = RegionProviderChain::first_try(EnvironmentVariableRegionProvider::new());
+    let found = found.or_else(ProfileFileRegionProvider::new()).region().await;
+    found.map(|region| region.to_string())
 }
 
 /// `trusted`: plain `http://` is what the environment or a profile asks for.

@@ -24,7 +24,7 @@ use reqwest::{Body, Client, Request, StatusCode};
 use crate::error::Shown;
 use crate::io::net::{Failure, NetOptions, Trust};
 use crate::io::source::http::client;
-use crate::io::source::http::reply::refusal;
+use crate::io::source::http::reply::{refusal, says_expired};
 
 /// Bytes that are handed to a connection at a time, so that it shows how far it has come.
 const STEP: usize = 256 << 10;
@@ -227,7 +227,8 @@ where
             // A success whose body reports an error, or is none of S3.
             return Failure::passing(ErrorKind::InvalidData, what);
         }
-        return refusal(status, &headers, what);
+        let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));
+        return refusal(status, &headers, what).if_expired(expired);
     }
     let mut cause = error.source();
     while let Some(found) = cause {

@@ -2,10 +2,12 @@
 
 mod config;
 mod connector;
+mod credentials;
 
 pub use config::{DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, S3Options};
 pub(crate) use config::{Resolved, resolve};
 pub(crate) use connector::{Connector, OnDemand, failure};
+pub(crate) use credentials::{Keys, good_until};
 
 use crate::cancel::Cancel;
 use crate::environment::reading;
@@ -25,6 +27,12 @@ pub(crate) fn parse(uri: &str) -> Result<(&str, &str)> {
     Ok((bucket, key))
 }
 
+/// The SDK looks into the environment whenever it is polled.
+pub(crate) async fn guarded<T>(work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    std::future::poll_fn(|context| reading(|| work.as_mut().poll(context))).await
+}
+
 /// Waits for what is found out before an object is opened: credentials may come from a server.
 pub(crate) fn wait_for<T>(
     shown: &str,
@@ -33,12 +41,8 @@ pub(crate) fn wait_for<T>(
     work: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     let tries = Tries::new("opening", options, cancel);
-    let found = EventLoop::new().and_then(|events| {
-        // The SDK looks into the environment again and again.
-        let mut work = std::pin::pin!(work);
-        let work = std::future::poll_fn(|context| reading(|| work.as_mut().poll(context)));
-        events.run(&tries, async { Ok(work.await) })
-    });
+    let found =
+        EventLoop::new().and_then(|events| events.run(&tries, async { Ok(guarded(work).await) }));
     match found {
         Ok(found) => found,
         Err(failure) => Err(tries.last(failure, shown)),

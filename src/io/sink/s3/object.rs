@@ -4,6 +4,7 @@ use std::future::Future;
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Instant;
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::retry::RetryConfig;
@@ -89,15 +90,16 @@ impl Object {
     ) -> Result<T> {
         let mut tries = Tries::new("writing", &self.options, cancel);
         loop {
+            let begun = Instant::now();
             let connection = self.pool.take(&tries, || async { self.connect() });
             let outcome = connection.and_then(|connection| {
                 let (client, sent) = connection.client();
                 tries.watch(sent);
                 // The SDK looks into the environment before it sends anything.
                 let mut request = std::pin::pin!(make(client.clone()));
-                let mut begun = false;
+                let mut polled = false;
                 let request = std::future::poll_fn(|context| {
-                    if std::mem::replace(&mut begun, true) {
+                    if std::mem::replace(&mut polled, true) {
                         return request.as_mut().poll(context);
                     }
                     reading(|| request.as_mut().poll(context))
@@ -108,6 +110,11 @@ impl Object {
             });
             match outcome {
                 Ok(done) => return Ok(done),
+                Err(failure) if tries.renews(&failure) => {
+                    if let Some(keys) = &self.resolved.credentials {
+                        keys.refused(begun);
+                    }
+                }
                 Err(failure) => tries.wait(failure, 0, &self.shown)?,
             }
         }

@@ -1,10 +1,11 @@
 //! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
 
 pub(crate) mod client;
+mod named;
 pub(crate) mod reply;
 mod sequential;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
 
@@ -14,6 +15,9 @@ use crate::error::{Error, Result};
 use crate::io::net::{NetOptions, Tries, show_text};
 use crate::mem::Buffers;
 use client::{Clients, Target};
+use named::Named;
+#[cfg(feature = "s3")]
+pub use named::{Sign, Work};
 use reply::{Identity, Range};
 
 /// What the first request asks for: prologue and index of files with some thousand tensors.
@@ -30,10 +34,9 @@ const MERGE_GAP: u64 = 512 << 10;
 /// A server's file that can be read at positions.
 pub struct HttpSource {
     shown: String,
-    /// The address that the caller named.
-    first: Arc<Target>,
+    named: Named,
     /// Where redirects from there have led. Such places may cease to be.
-    target: Mutex<Arc<Target>>,
+    moved: Mutex<Option<Arc<Target>>>,
     clients: Clients,
     options: NetOptions,
     identity: Identity,
@@ -47,7 +50,7 @@ pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<A
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let shown = show(&url);
-    open_url(url, shown, options, cancel)
+    open_fixed(url, shown, options, cancel)
 }
 
 /// The same for an address that messages call something else.
@@ -59,49 +62,72 @@ pub fn open_as(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
-    open_url(url, shown.to_owned(), options, cancel)
+    open_fixed(url, shown.to_owned(), options, cancel)
 }
 
-fn open_url(
+/// The same for an address that is signed. `tls` is whether it begins with `https:`.
+#[cfg(feature = "s3")]
+pub fn open_signed(
+    signer: Box<dyn Sign>,
+    tls: bool,
+    shown: &str,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    open_named(Named::signed(signer), tls, shown.to_owned(), options, cancel)
+}
+
+fn open_fixed(
     url: Url,
     shown: String,
     options: NetOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
-    let first = Target::new(url, options.headers.clone());
+    let target = Target::new(url, options.headers.clone());
+    open_named(Named::Fixed(Arc::new(target)), tls, shown, options, cancel)
+}
+
+fn open_named(
+    named: Named,
+    tls: bool,
+    shown: String,
+    options: NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
     let mut tries = Tries::new("reading", &options, cancel).opening();
     let head = Range { start: 0, end: HEAD_LEN };
-    let (target, reply, head) = loop {
+    let (moved, reply, head) = loop {
         let found = clients.with(&tries, |client| {
             client.run(&tries, async {
-                let (target, response) = client.follow(&first, Some(head), None).await?;
+                let (moved, response) = named.ask(client, None, Some(head), None, &tries).await?;
                 let reply = reply::first(&response, head)?;
                 if !reply.ranges {
-                    return Ok((target, reply, Vec::new()));
+                    return Ok((moved, reply, Vec::new()));
                 }
                 let mut bytes = Vec::new();
                 // The body of a refused range is a page.
                 if reply.identity.len != Some(0) {
                     client.collect(response, reply.len, &mut bytes, &tries).await?;
                 }
-                Ok((target, reply, bytes))
+                Ok((moved, reply, bytes))
             })
         });
         match found {
             Ok(found) => break found,
+            Err(failure) if tries.renews(&failure) => {}
             Err(failure) => tries.wait(failure, 0, &shown)?,
         }
     };
     if !reply.ranges {
-        let stream = sequential::Body::new(first, clients, options, reply.identity, shown.clone());
+        let stream = sequential::Body::new(named, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
     Ok(Arc::new(HttpSource {
         shown,
-        first: Arc::new(first),
-        target: Mutex::new(Arc::new(target)),
+        named,
+        moved: Mutex::new(moved),
         clients,
         options,
         identity: reply.identity,
@@ -111,8 +137,8 @@ fn open_url(
 }
 
 impl HttpSource {
-    fn go_to(&self, target: Arc<Target>) {
-        *self.target.lock().unwrap_or_else(PoisonError::into_inner) = target;
+    fn moved(&self) -> MutexGuard<'_, Option<Arc<Target>>> {
+        self.moved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -161,24 +187,25 @@ impl ReadAt for HttpSource {
         }
         let mut tries = Tries::new("reading", &self.options, cancel);
         while done < end {
-            let target = Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner));
+            let at = self.moved().clone();
             let range = Range { start: done, end };
             let outcome = self.clients.with(&tries, |client| {
                 client.run(&tries, async {
                     let opened = Some(&self.identity);
-                    let (new, response) = client.follow(&target, Some(range), opened).await?;
+                    let asked = self.named.ask(client, at.as_ref(), Some(range), opened, &tries);
+                    let (new, response) = asked.await?;
                     self.identity.check(&response, range)?;
                     client.scatter(response, range, buffers, &mut done, &tries).await?;
                     Ok(new)
                 })
             });
             match outcome {
-                Ok(new) => self.go_to(Arc::new(new)),
+                Ok(new) => *self.moved() = new,
+                Err(failure) if tries.renews(&failure) => *self.moved() = None,
                 Err(failure) => {
                     // A signed address may have expired: the first one gives another.
-                    let redirected = target != self.first;
-                    self.go_to(Arc::clone(&self.first));
-                    tries.wait(failure.or_again(redirected), done, &self.shown)?;
+                    *self.moved() = None;
+                    tries.wait(failure.or_again(at.is_some()), done, &self.shown)?;
                 }
             }
         }

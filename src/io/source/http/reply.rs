@@ -11,6 +11,15 @@ use reqwest::{Response, StatusCode};
 
 use crate::io::net::Failure;
 
+/// What S3 and its like say of credentials and addresses that have expired.
+const EXPIRED: [&str; 5] = [
+    "ExpiredToken",
+    "RequestExpired",
+    "TokenRefreshRequired",
+    "Request has expired",
+    "token has expired",
+];
+
 /// Bytes `start` to `end`, the latter not included.
 #[derive(Debug, Clone, Copy)]
 pub struct Range {
@@ -75,6 +84,12 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
         };
     }
     Err(refusal(status, response.headers(), format!("the server answered {status}")))
+}
+
+/// Whether a refusal of S3 means that credentials, or the signature of an address, have expired.
+pub fn says_expired(said: &[u8]) -> bool {
+    let said = String::from_utf8_lossy(said);
+    EXPIRED.iter().any(|text| said.contains(text))
 }
 
 /// What a status that is no success means.

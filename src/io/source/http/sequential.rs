@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
-use super::client::{Clients, OneClient, Target};
+use super::client::{Clients, OneClient};
+use super::named::Named;
 use super::reply::Identity;
 use crate::cancel::Cancel;
 use crate::io::net::{Failure, NetOptions, Tries};
@@ -16,7 +17,7 @@ use crate::io::source::Stream;
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
 pub struct Body {
-    target: Target,
+    named: Named,
     clients: Clients,
     options: NetOptions,
     identity: Identity,
@@ -30,16 +31,15 @@ pub struct Body {
 }
 
 impl Body {
-    /// `target` is the address that the caller named.
     pub fn new(
-        target: Target,
+        named: Named,
         clients: Clients,
         options: NetOptions,
         identity: Identity,
         shown: String,
     ) -> Self {
         Body {
-            target,
+            named,
             clients,
             options,
             identity,
@@ -58,7 +58,7 @@ impl Body {
             None => {
                 let client = self.clients.take(tries)?;
                 let (_, response) = client.run(tries, async {
-                    client.follow(&self.target, None, Some(&self.identity)).await
+                    self.named.ask(&client, None, None, Some(&self.identity), tries).await
                 })?;
                 self.identity.check_whole(&response)?;
                 (client, response, self.position)
@@ -97,6 +97,7 @@ impl Body {
                     self.rest = bytes;
                     return Ok(());
                 }
+                Err(failure) if tries.renews(&failure) => {}
                 Err(failure) => tries.wait(failure, self.position, &self.shown)?,
             }
         }

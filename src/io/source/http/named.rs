@@ -1,0 +1,118 @@
+//! The address that the caller named: one that stays, or one that is signed, and expires.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use reqwest::{Response, StatusCode};
+
+use super::client::{OneClient, Target};
+use super::reply::{Identity, Range, refusal, says_expired};
+use crate::io::net::{Failure, Tries};
+
+/// Bytes of a refusal that are looked at.
+const LONGEST_REFUSAL: usize = 16 << 10;
+
+/// Work that a thread does on its event loop.
+pub type Work<'w, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'w>>;
+
+/// Signs an address.
+pub trait Sign: Send + Sync {
+    /// A new signature, and until when it is good.
+    fn sign(&self) -> Work<'_, (Target, SystemTime)>;
+
+    /// What was signed with at that time has expired, says a server.
+    fn refused(&self, used: Instant);
+}
+
+/// The address that the caller named.
+pub enum Named {
+    /// As it is.
+    Fixed(Arc<Target>),
+    /// With a signature, which is kept as long as it is good.
+    Signed { signer: Box<dyn Sign>, known: Mutex<Option<Signed>> },
+}
+
+/// A signature, until when it is good, and when it was made.
+pub struct Signed {
+    target: Arc<Target>,
+    until: SystemTime,
+    since: Instant,
+}
+
+fn locked(known: &Mutex<Option<Signed>>) -> MutexGuard<'_, Option<Signed>> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Named {
+    /// One that is signed when it is used.
+    #[cfg(feature = "s3")]
+    pub fn signed(signer: Box<dyn Sign>) -> Self {
+        Named::Signed { signer, known: Mutex::new(None) }
+    }
+
+    /// Where to ask now, and since when that is good. Signs if there is no signature, or if it is
+    /// about to expire.
+    async fn target(&self) -> Result<(Arc<Target>, Instant), Failure> {
+        let (signer, known) = match self {
+            Named::Fixed(target) => return Ok((Arc::clone(target), Instant::now())),
+            Named::Signed { signer, known } => (signer, known),
+        };
+        let good = |signed: &&Signed| SystemTime::now() < signed.until;
+        if let Some(signed) = locked(known).as_ref().filter(good) {
+            return Ok((Arc::clone(&signed.target), signed.since));
+        }
+        let since = Instant::now();
+        let (target, until) = signer.sign().await?;
+        let target = Arc::new(target);
+        *locked(known) = Some(Signed { target: Arc::clone(&target), until, since });
+        Ok((target, since))
+    }
+
+    /// What was signed at that time has expired, says a server: the next request is signed anew.
+    fn refused(&self, used: Instant) {
+        if let Named::Signed { signer, known } = self {
+            // Another thread may have signed since.
+            locked(known).take_if(|signed| signed.since <= used);
+            signer.refused(used);
+        }
+    }
+
+    /// Asks there, or where a redirect has led to. A refusal says whether a signature has expired,
+    /// which is not used again then.
+    pub async fn ask(
+        &self,
+        client: &OneClient,
+        at: Option<&Arc<Target>>,
+        range: Option<Range>,
+        opened: Option<&Identity>,
+        tries: &Tries<'_>,
+    ) -> Result<(Option<Arc<Target>>, Response), Failure> {
+        let (from, since) = match at {
+            Some(at) => (Arc::clone(at), Instant::now()),
+            None => self.target().await?,
+        };
+        let (target, mut response) = client.follow(&from, range, opened).await?;
+        let status = response.status();
+        let refused = matches!(status, StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN);
+        if refused && matches!(self, Named::Signed { .. }) {
+            let mut said = Vec::new();
+            while said.len() < LONGEST_REFUSAL {
+                match client.chunk(&mut response, tries).await? {
+                    more if more.is_empty() => break,
+                    more => said.extend_from_slice(&more),
+                }
+            }
+            let what = format!("the server answered {status}");
+            let expired = says_expired(&said);
+            if expired {
+                self.refused(since);
+            }
+            return Err(refusal(status, response.headers(), what).if_expired(expired));
+        }
+        // What was named is not kept: its signature expires.
+        let moved = if at.is_none() && target == *from { None } else { Some(Arc::new(target)) };
+        Ok((moved, response))
+    }
+}

@@ -1,0 +1,204 @@
+"""Credentials that expire, and those of machines in a cloud: found once, and renewed."""
+
+import json
+import os
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same, run_python
+from servers import Relay, Scripted
+from tensorizer import TensorDeserializer
+from tensorizer.stream_io import open_stream
+
+TENSORS = {"big": torch.randn(5, 1000, 1000), "small": torch.arange(10)}
+EXPIRED = (
+    b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code>"
+    b"<Message>The provided token has expired.</Message></Error>"
+)
+#: As S3 answers to an address whose time is over.
+TOO_LATE = (
+    b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>"
+    b"<Message>Request has expired</Message></Error>"
+)
+
+
+class Metadata(Scripted):
+    """What containers (``/credentials``) and machines (all other paths) ask who they are.
+
+    Each answer has another access key: ``key-1``, ``key-2`` and so on.
+    """
+
+    def __init__(self, expiration="2100-01-01T00:00:00Z"):
+        self.expiration, self.given, self.asked = expiration, 0, []
+        super().__init__()
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def answer(self, handler):
+        with self.lock:
+            self.asked.append(handler.path)
+            body = self.body(handler.path)
+        handler.send_response(200)
+        handler.send_header("X-aws-ec2-metadata-token-ttl-seconds", "21600")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def body(self, path):
+        if path.endswith("/token"):
+            return b"token"
+        if path.endswith("/region"):
+            return b"mars-north-1"
+        if path.endswith("/security-credentials/"):
+            return b"role"
+        self.given += 1
+        said = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2020-01-01T00:00:00Z",
+                "AccessKeyId": f"key-{self.given}", "SecretAccessKey": "secret", "Token": "token",
+                "Expiration": self.expiration}  # fmt: skip
+        return json.dumps(said).encode()
+
+
+@pytest.fixture(autouse=True)
+def settings(s3, monkeypatch):
+    """The environment of a container: no keys, but somebody to ask for them."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "30")
+
+
+@pytest.fixture
+def saved(moto, request, tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    key = f"{request.node.name}.tensors"
+    moto.client().upload_file(str(path), "bucket", key)
+    return f"s3://bucket/{key}"
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Have a server asked for credentials, and the objects of another."""
+
+    def ask(metadata, relay):
+        address = f"{metadata.address}/credentials"
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", address)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+
+    return ask
+
+
+def check(loaded):
+    assert list(loaded) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert_same(loaded[name].detach(), tensor)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(400, EXPIRED), (403, TOO_LATE)], ids=["token", "address"]
+)
+def test_what_a_server_says_has_expired_is_signed_anew(moto, saved, ask, status, body):
+    def script(method, path, number):
+        old = number >= 1 and "key-1" in path
+        return ("status", status, {"Content-Type": "application/xml"}, body) if old else None
+
+    with Metadata() as metadata, Relay(moto.host, script) as relay:
+        ask(metadata, relay)
+        check(tensorizer.load(saved, "cpu"))
+    assert metadata.given == 2
+    assert relay.signers[0] == "key-1"
+    assert relay.signers[-1] == "key-2"
+
+
+def test_only_once(moto, saved, ask):
+    script = lambda *_: ("status", 400, {}, EXPIRED)  # noqa: E731
+    with Metadata() as metadata, Relay(moto.host, script) as relay:
+        ask(metadata, relay)
+        with pytest.raises(OSError, match="400"):
+            tensorizer.load(saved, "cpu")
+    assert relay.signers == ["key-1", "key-2"]
+    # Other refusals are what they are.
+    with Metadata() as metadata, Relay(moto.host, lambda *_: ("status", 403)) as relay:
+        ask(metadata, relay)
+        with pytest.raises(PermissionError, match="403"):
+            tensorizer.load(saved, "cpu")
+    assert relay.signers == ["key-1"]
+
+
+def test_what_is_about_to_expire_is_not_used(moto, saved, ask):
+    # Their time is over when they come: each request asks for others.
+    with Metadata("2020-01-01T00:00:00Z") as metadata, Relay(moto.host) as relay:
+        ask(metadata, relay)
+        stream = open_stream(saved)
+        with TensorDeserializer(stream, "cpu", num_readers=1) as deserializer:
+            check(dict(deserializer.items()))
+    assert len(relay.signers) > 1
+    assert len(set(relay.signers)) == len(relay.signers)
+
+
+@pytest.mark.parametrize("expiration", ["2100-01-01T00:00:00Z", "2020-01-01T00:00:00Z"])
+def test_uploads_renew_what_expires(moto, request, ask, monkeypatch, expiration):
+    monkeypatch.setenv("TENSORIZER_CONNECTIONS", "2")
+    key = f"{request.node.name}.tensors"
+
+    class Strict(Relay):
+        def __init__(self):
+            def script(method, path, number):
+                late = method == "PUT" and self.signers[number] == "key-1" and number > 2
+                return (
+                    ("status", 400, {"Content-Type": "application/xml"}, EXPIRED) if late else None
+                )
+
+            super().__init__(moto.host, script)
+
+    with Metadata(expiration) as metadata, Strict() as relay:
+        ask(metadata, relay)
+        tensorizer.save({"a": torch.zeros(10 << 20)}, f"s3://bucket/{key}")
+    if expiration.startswith("2020"):
+        assert len(set(relay.signers)) == len(relay.signers)
+    else:
+        assert metadata.given == 2
+        assert set(relay.signers) == {"key-1", "key-2"}
+    size = moto.client().head_object(Bucket="bucket", Key=key)["ContentLength"]
+    assert size > 40 << 20
+
+
+def test_what_was_found_is_kept_for_the_process(moto, saved, ask):
+    with Metadata() as metadata, Relay(moto.host) as relay:
+        ask(metadata, relay)
+        for _ in range(3):
+            check(tensorizer.load(saved, "cpu"))
+        assert metadata.asked == ["/credentials"]
+        code = (
+            "import os, sys, tensorizer\n"
+            "tensorizer.load(sys.argv[1], 'cpu')\n"
+            "if os.fork() == 0:\n"
+            "    tensorizer.load(sys.argv[1], 'cpu')\n"
+            "    os._exit(0)\n"
+            "assert os.wait()[1] == 0\n"
+            "tensorizer.load(sys.argv[1], 'cpu')\n"
+        )
+        done = run_python(code, saved, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+        # That process, and the one that was forked off it.
+        assert len(metadata.asked) == 3
+
+
+def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    host, options = moto.host, {"s3_endpoint": moto.host, "force_http": True}
+    given = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
+    with Metadata() as metadata, Relay(host) as relay:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.address)
+        stream = open_stream(saved, **given, **options)
+        check(dict(TensorDeserializer(stream, "cpu").items()))
+        monkeypatch.setenv("AWS_REGION", "mars-south-1")
+        open_stream(saved, **given, **options).close()
+        assert metadata.asked == []
+        monkeypatch.delenv("AWS_REGION")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        for _ in range(2):
+            check(tensorizer.load(saved, "cpu"))
+        # For its keys, not for where it is, which says nothing about this server.
+        assert not any(path.endswith("/region") for path in metadata.asked)
+    assert metadata.given == 1
+    assert set(relay.signers) == {"key-1"}
