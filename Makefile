@@ -16,9 +16,9 @@ SAY_TCH = $(if $(TCH),,@echo "the feature tch is for torch 2.11: not compiled wi
 CARGO = LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) cargo
 
 SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Cargo.lock setup.py pyproject.toml \
-  Cargo.toml csrc/Cargo.toml python/Cargo.toml
+  build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
-.PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch \
+.PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch check-aarch64 \
   lint bench bench-quick gpu build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
@@ -68,6 +68,18 @@ test-cuda: $(STAMPS)/built $(STAMPS)/test
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
 	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(WORKERS) tests/cuda tests/python/gpu
+
+# Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
+# aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.
+AARCH64 = aarch64_unknown_linux_gnu
+check-aarch64: $(STAMPS)/torch
+	@if ! [ -d "$$(rustc --print target-libdir --target $(subst _,-,$(AARCH64)))" ]; then \
+	  echo "skipped: Rust has no standard library for $(subst _,-,$(AARCH64)) here"; exit 0; fi; \
+	if ! command -v aarch64-linux-gnu-g++ >/dev/null; then \
+	  echo "skipped: there is no aarch64-linux-gnu-g++ here"; exit 0; fi; set -x; \
+	CC_$(AARCH64)=aarch64-linux-gnu-gcc CXX_$(AARCH64)=aarch64-linux-gnu-g++ PYO3_NO_PYTHON=1 \
+	  RUSTFLAGS="-D warnings" $(CARGO) check --workspace --all-targets --features tensorizer/stand-in \
+	  --target $(subst _,-,$(AARCH64))
 
 # What takes too long for every change; the output is the record in tests/long.txt.
 test-long: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -74,6 +75,9 @@ class BuildRust(build_rust):
 
     def run(self) -> None:
         """Build everything."""
+        system = platform.libc_ver()[0] if sys.platform == "linux" else sys.platform
+        if system != "glibc":
+            sys.exit(f"tensorizer needs Linux with glibc, found {system or 'another C library'}.")
         if shutil.which(self.cargo) is None:
             sys.exit("tensorizer needs Rust to build: install it from https://rustup.rs.")
         torch = find_torch()

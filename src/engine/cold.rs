@@ -53,12 +53,10 @@ pub fn cached(source: &dyn ReadAt, extents: &[Extent]) -> Cached {
 
 /// A reader that goes around the page cache, where there can be one.
 pub fn around_the_cache(source: &dyn ReadAt, counters: &Counters) -> Option<Box<dyn ReadAt>> {
-    #[cfg(target_os = "linux")]
     if let Some(reader) = crate::io::source::DirectReader::open(source) {
         counters.reading(reader.name());
         return Some(Box::new(reader));
     }
-    let _ = source;
     counters
         .fallback("the file system has no direct reads: a cold file goes through the page cache");
     None

@@ -100,7 +100,6 @@ impl Arena {
     /// Leaves the block out of processes that are forked off, which have nothing at its addresses:
     /// none of them may use it, nor free it. Blocks without a mapping of their own are inherited.
     pub fn leave_out_of_forks(&self) {
-        #[cfg(target_os = "linux")]
         if let Memory::Mapped(map, _) = &self.memory {
             // A refusal costs a child its copies of the pages, and nothing else.
             let _ = map.advise(Advice::DontFork);

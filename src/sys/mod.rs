@@ -8,6 +8,7 @@ use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -97,26 +98,20 @@ pub fn open_at_once(path: &Path) -> io::Result<File> {
 
 /// Whether the byte at a position is in memory, if the kernel says.
 pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
-    #[cfg(target_os = "linux")]
     if let Some(cached) = in_page_cache(file, offset) {
         return Some(cached);
     }
     // Older kernels: a read that may not wait, but may have the kernel read ahead.
-    #[cfg(target_os = "linux")]
-    if let Ok(offset) = position(offset) {
-        let mut byte = 0u8;
-        let vector = libc::iovec { iov_base: std::ptr::from_mut(&mut byte).cast(), iov_len: 1 };
-        // SAFETY: one vector of one byte that lives until the call returns.
-        let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
-        let would_wait = io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock;
-        return if read >= 0 { Some(true) } else { would_wait.then_some(false) };
-    }
-    let _ = (file, offset);
-    None
+    let offset = position(offset).ok()?;
+    let mut byte = 0u8;
+    let vector = libc::iovec { iov_base: std::ptr::from_mut(&mut byte).cast(), iov_len: 1 };
+    // SAFETY: one vector of one byte that lives until the call returns.
+    let read = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, offset, libc::RWF_NOWAIT) };
+    let would_wait = io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock;
+    if read >= 0 { Some(true) } else { would_wait.then_some(false) }
 }
 
 /// What `cachestat(2)` says, of Linux 6.5 and later.
-#[cfg(target_os = "linux")]
 fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;
@@ -134,74 +129,54 @@ fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
 /// The same file, opened once more for reading: the kernel keeps positions and its guess of what is
 /// read next for each opening. None where that is not possible.
 pub fn reopen(file: &File) -> Option<File> {
-    #[cfg(target_os = "linux")]
-    return File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok();
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = file;
-        None
-    }
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
 /// Asks the kernel to begin writing a range to the disk, and does not wait for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.
 pub fn start_writeback(file: &File, offset: u64, len: u64) {
-    #[cfg(target_os = "linux")]
     if let (Ok(offset), Ok(len)) = (position(offset), position(len)) {
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
         let _ = unsafe {
             libc::sync_file_range(file.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE)
         };
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (file, offset, len);
 }
 
 /// Reserves disk space for a file, so that a full disk shows before anything is written.
 /// File systems that cannot do it are not an error.
 pub fn reserve(file: &File, len: u64) -> io::Result<()> {
-    #[cfg(target_os = "linux")]
-    {
-        let len = position(len)?;
-        if len == 0 {
-            return Ok(());
-        }
-        // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-        let result =
-            unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) };
-        if result != 0 {
-            let error = io::Error::last_os_error();
-            return match error.raw_os_error() {
-                Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Err(error),
-                _ => Ok(()),
-            };
-        }
+    let len = position(len)?;
+    if len == 0 {
+        return Ok(());
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (file, len);
+    // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+    let result = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) };
+    if result != 0 {
+        let error = io::Error::last_os_error();
+        return match error.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Err(error),
+            _ => Ok(()),
+        };
+    }
     Ok(())
 }
 
 /// Renames a file, unless something has the new name: that is `AlreadyExists`, and stays.
 pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
-    #[cfg(target_os = "linux")]
-    {
-        use std::os::unix::ffi::OsStrExt as _;
-        let here = libc::AT_FDCWD;
-        let old = CString::new(from.as_os_str().as_bytes())?;
-        let new = CString::new(to.as_os_str().as_bytes())?;
-        // SAFETY: two strings that end in a zero and live until the call returns.
-        let result = unsafe {
-            libc::renameat2(here, old.as_ptr(), here, new.as_ptr(), libc::RENAME_NOREPLACE)
-        };
-        if result == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) {
-            return Err(error);
-        }
+    let here = libc::AT_FDCWD;
+    let old = CString::new(from.as_os_str().as_bytes())?;
+    let new = CString::new(to.as_os_str().as_bytes())?;
+    // SAFETY: two strings that end in a zero and live until the call returns.
+    let result =
+        unsafe { libc::renameat2(here, old.as_ptr(), here, new.as_ptr(), libc::RENAME_NOREPLACE) };
+    if result == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) {
+        return Err(error);
     }
     // File systems without that call: a second name is not made where there is one already.
     match std::fs::hard_link(from, to) {
@@ -241,79 +216,53 @@ pub fn unlock(file: &File) {
 
 /// Gives a name to an open file, which may have had none. One that is taken is `AlreadyExists`.
 pub fn link(file: &File, name: &Path) -> io::Result<()> {
-    #[cfg(target_os = "linux")]
-    {
-        use std::os::unix::ffi::OsStrExt as _;
-        let here = libc::AT_FDCWD;
-        let name = CString::new(name.as_os_str().as_bytes())?;
-        let number = file.as_raw_fd();
-        let from = c"".as_ptr();
-        // SAFETY: two strings that end in a zero and live until the call returns; the descriptor is
-        // open for the borrow of `file`.
-        if unsafe { libc::linkat(number, from, here, name.as_ptr(), libc::AT_EMPTY_PATH) } == 0 {
-            return Ok(());
-        }
-        if io::Error::last_os_error().kind() == io::ErrorKind::AlreadyExists {
-            return Err(io::Error::last_os_error());
-        }
-        // That needs a privilege before Linux 6.10, and this needs /proc.
-        let path = CString::new(format!("/proc/self/fd/{number}"))?;
-        let flags = libc::AT_SYMLINK_FOLLOW;
-        // SAFETY: as above.
-        if unsafe { libc::linkat(here, path.as_ptr(), here, name.as_ptr(), flags) } == 0 {
-            return Ok(());
-        }
-        Err(io::Error::last_os_error())
+    let here = libc::AT_FDCWD;
+    let name = CString::new(name.as_os_str().as_bytes())?;
+    let number = file.as_raw_fd();
+    let from = c"".as_ptr();
+    // SAFETY: two strings that end in a zero and live until the call returns; the descriptor is
+    // open for the borrow of `file`.
+    if unsafe { libc::linkat(number, from, here, name.as_ptr(), libc::AT_EMPTY_PATH) } == 0 {
+        return Ok(());
     }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = (file, name);
-        Err(io::Error::from(io::ErrorKind::Unsupported))
+    if io::Error::last_os_error().kind() == io::ErrorKind::AlreadyExists {
+        return Err(io::Error::last_os_error());
     }
+    // That needs a privilege before Linux 6.10, and this needs /proc.
+    let path = CString::new(format!("/proc/self/fd/{number}"))?;
+    let flags = libc::AT_SYMLINK_FOLLOW;
+    // SAFETY: as above.
+    if unsafe { libc::linkat(here, path.as_ptr(), here, name.as_ptr(), flags) } == 0 {
+        return Ok(());
+    }
+    Err(io::Error::last_os_error())
 }
 
 /// The names of a file's extended attributes.
 pub fn attribute_names(file: &File) -> io::Result<Vec<CString>> {
-    #[cfg(target_os = "linux")]
-    {
-        let list = sized(|out, len| {
-            // SAFETY: the kernel writes at most `len` bytes to `out`, see `sized`.
-            checked(unsafe { libc::flistxattr(file.as_raw_fd(), out.cast(), len) })
-        })?;
-        let names = list.split(|byte| *byte == 0).filter(|name| !name.is_empty());
-        Ok(names.map(CString::new).collect::<Result<_, _>>()?)
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = file;
-        Ok(Vec::new())
-    }
+    let list = sized(|out, len| {
+        // SAFETY: the kernel writes at most `len` bytes to `out`, see `sized`.
+        checked(unsafe { libc::flistxattr(file.as_raw_fd(), out.cast(), len) })
+    })?;
+    let names = list.split(|byte| *byte == 0).filter(|name| !name.is_empty());
+    Ok(names.map(CString::new).collect::<Result<_, _>>()?)
 }
 
 /// An extended attribute; None where the file has no such, or its file system none at all.
 pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
-    #[cfg(target_os = "linux")]
-    {
-        let value = sized(|out, len| {
-            // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,
-            // see `sized`.
-            let got = unsafe { libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), out.cast(), len) };
-            checked(got)
-        });
-        match value {
-            Err(e) if matches!(e.raw_os_error(), Some(libc::ENODATA | libc::ENOTSUP)) => Ok(None),
-            other => other.map(Some),
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = (file, name);
-        Ok(None)
+    let value = sized(|out, len| {
+        // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,
+        // see `sized`.
+        let got = unsafe { libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), out.cast(), len) };
+        checked(got)
+    });
+    match value {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENODATA | libc::ENOTSUP)) => Ok(None),
+        other => other.map(Some),
     }
 }
 
 /// What a call writes that tells the length when it is given no room.
-#[cfg(target_os = "linux")]
 fn sized(call: impl Fn(*mut u8, usize) -> io::Result<usize>) -> io::Result<Vec<u8>> {
     let mut out = vec![0; call(std::ptr::null_mut(), 0)?];
     // One of no bytes would ask for the length again.
@@ -324,25 +273,20 @@ fn sized(call: impl Fn(*mut u8, usize) -> io::Result<usize>) -> io::Result<Vec<u
 
 /// Sets an extended attribute, or with None removes it.
 pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Result<()> {
-    #[cfg(target_os = "linux")]
-    {
-        let number = file.as_raw_fd();
-        let result = match value {
-            Some(value) => {
-                let bytes = value.as_ptr().cast();
-                // SAFETY: a string that ends in a zero, and as many bytes as it says, which all
-                // live until the call returns.
-                unsafe { libc::fsetxattr(number, name.as_ptr(), bytes, value.len(), 0) }
-            }
-            // SAFETY: a string that ends in a zero and lives until the call returns.
-            None => unsafe { libc::fremovexattr(number, name.as_ptr()) },
-        };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
+    let number = file.as_raw_fd();
+    let result = match value {
+        Some(value) => {
+            let bytes = value.as_ptr().cast();
+            // SAFETY: a string that ends in a zero, and as many bytes as it says, which all
+            // live until the call returns.
+            unsafe { libc::fsetxattr(number, name.as_ptr(), bytes, value.len(), 0) }
         }
+        // SAFETY: a string that ends in a zero and lives until the call returns.
+        None => unsafe { libc::fremovexattr(number, name.as_ptr()) },
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (file, name, value);
     Ok(())
 }
 

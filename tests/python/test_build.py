@@ -14,7 +14,10 @@ def build(tmp_path, **env):
     """Run the build's own checks on a copy of the sources, in a clean environment."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"):
+    for name in (
+        *("setup.py", "pyproject.toml", "Cargo.toml", "Cargo.lock", "build.rs"),
+        *("README.md", "LICENSE"),
+    ):
         shutil.copy(ROOT / name, source)
     for name in ("csrc", "src", "python"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so"))
@@ -49,6 +52,54 @@ def test_no_rust(tmp_path):
     done = build(tmp_path, TENSORIZER_TORCH=fake_torch(tmp_path, "2.11.0"), CARGO="no-such-cargo")
     assert done.returncode == 1
     assert "tensorizer needs Rust to build: install it from https://rustup.rs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "libc", "target"),
+    [("macos", "", "aarch64-apple-darwin"), ("linux", "musl", "x86_64-unknown-linux-musl")],
+)
+def test_another_system(system, libc, target, tmp_path):
+    """What Cargo runs before it compiles the core, told of each target as Cargo tells it."""
+    if shutil.which("rustc") is None:
+        assert not os.environ.get("CI"), "in CI the extension is built from the sources"
+        pytest.skip("there is no Rust here")
+    script = tmp_path / "script"
+    subprocess.run(["rustc", "--edition=2024", ROOT / "build.rs", "-o", script], check=True)
+
+    def run(system, libc, target):
+        told = {"CARGO_CFG_TARGET_OS": system, "CARGO_CFG_TARGET_ENV": libc, "TARGET": target}
+        return subprocess.run([script], env={**os.environ, **told}, capture_output=True, text=True)
+
+    assert (
+        f"cargo::error=tensorizer needs Linux with glibc, found {target}: "
+        in run(system, libc, target).stdout
+    )
+    assert "error" not in run("linux", "gnu", "aarch64-unknown-linux-gnu").stdout
+
+
+@pytest.mark.parametrize(
+    ("pretend", "found"),
+    [
+        ("import sys; sys.platform = 'darwin'", "darwin"),
+        ("import platform; platform.libc_ver = lambda: ('', '')", "another C library"),
+    ],
+)
+def test_another_system_says_so_before_anything_is_looked_for(pretend, found):
+    code = (
+        f"import runpy, sys, setuptools_rust; {pretend}; sys.argv = ['setup.py', 'build_rust'];"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "", "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"tensorizer needs Linux with glibc, found {found}." in done.stderr, done.stderr
 
 
 def test_no_torch(tmp_path):

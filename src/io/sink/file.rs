@@ -116,17 +116,9 @@ fn is_protected(target: &Path, old: &Metadata, folder: &Metadata, us: u32) -> io
     if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == us || old.uid() == us {
         return Ok(false);
     }
-    #[cfg(target_os = "linux")]
-    {
-        // Needs the same: to be the owner, or the privilege to act for every owner.
-        let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
-        Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = target;
-        Ok(us != 0)
-    }
+    // Needs the same: to be the owner, or the privilege to act for every owner.
+    let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
+    Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
 }
 
 /// Where a path leads that names nothing yet: absolute, because the process may change its folder,

@@ -123,24 +123,16 @@ impl Drop for Temporary {
 
 /// A file without a name in a folder, if it can be given one later.
 fn unnamed(folder: &Path, mode: u32) -> Option<File> {
-    #[cfg(target_os = "linux")]
-    {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(mode);
-        let file = options.open(folder).ok()?;
-        // Linux before 6.1 may pass over the umask here, but not for files with a name.
-        if file.metadata().ok()?.mode() & 0o777 == 0o666 {
-            return None;
-        }
-        // The folder itself has this name: that is found out once all is well with the file.
-        let tried = sys::link(&file, &folder.join("."));
-        tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(mode);
+    let file = options.open(folder).ok()?;
+    // Linux before 6.1 may pass over the umask here, but not for files with a name.
+    if file.metadata().ok()?.mode() & 0o777 == 0o666 {
+        return None;
     }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = (folder, mode);
-        None
-    }
+    // The folder itself has this name: that is found out once all is well with the file.
+    let tried = sys::link(&file, &folder.join("."));
+    tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
 }
 
 /// The name itself, then `name.unclosed`, `name.unclosed.2` and so on.

@@ -2,7 +2,6 @@
 
 pub mod address;
 mod closed;
-#[cfg(target_os = "linux")]
 mod direct;
 mod file;
 #[cfg(feature = "http")]
@@ -15,7 +14,6 @@ pub mod redis;
 pub mod s3;
 
 pub use closed::ClosedSource;
-#[cfg(target_os = "linux")]
 pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;

@@ -3,7 +3,6 @@
 
 mod context;
 mod driver;
-#[cfg(target_os = "linux")]
 mod gds;
 mod library;
 mod stream;
@@ -65,7 +64,6 @@ impl Device for CudaDevice {
         }
     }
 
-    #[cfg(target_os = "linux")]
     fn file(self: Arc<Self>, file: &std::fs::File) -> Option<Box<dyn super::DeviceFile>> {
         let file = gds::GdsFile::open(Arc::clone(&self.context), file)?;
         Some(Box::new(file))
