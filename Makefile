@@ -136,7 +136,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil safetensors "transformers>=5" \
-	  accelerate cmake "moto[server]>=5" redis protobuf
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

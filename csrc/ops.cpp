@@ -6,6 +6,7 @@
 #include "ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/PythonFallbackKernel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -120,6 +121,16 @@ std::int16_t number(const OptionalDevice& device) {
 bool watched() {
   return c10::impl::dispatch_mode_enabled() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
+}
+
+// Left to itself, a class of tensors that are made of others handles each operator: many then pass
+// on the plain tensors that they stand for, which is not what they are. Tracers see all calls.
+void refuse_subclasses(const Names& names, at::TensorList tensors) {
+  if (watched()) return;
+  for (std::size_t at = 0; at < tensors.size(); ++at) {
+    TORCH_CHECK(!tensors[at].defined() || !tensors[at].unsafeGetTensorImpl()->is_python_dispatch(),
+                "tensor `", at < names.size() ? names[at] : "", "`: ", kSubclassesRefused);
+  }
 }
 
 template <typename Signature>
@@ -255,10 +266,8 @@ void end(std::vector<at::Tensor>) {}
 
 void load_into(std::string uri, Names names, at::TensorList out, bool verify, Readers num_readers,
                Key key) {
-  const bool plain = std::none_of(out.begin(), out.end(), [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.unsafeGetTensorImpl()->is_python_dispatch();
-  });
-  if (plain && !watched()) return load_into_now(uri, names, out, {}, verify, num_readers, key);
+  refuse_subclasses(names, out);
+  if (!watched()) return load_into_now(uri, names, out, {}, verify, num_readers, key);
   static const auto op =
       find<void(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key)>(
           "tensorizer::_load_into", "");
@@ -277,6 +286,18 @@ void load_into_one(std::string uri, std::string name, at::Tensor out, bool verif
 void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors, Key key) {
   const TensorList list(std::move(tensors));
   checked([&] { op_save(str(uri), strings(names), list, key_bytes(key)); });
+}
+
+// Where torch notes for Python what surrounds a call, before it goes to a class or a mode there.
+void save_list_for_python(c10::DispatchKeySet keys, std::string uri, Names names,
+                          std::vector<at::Tensor> tensors, Key key) {
+  refuse_subclasses(names, tensors);
+  static const auto op =
+      find<void(std::string, Names, std::vector<at::Tensor>, Key)>("tensorizer::save", "list");
+  const at::impl::MaybeSetTLSOnEntryGuard noted;
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER,
+                                  c10::DispatchKey::PythonTLSSnapshot);
+  op.redispatch(keys & below, std::move(uri), std::move(names), std::move(tensors), std::move(key));
 }
 
 void save(std::string uri, Dict tensors, Key key) {
@@ -352,6 +373,8 @@ void define(torch::Library& library) {
   library.impl("save", torch::dispatch(implicit, TORCH_FN(save)));
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));
   library.impl("save.list", torch::dispatch(meta, TORCH_FN(no_effect_save)));
+  library.impl("save.list", torch::dispatch(c10::DispatchKey::PythonTLSSnapshot,
+                                            TORCH_FN(save_list_for_python)));
   accept_every_tensor(library, "save.list", TORCH_FN(save_list));
   library.def("_lend(int handle, Tensor[] tensors) -> ()",
               torch::dispatch(explicit_, TORCH_FN(lend)));

@@ -107,9 +107,7 @@ TensorInfo TensorList::info(std::size_t at) const {
               " are not supported; save the dense tensors that they consist of, or to_dense()");
   TORCH_CHECK(!tensor.is_quantized(),
               "quantized tensors are not supported; save int_repr(), scale and zero point");
-  TORCH_CHECK(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
-              "tensor subclasses that implement __torch_dispatch__ are not supported; save the "
-              "plain tensors that they consist of");
+  TORCH_CHECK(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), kSubclassesRefused);
   TensorInfo info;
   info.dtype = static_cast<std::int8_t>(tensor.scalar_type());
   for (const auto size : tensor.sizes()) info.shape.push_back(static_cast<std::uint64_t>(size));

@@ -15,6 +15,10 @@ namespace tensorizer {
 struct TensorInfo;
 struct Loaded;
 
+inline constexpr const char* kSubclassesRefused =
+    "tensor subclasses that implement __torch_dispatch__ are not supported; save the plain tensors "
+    "that they consist of";
+
 // Keeps tensors alive while the core reads their bytes or writes into them.
 class TensorList {
  public:

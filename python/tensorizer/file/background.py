@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from ..tensors import devices
+from ..tensors import devices, subclasses
 from ..tensors.exchange import lend, take
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
@@ -81,12 +81,17 @@ def save_async(
         hashes: See :class:`TensorSerializer`.
 
     Raises:
-        OSError, TypeError, ValueError: At once, where the file cannot be begun or what is given
-            cannot be saved. What goes wrong later is raised by the future and logged.
+        OSError, TypeError, ValueError, NotImplementedError: At once, where the file cannot be begun
+            or what is given cannot be saved. What goes wrong later is raised by the future and
+            logged.
 
     """
     # Refuses at once what cannot be saved.
-    leaves = [tensor for _, tensor in flatten(tensors)]
+    leaves = []
+    for path, tensor in flatten(tensors):
+        if why := subclasses.reason(tensor):
+            raise NotImplementedError(f"{(path[0] if len(path) == 1 else path)!r} is a {why}")
+        leaves.append(tensor)
     size = sum(t.numel() * t.element_size() for t in leaves if not t.is_meta)
     copies = _copied(tensors)
     file = FileWriter(uri, alignment=alignment, encryption=encryption, hashes=hashes)

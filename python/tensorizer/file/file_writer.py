@@ -13,10 +13,10 @@ import torch
 
 from .._native import Writer
 from .._types import Name, TensorType
-from ..modules import state
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
 from ..streams.upload import UploadFile
+from ..tensors import subclasses
 from ..tensors.exchange import lend
 from . import opening
 from .encryption import EncryptionParams, native_encryption
@@ -99,11 +99,8 @@ class FileWriter:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
         for name, tensor in zip(names, tensors, strict=True):
-            if state.is_sharded(tensor):
-                raise NotImplementedError(
-                    f"{name!r} is a DTensor, of which this process has a part: save what its "
-                    "full_tensor() returns, on one rank"
-                )
+            if why := subclasses.reason(tensor):
+                raise NotImplementedError(f"{name!r} is a {why}")
         handle = lend(tensors)
         try:
             self._writer.write(handle, names, [int(kind) for kind in kinds], modules)

@@ -12,6 +12,7 @@ import torch
 from .._native import cpu_count
 from .._types import TensorType
 from ..modules import state
+from ..tensors import subclasses
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
@@ -108,8 +109,8 @@ class TensorSerializer:
         Raises:
             TypeError: The name is not a string, or the tensor neither of the above.
             ValueError: The index is out of range, or the name is taken or too long.
-            NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass
-                without storage of its own.
+            NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass that
+                is more than its bytes.
 
         """
         if not isinstance(name, str):
@@ -150,6 +151,9 @@ class TensorSerializer:
             if include_non_persistent_buffers
             or item[3].attribute not in item[3].module._non_persistent_buffers_set
         ]
+        for _, name, _, place, tensor in found:
+            if why := subclasses.reason_in(place.module, tensor):
+                raise NotImplementedError(f"{name!r} is a {why}")
         self._file.write(
             [name for _, name, _, _, _ in found],
             [kind for _, _, kind, _, _ in found],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._types import Name, TensorType
+from ..tensors import subclasses
 
 
 @dataclass
@@ -106,12 +105,6 @@ def without_overlaps(
     return [item for at, item in enumerate(found) if at not in shared]
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Tell whether a process has only a part of a tensor."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
-
-
 def check(
     root: torch.nn.Module,
     places: Sequence[Place],
@@ -139,15 +132,15 @@ def check(
                 )
             unknown.append(name)
             continue
-        if is_sharded(tensor):
+        if subclasses.is_sharded(tensor):
             raise NotImplementedError(
                 f"{name!r} is a DTensor, of which this process has a part: loading into sharded "
                 "modules is not supported; load before the module is sharded"
             )
-        if is_traceable_wrapper_subclass(tensor):
+        if subclasses.reason_in(place.module, tensor) is not None:
             raise NotImplementedError(
-                f"{name!r} is a {type(tensor).__name__}, which is made of other tensors: its "
-                "bytes cannot be those of one tensor of a file"
+                f"{name!r} is a {type(tensor).__name__}, which is more than the bytes of one "
+                "tensor of a file; load before the module is quantized or wrapped, or torch.load it"
             )
         if not is_lazy(tensor) and list(tensor.shape) != list(shape):
             wrong.append(

@@ -1,0 +1,132 @@
+"""Subclasses of torch's tensors: which are their bytes and nothing else.
+
+A file holds the bytes, the dtype and the shape of a tensor. A class of a library may need more:
+other tensors that it is made of, or that it carries along. Such tensors are refused, as what came
+back would be something else, and a class that a file names cannot be had without running code
+that the file chooses.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a process has only a part of a tensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def reason(tensor: torch.Tensor) -> str | None:
+    """Say why the bytes of a tensor are not all of it; None where they are.
+
+    The answer goes on after ``"'name' is a "``.
+    """
+    kind = type(tensor)
+    if kind in _PLAIN:
+        return None
+    if is_sharded(tensor):
+        return (
+            f"{kind.__name__}, of which this process has a part: save what its full_tensor() "
+            "returns, on one rank"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        return (
+            f"{kind.__name__}, which is made of other tensors{_parts(tensor)}: a .tensors file "
+            "cannot say how they belong together; save these as tensors of their own, or the whole "
+            + _INSTEAD
+        )
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"{kind.__name__}: tensor subclasses that implement __torch_dispatch__ are not "
+            f"supported; save the plain tensors that it consists of, or the whole {_INSTEAD}"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        carried = next(_carried(tensor), None)
+    if carried is None:
+        return None
+    return (
+        f"{kind.__name__} that needs other tensors (its attribute {carried}), for which a .tensors "
+        "file has no place; save the state_dict() of its module if that lists them, or the whole "
+        + _INSTEAD
+    )
+
+
+def reason_in(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
+    """Say the same of a tensor of a module, which may keep what belongs to it."""
+    if type(tensor) in _PLAIN:
+        return None
+    return reason(tensor) or _kept_by(module, tensor)
+
+
+def _parts(tensor: Any) -> str:
+    try:
+        names, _ = tensor.__tensor_flatten__()
+        return f" ({', '.join(names)})"
+    except Exception:  # of any library; the sentence is as good without
+        return ""
+
+
+def _carried(tensor: torch.Tensor) -> Iterator[str]:
+    """Yield the names of attributes that hold tensors with memory of their own."""
+    for name, value in vars(tensor).items():
+        for inner, found in _tensors_of(value):
+            if _is_apart(found, tensor):
+                yield name + inner
+
+
+def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that an attribute is, or that its value directly holds."""
+    if isinstance(value, torch.Tensor):
+        yield "", value
+        return
+    held: Mapping[Any, Any] = {}
+    if isinstance(value, Mapping):
+        held = value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = dict(enumerate(value))
+    elif not isinstance(value, (torch.nn.Module, type, types.ModuleType)) and not callable(value):
+        held = {f".{name}": inner for name, inner in getattr(value, "__dict__", {}).items()}
+    for key, inner in held.items():
+        if isinstance(inner, torch.Tensor):
+            yield key if isinstance(key, str) and key[:1] == "." else f"[{key!r}]", inner
+
+
+def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has bytes that are not those of another."""
+    try:
+        storage, own = other.untyped_storage(), tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return True  # made of others
+    return storage.nbytes() > 0 and storage._cdata != own._cdata
+
+
+def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
+    """Say what the state dict of a module has beyond its parameters and buffers."""
+    kind = type(module)
+    if kind._save_to_state_dict is torch.nn.Module._save_to_state_dict:
+        return None
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, "", True)
+    beyond = [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and name not in module._parameters
+        and name not in module._buffers
+    ]
+    if not beyond:
+        return None
+    return (
+        f"{type(tensor).__name__} of a {kind.__name__}, whose state_dict() has more than its "
+        f"parameters and buffers ({', '.join(beyond)}): save that instead, or the whole {_INSTEAD}"
+    )
