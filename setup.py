@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -78,6 +79,11 @@ class BuildRust(build_rust):
         system = platform.libc_ver()[0] if sys.platform == "linux" else sys.platform
         if system != "glibc":
             sys.exit(f"tensorizer needs Linux with glibc, found {system or 'another C library'}.")
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            sys.exit(
+                "tensorizer cannot be built for a free-threaded Python, which loads no modules of "
+                f"the stable ABI, and {sys.executable} is one: use an ordinary build of Python."
+            )
         if shutil.which(self.cargo) is None:
             sys.exit("tensorizer needs Rust to build: install it from https://rustup.rs.")
         torch = find_torch()
@@ -88,6 +94,7 @@ class BuildRust(build_rust):
         package = Path("python") if self.inplace else Path(build_lib)
         (package / "tensorizer/_build.py").write_text(
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
+            f'VERSION = "{cargo_version()}"\n'
         )
 
     def build_extension(  # type: ignore[override]  # its pairs are of a private class
@@ -133,12 +140,17 @@ class BuildRust(build_rust):
         return str(plain)
 
 
-def version() -> str:
-    """Return the version that Cargo.toml states, followed by the torch of a wheel."""
+def cargo_version() -> str:
+    """Return the version that Cargo.toml states, and the native module too."""
     found = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
     assert found, "Cargo.toml has no version"
+    return found[1]
+
+
+def version() -> str:
+    """Return this version, followed by the torch of a wheel."""
     wheel_for = os.environ.get("TENSORIZER_WHEEL_FOR")
-    return f"{found[1]}+torch{wheel_for}" if wheel_for else found[1]
+    return f"{cargo_version()}+torch{wheel_for}" if wheel_for else cargo_version()
 
 
 def dependencies() -> list[str]:

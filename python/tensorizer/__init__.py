@@ -7,6 +7,8 @@ same name that this one succeeds. :func:`load` and :func:`save` are the short wa
 
 from . import _starting  # isort: skip  # before torch, which takes long
 
+from . import _installed  # isort: skip  # before what may have been replaced
+
 from pathlib import Path as _Path
 
 from ._native import __version__
@@ -79,4 +81,4 @@ for _public in (
     # Tracebacks, reprs and pickles name them as programs do.
     _public.__module__ = __name__
 
-del _public, _starting, operators
+del _installed, _public, _starting, operators

@@ -1,9 +1,11 @@
 """The native module, after checking that it fits the torch of this process."""
 
+from importlib.machinery import EXTENSION_SUFFIXES
+
 import torch
 
 try:
-    from ._build import TORCH_MINOR
+    from ._build import TORCH_MINOR, VERSION
 except ImportError as missing:
     raise ImportError(
         "tensorizer was not built: run `pip install .` in its source folder, from where the "
@@ -16,6 +18,12 @@ if _found != TORCH_MINOR:
         f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
         f"install its wheel for this torch, tensorizer-*+torch{_found}-*.whl, or build it again "
         "with `pip install --force-reinstall --no-deps .` in its source folder."
+    )
+
+if ".abi3.so" not in EXTENSION_SUFFIXES:
+    raise ImportError(
+        "tensorizer needs an ordinary build of Python for Linux, and this one loads no modules of "
+        "the stable ABI: free-threaded builds (python3.13t and the like) are not supported."
     )
 
 from ._C import (  # noqa: E402
@@ -39,6 +47,12 @@ from ._C import (  # noqa: E402
     staged,
     stats,
 )
+
+if __version__ != VERSION:
+    raise ImportError(
+        f"tensorizer {VERSION} was installed over {__version__}, or the other way round, and not "
+        "completely: install it again with `pip install --force-reinstall --no-deps`."
+    )
 
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",

@@ -1,0 +1,75 @@
+"""Says so where the old package of the same name was installed into this package's folder.
+
+pip removes the one before it installs the other. ``--ignore-installed``, conda beside pip, and
+copying do not: then files of both lie in one folder, and some of ours may have been replaced.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import warnings
+from pathlib import Path
+
+#: Every release of the old package has this file, and none of this one.
+_OLD = "_version.py"
+_REPAIR = (
+    "run `pip uninstall -y tensorizer` until it finds none, remove the folder {folder}, and "
+    "install one of them again"
+)
+
+
+def _check(folder: Path) -> None:
+    """Look for the old package in a folder of this one; it costs one look at a name.
+
+    Raises:
+        ImportError: It has replaced files of ours.
+
+    """
+    old = folder / _OLD
+    if not old.is_file():
+        return
+    found = re.search(r"\d+\.[\w.]+", old.read_text(errors="replace"))
+    version = found[0] if found else "2"
+    repair = _REPAIR.format(folder=folder)
+    replaced = _replaced(folder)
+    if replaced:
+        raise ImportError(
+            f"tensorizer {version} was installed over this package, without removing it, and has "
+            f"replaced {', '.join(replaced)}: {repair}"
+        )
+    warnings.warn(
+        f"files of tensorizer {version} lie among those of this package, which are complete as far "
+        f"as can be told; removing or upgrading one takes files of the other away: {repair}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _replaced(folder: Path) -> list[str]:
+    """Return the modules that are not as our installation has recorded them."""
+    # Only here: it takes longer than the rest.
+    from importlib.metadata import distributions
+
+    for distribution in distributions(name="tensorizer", path=[str(folder.parent)]):
+        hashes = {str(file): file.hash for file in distribution.files or [] if file.suffix == ".py"}
+        if "tensorizer/_native.py" in hashes:
+            return [
+                Path(name).name
+                for name, recorded in hashes.items()
+                if recorded is not None
+                and _sha256(folder.parent / name) not in (None, recorded.value)
+            ]
+    return []
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        digest = hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return None
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+_check(Path(__file__).parent)
