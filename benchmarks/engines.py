@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -227,6 +228,26 @@ def save_ours(tensors: dict[str, torch.Tensor], path: str) -> None:
     serializer.close()
 
 
+def save_one_by_one(tensors: dict[str, torch.Tensor], target: str | BinaryIO) -> None:
+    from tensorizer.serialization import TensorSerializer, TensorType
+
+    serializer = TensorSerializer(target)
+    for name, tensor in tensors.items():
+        serializer.write_tensor(0, name, TensorType.PARAM, tensor)
+    serializer.close()
+
+
+def save_old_one_by_one(tensors: dict[str, torch.Tensor], path: str) -> None:
+    save_one_by_one(tensors, path)
+    sync(path)
+
+
+def save_file_one_by_one(tensors: dict[str, torch.Tensor], path: str) -> None:
+    with open(path, "wb+") as file:
+        save_one_by_one(tensors, file)
+    sync(path)
+
+
 def save_encrypted(tensors: dict[str, torch.Tensor], path: str) -> None:
     import tensorizer
 
@@ -260,6 +281,9 @@ SAVERS = {
     "ours save": save_ours,
     "2.12.1 save": save_old,
     "safetensors save": save_safetensors,
+    "ours write-tensor": save_one_by_one,
+    "ours write-tensor file": save_file_one_by_one,
+    "2.12.1 write-tensor": save_old_one_by_one,
     "torch.save": save_torch,
     "ours upload": upload,
     "ours encrypt": save_encrypted,

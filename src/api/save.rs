@@ -14,7 +14,9 @@ use crate::format::index::{self, Entry, end_of_index};
 use crate::format::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
 use crate::format::name_tree::NameTree;
 use crate::format::pair::{self, PAIR_LEN, PairId};
-use crate::format::prologue::{Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN};
+use crate::format::prologue::{
+    PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
+};
 use crate::io::sink::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
 
@@ -23,9 +25,13 @@ const MAX_ALIGNMENT: u64 = 2 << 20;
 /// Marks the end of a file.
 const END_MARK: [u8; 8] = [0; 8];
 
+/// What is sealed or named as a whole is shown once it has grown by one part in so many.
+const SHOWN_GROWTH: usize = 8;
+
 /// A `.tensors` file under construction.
 ///
-/// After each [`Writer::write`] the sink holds a complete file of all tensors written so far.
+/// After each [`Writer::write`] a sink that shows early holds a complete file: of all tensors
+/// written so far or, where it has a manifest or an identity, of at least eight ninths of them.
 pub struct Writer {
     maker: Maker,
     sink: Option<Box<dyn WriteAt>>,
@@ -39,11 +45,23 @@ pub struct Writer {
     digests: Vec<[u8; 32]>,
     names: NameTree,
     index_len: u64,
+    shown: Shown,
     end: u64,
     version: u32,
     tensor_bytes: u64,
     progress: Arc<AtomicU64>,
     failed: bool,
+}
+
+/// The index in a file that shows early, as it was written last.
+#[derive(Clone, Copy, Default)]
+struct Shown {
+    entries: usize,
+    /// Bytes of these entries.
+    entries_len: u64,
+    tagged: bool,
+    /// Bytes of the whole block; 0 before there is one.
+    index_len: u64,
 }
 
 impl Writer {
@@ -67,6 +85,7 @@ impl Writer {
             digests: Vec::new(),
             names: NameTree::default(),
             index_len: 0,
+            shown: Shown::default(),
             end: 0,
             version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
@@ -153,7 +172,7 @@ impl Writer {
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
         if self.sink()?.shows_early() {
-            self.write_index(cancel)?;
+            self.show(cancel)?;
         }
         self.failed = false;
         Ok(())
@@ -248,8 +267,7 @@ impl Writer {
             encrypted,
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
-        let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
-        let used = self.entries_len + tags + encoded_lens(&trial.entries, tagged);
+        let used = self.used(tagged) + encoded_lens(&trial.entries, tagged);
         let pair = self.options.pair.map_or(0, |_| PAIR_LEN);
         let used = used + (self.seal_len() + pair) as u64;
         if self.index_len == 0 {
@@ -288,21 +306,62 @@ impl Writer {
         if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
     }
 
-    /// Writes end mark, index and prologue, in this order: the prologue makes the rest count.
-    fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
-        let sink = self.sink()?;
-        let tagged = self.version >= VERSION_LONG;
-        let encryption = self.options.encryption.as_deref();
+    /// Bytes of all entries in the index.
+    fn used(&self, tagged: bool) -> u64 {
+        let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
+        self.entries_len + tags
+    }
+
+    /// Whether entries of the index have tags.
+    fn tagged(&self) -> bool {
+        self.version >= VERSION_LONG
+    }
+
+    /// Has the file show what was written. Many calls write their entries once: they are added to
+    /// the index in the file, which is written anew only when its length or form has changed.
+    fn show(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        let Shown { entries, entries_len, tagged, index_len } = self.shown;
+        let whole = self.seal_len() > 0 || self.options.pair.is_some();
+        let new = self.entries.get(entries..).unwrap_or(&[]);
+        if index_len != self.index_len || tagged != self.tagged() {
+            self.write_index(cancel)?;
+        } else if whole {
+            if new.len() <= entries / SHOWN_GROWTH {
+                return Ok(());
+            }
+            self.write_index(cancel)?;
+        } else {
+            let added = index::encode(new, tagged, encoded_lens(new, tagged))?;
+            let at = end_of_index(self.base, entries_len);
+            let sink = self.sink()?;
+            write_all_at(sink, self.end, &mut [IoSlice::new(&END_MARK)], cancel)?;
+            write_all_at(sink, at, &mut [IoSlice::new(&added)], cancel)?;
+            write_all_at(sink, self.base, &mut [IoSlice::new(&self.prologue())], cancel)?;
+        }
+        let (entries, tagged) = (self.entries.len(), self.tagged());
+        let entries_len = self.used(tagged);
+        self.shown = Shown { entries, entries_len, tagged, index_len: self.index_len };
+        Ok(())
+    }
+
+    fn prologue(&self) -> [u8; PROLOGUE_LEN] {
         let prologue = Prologue {
             version: self.version,
-            encrypted: encryption.is_some(),
-            versioned_entries: tagged,
+            encrypted: self.options.encryption.is_some(),
+            versioned_entries: self.tagged(),
             tensor_bytes: self.tensor_bytes,
             count: self.entries.len() as u64,
             index_len: self.index_len,
         };
-        let mut block = index::encode(&self.entries, tagged, self.index_len)?;
-        let start = prologue.encode();
+        prologue.encode()
+    }
+
+    /// Writes end mark, prologue and the whole index.
+    fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
+        let sink = self.sink()?;
+        let encryption = self.options.encryption.as_deref();
+        let mut block = index::encode(&self.entries, self.tagged(), self.index_len)?;
+        let start = self.prologue();
         let unsealed = block.len().saturating_sub(self.seal_len());
         if let (Some(id), Some(space)) = (self.pair_id(), block.get_mut(..unsealed))
             && !pair::put(space, id)

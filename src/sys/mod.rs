@@ -7,6 +7,7 @@ pub mod process;
 use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
 use std::io::{self, IoSlice};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
@@ -144,15 +145,16 @@ pub fn start_writeback(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// Reserves disk space for a file, so that a full disk shows before anything is written.
+/// Reserves disk space for a range of a file, so that a full disk shows before anything is written.
 /// File systems that cannot do it are not an error.
-pub fn reserve(file: &File, len: u64) -> io::Result<()> {
-    let len = position(len)?;
-    if len == 0 {
+pub fn reserve(file: &File, range: Range<u64>) -> io::Result<()> {
+    if range.is_empty() {
         return Ok(());
     }
+    let (start, len) = (position(range.start)?, position(range.end - range.start)?);
     // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-    let result = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) };
+    let result =
+        unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, start, len) };
     if result != 0 {
         let error = io::Error::last_os_error();
         return match error.raw_os_error() {

@@ -4,6 +4,7 @@ use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::hidden::Hidden;
 use super::temporary::Temporary;
@@ -18,6 +19,8 @@ pub struct FileSink {
     pending: Option<Temporary>,
     file: File,
     uri: String,
+    /// Space up to here was asked for.
+    reserved: AtomicU64,
 }
 
 impl FileSink {
@@ -43,7 +46,7 @@ impl FileSink {
             }
             // A device: there is nothing to rename over.
             let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
-            return Ok(FileSink { pending: None, file, uri });
+            return Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) });
         }
         // Replacing it must need the same permission as overwriting it.
         let writable = || OpenOptions::new().write(true).open(&target);
@@ -70,7 +73,7 @@ impl FileSink {
             }
             alike::make(&file, old).map_err(fail)?;
         }
-        Ok(FileSink { pending: Some(pending), file, uri })
+        Ok(FileSink { pending: Some(pending), file, uri, reserved: AtomicU64::new(0) })
     }
 
     /// Another handle of the file.
@@ -87,7 +90,7 @@ impl FileSink {
                  used in place of it and would change; write another file and rename it"
             )));
         }
-        Ok(FileSink { pending: None, file, uri })
+        Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) })
     }
 
     /// Ends the file at `len` bytes, has it on the disk, and then gives it a name: what `publish`
@@ -171,7 +174,10 @@ impl WriteAt for FileSink {
 
     fn reserve(&self, _head: u64, len: u64) -> Result<()> {
         if self.pending.is_some() {
-            crate::sys::reserve(&self.file, len)
+            // What many calls reserve one by one is asked for once: file systems look through all
+            // that they are asked for.
+            let before = self.reserved.fetch_max(len, Ordering::Relaxed);
+            crate::sys::reserve(&self.file, before..len)
                 .map_err(|e| Error::io("reserving space for", &self.uri, e))?;
         }
         Ok(())
