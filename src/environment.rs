@@ -114,6 +114,13 @@ variables! {
         "memory for the parts of an upload to S3, in MiB: too little costs connections; 0: what they need";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
+    STAGING_KB = "TENSORIZER_STAGING_KB", 4096,
+        "a buffer of that memory, which is copied at once, in KiB: 1024 to 65536";
+    IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64,
+        "copies under way beyond which readers wait instead of taking more of that memory, in MiB";
+    STREAMS = "TENSORIZER_STREAMS", 2, "CUDA streams that the copies of a call use in turns: 1 to 16";
+    READERS = "TENSORIZER_READERS", 0,
+        "readers of a local file unless their number is given; 0: as many as help";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
         "whether loads to CUDA read files around the page cache that are not in it: 1 or 0";
     GDS = "TENSORIZER_GDS", 0,

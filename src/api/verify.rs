@@ -29,7 +29,7 @@ pub fn matches_header(
             let counters = Counters::default();
             let download = Downloader { counters: &counters, cancel, before_waiting: &|| Ok(()) };
             let all = 0..bytes.memory.size();
-            download.each_chunk(bytes, all, streams.next(), |_, chunk| {
+            download.each_chunk(bytes, all, streams.next()?, |_, chunk| {
                 hash.update(chunk.as_ref());
                 Ok(())
             })?;

@@ -16,6 +16,7 @@ use crate::cancel::Cancel;
 use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
+use crate::environment::READERS;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
@@ -83,7 +84,7 @@ pub fn read<T: Target>(
 ) -> Result<Vec<usize>> {
     let Some(source) = what.files.first() else { return Ok(Vec::new()) };
     let traits = source.traits();
-    let crew = crew(*source, what);
+    let crew = crew(*source, what)?;
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
@@ -147,18 +148,23 @@ fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
 }
 
 /// With how many readers to begin, and how many there may be.
-fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Crew {
-    let crew = Crew::of(&source.traits(), what.readers);
+fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Result<Crew> {
+    let of_files = || match (source.file(), READERS.value()?) {
+        (None, _) | (_, 0) => Ok(None),
+        (_, number) => Ok(usize::try_from(number).ok()),
+    };
+    let asked = what.readers.map_or_else(of_files, |number| Ok(Some(number)))?;
+    let crew = Crew::of(&source.traits(), asked);
     if crew.first == crew.most {
-        return crew;
+        return Ok(crew);
     }
-    match cold::cached(source, what.extents) {
+    Ok(match cold::cached(source, what.extents) {
         // Memory gets no faster by more readers than cores.
         Cached::All => Crew::fixed(crew.first),
         Cached::Some => crew,
         // Who waits for a disk has use for all of them from the first byte on.
         Cached::Little => Crew::fixed(crew.most),
-    }
+    })
 }
 
 /// Batches for one reader, read one after another, each with what the target has planned for it.

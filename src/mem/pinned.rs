@@ -17,23 +17,17 @@ use std::time::Duration;
 pub use lease::{Filled, Lease};
 
 use crate::cancel::Cancel;
-use crate::environment::PINNED_MB;
+use crate::environment::{IN_FLIGHT_MB, PINNED_MB, STAGING_KB};
 use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
 use buffers::{Buffer, Inner, POLL, State};
 
-/// Bytes of a buffer: so long that starting a copy costs nothing beside it (a bus of 55 GB/s takes
-/// 76 µs), so short that the buffers in use stay in a processor's last cache.
-pub const BUFFER_LEN: usize = 4 << 20;
-/// Buffers that are allocated and pinned together: 32 MiB, of which a reader has the most when
-/// readers need them at the same time, and far below what drivers refuse to pin at once.
-const SLAB_BUFFERS: usize = 8;
+/// Bytes that are allocated and pinned together: of which a reader has the most when readers need
+/// them at the same time, and far below what drivers refuse to pin at once.
+const SLAB: usize = 32 << 20;
 /// A part of a file may need this many at once.
 pub const MIN_BUFFERS: usize = 4;
-/// With so many buffers on their way (64 MiB, or 1.2 ms of a bus of 55 GB/s), more would not make the
-/// bus faster: then whoever needs one waits, instead of taking more memory.
-const PLENTY: usize = 16;
 /// How often a reader that waits for others looks whether its call was given up.
 const IDLE: Duration = Duration::from_millis(20);
 
@@ -41,6 +35,11 @@ const IDLE: Duration = Duration::from_millis(20);
 /// device's copies could wait for ever, for these may wait for what comes after the load.
 pub struct Pool {
     inner: Inner,
+    /// Buffers that are allocated and pinned together.
+    slab: usize,
+    /// With so many buffers on their way more would not make the bus faster: then whoever needs one
+    /// waits, instead of taking more memory.
+    plenty: usize,
 }
 
 /// A place in the queue for buffers: who came first is served first.
@@ -50,19 +49,24 @@ pub struct Ticket<'p> {
 }
 
 impl Pool {
-    /// A pool of at most so many buffers.
-    pub fn new(buffer_len: usize, limit: usize) -> Self {
-        Pool { inner: Inner::new(buffer_len, limit) }
+    /// A pool of at most so many buffers, of which so many on their way are enough.
+    pub fn new(buffer_len: usize, limit: usize, plenty: usize) -> Self {
+        let slab = (SLAB / buffer_len.max(1)).clamp(1, 8);
+        Pool { inner: Inner::new(buffer_len, limit), slab, plenty: plenty.max(1) }
     }
 
     /// The pool of a device, which lives as long as the process.
     pub fn of(device: &Arc<dyn Device>) -> Result<&'static Pool> {
-        let limit = limit()?;
+        let (len, limit, plenty) = (buffer_len()?, limit()?, IN_FLIGHT_MB.value()?);
         let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, pool)) = pools.iter().find(|(name, _)| name == device.name()) {
             return Ok(pool);
         }
-        let pool: &Pool = Box::leak(Box::new(Pool::new(BUFFER_LEN, buffers_of(limit))));
+        let pool: &Pool = Box::leak(Box::new(Pool::new(
+            len,
+            buffers_of(limit, len),
+            buffers_of(plenty.saturating_mul(1 << 20), len),
+        )));
         pools.push((device.name().to_owned(), pool));
         Ok(pool)
     }
@@ -97,7 +101,7 @@ impl Pool {
 
     /// Sets the most bytes that the pool may take, at least one buffer.
     pub fn set_limit(&self, bytes: u64) {
-        self.state().limit = buffers_of(bytes);
+        self.state().limit = buffers_of(bytes, self.inner.len);
         self.release();
     }
 
@@ -156,8 +160,9 @@ impl Pool {
     fn grow(&self, buffers: usize, device: &Arc<dyn Device>) -> Result<bool> {
         let count = {
             let mut state = self.state();
-            let count = state.limit.max(buffers).saturating_sub(state.made).min(SLAB_BUFFERS);
+            let count = state.limit.max(buffers).saturating_sub(state.made).min(self.slab);
             state.made += count;
+            state.coming += count;
             count
         };
         if count == 0 {
@@ -165,7 +170,8 @@ impl Pool {
         }
         let made = self.inner.slab(count, device);
         let mut state = self.state();
-        match made {
+        state.coming -= count;
+        let outcome = match made {
             Ok(buffers) => {
                 state.pageable |= buffers.iter().any(|buffer| !buffer.slab.is_pinned());
                 state.free.extend(buffers);
@@ -176,7 +182,9 @@ impl Pool {
                 // Who has less than was allowed goes on with that.
                 if state.made >= buffers { Ok(false) } else { Err(error) }
             }
-        }
+        };
+        state.wake_first();
+        outcome
     }
 }
 
@@ -194,8 +202,16 @@ fn limit() -> Result<u64> {
     }
 }
 
-fn buffers_of(bytes: u64) -> usize {
-    usize::try_from(bytes / BUFFER_LEN as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
+/// Bytes of a buffer in the pools of devices. By default so long that starting a copy costs nothing
+/// beside it (a bus of 55 GB/s takes 76 µs for 4 MiB), so short that the buffers in use stay in a
+/// processor's last cache. In whole blocks of direct reads.
+pub fn buffer_len() -> Result<usize> {
+    let kib = STAGING_KB.value()?.clamp(1 << 10, 64 << 10) & !3;
+    Ok(usize::try_from(kib << 10).unwrap_or(SLAB))
+}
+
+fn buffers_of(bytes: u64, len: usize) -> usize {
+    usize::try_from(bytes / len.max(1) as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
 }
 
 impl<'p> Ticket<'p> {
@@ -223,21 +239,23 @@ impl<'p> Ticket<'p> {
         loop {
             let wait = {
                 let mut state = pool.state();
-                if state.waiting.front().map(|(number, _)| *number) == Some(self.number) {
+                let ahead = state.waiting.iter().take_while(|(number, _)| *number != self.number);
+                let ahead = ahead.count();
+                if ahead == 0 {
                     state.reap_on(device)?;
                     if let Some(buffers) = state.take(buffers) {
                         return Ok(Lease::new(&pool.inner, buffers));
                     }
-                    let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
-                    let quiet = under_way == 0;
-                    drop(state);
-                    if under_way < PLENTY && pool.grow(buffers, device)? {
-                        continue;
-                    }
-                    if quiet { IDLE } else { POLL }
-                } else {
-                    IDLE
                 }
+                let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
+                // Memory is pinned by all who will need some, at the same time.
+                let there = state.free.len() + state.coming;
+                let wanted = there < buffers.saturating_mul(ahead + 1) && under_way < pool.plenty;
+                drop(state);
+                if wanted && pool.grow(buffers, device)? {
+                    continue;
+                }
+                if ahead > 0 || under_way == 0 { IDLE } else { POLL }
             };
             cancel.check()?;
             if !idle()? {

@@ -123,7 +123,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let mut memory = Memory::new(&planned.block_lens());
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
     let device: Arc<dyn Device> = fake.clone();
-    let pool = Pool::new(schedule.buffer_len, schedule.units);
+    let pool = Pool::new(schedule.buffer_len, schedule.units, 16);
     let to = Destination {
         device: &device,
         consumer: Consumer(0),
@@ -257,7 +257,7 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     let planned = DeviceLoad::new(&opened, &all, false).unwrap();
     let memory = Memory::new(&planned.block_lens());
     assert_eq!(memory.blocks.len(), 1, "an image");
-    let pool = Pool::new(64 << 10, 8);
+    let pool = Pool::new(64 << 10, 8, 16);
     let to = Destination {
         device: &device,
         consumer: Consumer(0),

@@ -145,7 +145,7 @@ impl<'d> Target for ToDevice<'d> {
     fn commit(&self, full: Buffered<'d>, keep: bool) -> Result<Vec<Kept<'d>>> {
         let _entered = self.streams.device().enter()?;
         let Buffered { staging, mut lease, .. } = full;
-        let stream = self.streams.next();
+        let stream = self.streams.next()?;
         for copy in &staging.copies {
             let block = self.memory.get(copy.block);
             let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;

@@ -7,7 +7,6 @@ use super::item::Item;
 use super::origin::Origin;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Extent, Limits, SegmentKind, partition};
-use crate::mem::pinned::BUFFER_LEN;
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
 const BATCH_LEN: u64 = 4 << 20;
@@ -40,8 +39,9 @@ pub enum Job {
 }
 
 /// Cuts runs of tensors in memory into batches; the others are jobs of their own. In file order,
-/// except that so many large tensors take turns. Batches of each tensor stay in order.
-pub fn jobs(items: &[Item<'_>], in_turns: usize) -> Vec<Job> {
+/// except that so many large tensors take turns. Batches of each tensor stay in order. A device's
+/// staging buffers have `staging` bytes.
+pub fn jobs(items: &[Item<'_>], in_turns: usize, staging: usize) -> Vec<Job> {
     let mut jobs = Turns { in_turns, begun: Vec::new(), jobs: Vec::new() };
     let in_memory = |tensors| batches(items, tensors).map(Job::Memory);
     let mut first = 0;
@@ -52,8 +52,8 @@ pub fn jobs(items: &[Item<'_>], in_turns: usize) -> Vec<Job> {
         }
         let alone = match &item.origin {
             Origin::Deferred(_) => Job::Deferred(tensor),
-            Origin::Device(bytes) if bytes.memory.size() > BUFFER_LEN => Job::Device(tensor),
-            Origin::Device(_) => Job::DeviceGroup(tensor..group_end(items, tensor)),
+            Origin::Device(bytes) if bytes.memory.size() > staging => Job::Device(tensor),
+            Origin::Device(_) => Job::DeviceGroup(tensor..group_end(items, tensor, staging)),
             Origin::Bytes(_) if in_turns > 1 && item.entry.data_len >= TURN_LEN => {
                 jobs.jobs.extend(in_memory(first..tensor));
                 jobs.begin(in_memory(tensor..tensor + 1).collect());
@@ -111,7 +111,7 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Vec<Span> {
 
 /// Where the tensors end that are downloaded together with one that fits into a staging buffer:
 /// neighbours in the file, on the same device.
-fn group_end(items: &[Item<'_>], first: usize) -> usize {
+fn group_end(items: &[Item<'_>], first: usize, staging: usize) -> usize {
     let mut used = 0usize;
     let mut end: Option<(u64, &str)> = None;
     let mut count = 0;
@@ -119,7 +119,7 @@ fn group_end(items: &[Item<'_>], first: usize) -> usize {
         let Origin::Device(bytes) = &item.origin else { break };
         let name = bytes.device.name();
         used += bytes.memory.size().next_multiple_of(crate::mem::ALIGNMENT);
-        if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > BUFFER_LEN) {
+        if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > staging) {
             break;
         }
         end = Some((item.entry.end(), name));

@@ -20,6 +20,7 @@ use crate::format::header::Hashes;
 use crate::io::sink::WriteAt;
 use crate::mem::device::StreamsByDevice;
 use crate::mem::pinned::Pool;
+use crate::mem::pinned::buffer_len;
 use crate::stats::{Counters, PAGEABLE};
 
 /// Less than this is written on the calling thread.
@@ -50,7 +51,8 @@ pub fn write_tensors(
     let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
     let wanted = wanted.clamp(1, sink.max_writers().max(1));
     let sha = options.hashes == Hashes::All;
-    let jobs = jobs(items, if sha { wanted.min(sink.places()) } else { 1 });
+    let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
+    let jobs = jobs(items, in_turns, buffer_len()?);
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (copies, backlog) = (Copies::default(), Backlog::new(threads));

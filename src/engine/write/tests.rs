@@ -21,7 +21,10 @@ use crate::format::name::Name;
 use crate::io::sink::{FileSink, WriteAt};
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
-use crate::mem::pinned::{BUFFER_LEN, Pool};
+use crate::mem::pinned::Pool;
+
+/// Bytes of a staging buffer by default.
+const BUFFER_LEN: usize = 4 << 20;
 
 /// Where a tensor of the test is.
 #[derive(Clone, Copy, PartialEq)]

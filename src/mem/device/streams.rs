@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Consumer, Device, DeviceMemory, Stream};
+use crate::environment::STREAMS;
 use crate::error::{Error, Result};
 
 /// Streams for the threads of a call, which take turns. While one of them goes from copy to copy, the other keeps
@@ -13,7 +14,8 @@ use crate::error::{Error, Result};
 /// freed.
 pub struct Streams {
     device: Arc<dyn Device>,
-    streams: [Arc<dyn Stream>; 2],
+    /// At least one.
+    streams: Vec<Arc<dyn Stream>>,
     turn: AtomicUsize,
     handed_over: bool,
 }
@@ -21,10 +23,11 @@ pub struct Streams {
 impl Streams {
     /// Streams on which nothing begins before what was put on the consumer's.
     pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
-        let stream = || Arc::clone(device).stream(consumer);
+        let streams =
+            (0..STREAMS.value()?.clamp(1, 16)).map(|_| Arc::clone(device).stream(consumer));
         Ok(Streams {
             device: Arc::clone(device),
-            streams: [stream()?, stream()?],
+            streams: streams.collect::<Result<_>>()?,
             turn: AtomicUsize::new(0),
             handed_over: false,
         })
@@ -36,10 +39,9 @@ impl Streams {
     }
 
     /// The stream whose turn it is.
-    pub fn next(&self) -> &Arc<dyn Stream> {
-        let [even, odd] = &self.streams;
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        if turn.is_multiple_of(2) { even } else { odd }
+    pub fn next(&self) -> Result<&Arc<dyn Stream>> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
+        self.streams.get(turn).ok_or_else(|| Error::Bug("no stream".to_owned()))
     }
 
     /// Waits for what the consumer had put on its stream, and for everything that was begun.
@@ -104,7 +106,7 @@ impl StreamsByDevice {
     pub fn next(&self, bytes: &OnDevice) -> Result<&Arc<dyn Stream>> {
         let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
         let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
-        Ok(streams.1.next())
+        streams.1.next()
     }
 
     /// The devices' names.

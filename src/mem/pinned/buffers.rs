@@ -29,6 +29,7 @@ impl Inner {
         let state = State {
             limit: limit.max(1),
             made: 0,
+            coming: 0,
             free: Vec::new(),
             in_flight: VecDeque::new(),
             waiting: VecDeque::new(),
@@ -61,6 +62,8 @@ pub struct State {
     pub limit: usize,
     /// Buffers that there are, whoever has them.
     pub made: usize,
+    /// Those of them that are being allocated and pinned.
+    pub coming: usize,
     /// Buffers that nobody uses; the last one used is the first to be used again.
     pub free: Vec<Buffer>,
     /// Buffers that come back when their copies have ended.

@@ -7,6 +7,9 @@ use crate::error::Error;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, DeviceMemory};
 
+/// Buffers on their way that are enough.
+const PLENTY: usize = 16;
+
 fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
     let fake = FakeDevice::new(7, faults);
     (Arc::clone(&fake), fake)
@@ -15,7 +18,7 @@ fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
 #[test]
 fn memory_grows_with_need_and_is_given_back() {
     let (fake, device) = device(Faults::default());
-    let pool = Pool::new(4096, 20);
+    let pool = Pool::new(4096, 20, PLENTY);
     assert_eq!(pool.size(), 0);
     let first = pool.enter().lease(3, &device, &Never).unwrap();
     assert_eq!(pool.size(), 8 * 4096);
@@ -34,7 +37,7 @@ fn memory_grows_with_need_and_is_given_back() {
 #[test]
 fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
     let (_, device) = device(Faults::default());
-    let pool = Pool::new(1 << 46, 4);
+    let pool = Pool::new(1 << 46, 4, PLENTY);
     let refused = pool.enter().lease(1, &device, &Never);
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
     assert_eq!(pool.size(), 0);
@@ -43,7 +46,7 @@ fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
 #[test]
 fn who_waits_is_served_in_turn_or_gives_up() {
     let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 2);
+    let pool = Pool::new(64, 2, PLENTY);
     let all = pool.enter().lease(2, &device, &Never).unwrap();
     assert!(pool.enter().lease(1, &device, &|| Err(Error::Cancelled)).is_err());
     let (first, second) = (pool.enter(), pool.enter());
@@ -58,7 +61,7 @@ fn who_waits_is_served_in_turn_or_gives_up() {
 #[test]
 fn units_are_used_again_only_after_their_copies() {
     let (fake, device) = device(Faults::default());
-    let pool = Pool::new(256, 2);
+    let pool = Pool::new(256, 2, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = vec![0u8; 256 * 200];
     // SAFETY: outlives the copies; nobody else uses it.
@@ -77,7 +80,7 @@ fn units_are_used_again_only_after_their_copies() {
 #[test]
 fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
     let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 60);
+    let pool = Pool::new(64, 60, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64 * PLENTY];
     // SAFETY: outlives the copies; nobody else uses it.
@@ -95,7 +98,7 @@ fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
 #[test]
 fn what_is_begun_later_is_not_waited_for() {
     let (fake, device) = device(Faults::default());
-    let pool = Pool::new(64, 8);
+    let pool = Pool::new(64, 8, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [7u8; 64];
     // SAFETY: outlives the copies; nobody else uses it.
@@ -115,7 +118,7 @@ fn what_is_begun_later_is_not_waited_for() {
 #[test]
 fn what_was_downloaded_is_there_after_the_wait() {
     let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 1);
+    let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = *b"0123456789";
     // SAFETY: outlives the copies; nobody else uses it.
@@ -131,7 +134,7 @@ fn what_was_downloaded_is_there_after_the_wait() {
 #[test]
 fn memory_that_cannot_be_pinned_serves_all_the_same() {
     let (fake, device) = device(Faults { pin: true, ..Faults::default() });
-    let pool = Pool::new(64, 1);
+    let pool = Pool::new(64, 1, PLENTY);
     drop(pool.enter().lease(1, &device, &Never).unwrap());
     assert!(pool.is_pageable());
     assert_eq!((fake.pinned(), pool.release()), (0, 64));
@@ -141,7 +144,7 @@ fn memory_that_cannot_be_pinned_serves_all_the_same() {
 #[test]
 fn units_of_a_lost_device_are_never_used_again() {
     let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
-    let pool = Pool::new(64, 1);
+    let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64];
     // SAFETY: outlives the copies; nobody else uses it.
@@ -154,4 +157,51 @@ fn units_of_a_lost_device_are_never_used_again() {
     // The next one gets fresh memory.
     assert!(pool.enter().lease(1, &device, &Never).is_ok());
     stream.finish().unwrap();
+}
+
+/// A device that pins memory only when two ask for it at the same time.
+struct InPairs {
+    pinning: Mutex<usize>,
+    changed: std::sync::Condvar,
+}
+
+impl Device for InPairs {
+    fn name(&self) -> &str {
+        "pairs"
+    }
+
+    unsafe fn pin(&self, _: *mut u8, _: usize) -> bool {
+        let mut pinning = self.pinning.lock().unwrap();
+        *pinning += 1;
+        self.changed.notify_all();
+        let limit = Duration::from_secs(20);
+        let (_pinning, late) =
+            self.changed.wait_timeout_while(pinning, limit, |pinning| *pinning < 2).unwrap();
+        !late.timed_out()
+    }
+
+    unsafe fn unpin(&self, _: *mut u8) {}
+
+    fn stream(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn crate::mem::device::Stream>> {
+        Err(Error::Bug("no copies".to_owned()))
+    }
+}
+
+#[test]
+fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
+    let device = InPairs { pinning: Mutex::default(), changed: std::sync::Condvar::new() };
+    let device: Arc<dyn Device> = Arc::new(device);
+    let pool = Pool::new(64, 16, PLENTY);
+    let both = std::sync::Barrier::new(2);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let lease = pool.enter().lease(8, &device, &Never).unwrap();
+                both.wait();
+                drop(lease);
+            });
+        }
+    });
+    assert!(!pool.is_pageable(), "one after another");
+    assert_eq!(pool.size(), 16 * 64);
 }

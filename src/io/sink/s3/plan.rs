@@ -132,7 +132,9 @@ mod tests {
         while at < len {
             let part = plan.part(at).unwrap();
             assert_eq!((part.number, plan.head_len + part.start), (number, at));
-            assert!(part.len >= PART_LEN && part.len <= LONGEST && part.len.is_multiple_of(PART_UNIT));
+            assert!(
+                part.len >= PART_LEN && part.len <= LONGEST && part.len.is_multiple_of(PART_UNIT)
+            );
             assert_eq!(plan.part(at + part.len - 1), Some(part));
             at += part.len;
             number += 1;
