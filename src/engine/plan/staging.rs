@@ -47,6 +47,11 @@ pub struct Staging {
 /// Tensors in a block are aligned to this, and so are they in buffers. The bytes between two tensors
 /// of a block belong to nobody, so that one copy can bring both.
 const ALIGNMENT: usize = crate::mem::ALIGNMENT;
+/// Data of this length lie in a buffer as they lie in the blocks of the file, so that direct reads
+/// can go straight there.
+const BLOCKS_FROM: usize = 64 << 10;
+/// Blocks of direct reads.
+const BLOCK: usize = 4096;
 
 /// Places the bytes of a batch. Data are cut at multiples of `unit` bytes of their tensor only; `unit`
 /// is at most `buffer_len`. `place` says where a segment at a position of the file goes, if anywhere.
@@ -73,10 +78,13 @@ pub fn stage(
                     // A header is never cut.
                     _ => (0, buffer_len),
                 };
+                let blocks = matches!(segment.kind, SegmentKind::Data { .. }) && len >= BLOCKS_FROM;
                 let mut done = 0;
                 while done < len {
                     let now = (unit - (start + done) % unit).min(len - done);
-                    making.add(segment.kind.later(done as u64), now, block, offset + done)?;
+                    let in_block = size((position + done as u64) % BLOCK as u64)?;
+                    let like = (blocks && in_block + now <= buffer_len).then_some(in_block);
+                    making.add(segment.kind.later(done as u64), now, block, offset + done, like)?;
                     done += now;
                 }
             }
@@ -94,10 +102,23 @@ struct Making {
 }
 
 impl Making {
-    fn add(&mut self, kind: SegmentKind, len: usize, block: usize, offset: usize) -> Result<()> {
+    /// Adds bytes, which lie so in a block of the file if that matters.
+    fn add(
+        &mut self,
+        kind: SegmentKind,
+        len: usize,
+        block: usize,
+        offset: usize,
+        like: Option<usize>,
+    ) -> Result<()> {
         if len > self.buffer_len {
             return Err(Error::Bug(format!("{len} bytes for a buffer of {}", self.buffer_len)));
         }
+        // The first position from `end` on that lies as the bytes do.
+        let next = |end: usize| match like {
+            Some(like) => end + (like + BLOCK - end % BLOCK) % BLOCK,
+            None => end.next_multiple_of(ALIGNMENT),
+        };
         let Staging { staged, copies, buffers } = &mut self.staging;
         let end = self.end;
         let gap = copies
@@ -107,13 +128,13 @@ impl Making {
             .filter(|&gap| gap < ALIGNMENT && end + gap + len <= self.buffer_len);
         let at = match gap {
             Some(gap) => end + gap,
-            None => end.next_multiple_of(ALIGNMENT),
+            None => next(end),
         };
         let fits = *buffers > 0 && at + len <= self.buffer_len;
         if !fits {
             *buffers += 1;
         }
-        let (at, joined) = if fits { (at, gap.is_some()) } else { (0, false) };
+        let (at, joined) = if fits { (at, gap.is_some()) } else { (next(0), false) };
         let buffer = *buffers - 1;
         staged.push(Staged { kind, buffer: Some(buffer), at, len });
         match copies.last_mut().filter(|_| joined) {

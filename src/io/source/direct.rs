@@ -1,8 +1,8 @@
 //! Local files that are not in the page cache, read around it. One of the few doors to `unsafe`.
 //!
-//! Several reads are under way at once, by io_uring where the kernel allows it. What is read goes
-//! through a buffer of its own: direct reads want aligned memory and positions, and data in a file
-//! have neither. That copy runs at memory speed, and is small beside a disk.
+//! Several reads are under way at once, by io_uring where the kernel allows it. Direct reads want
+//! aligned memory and positions: where memory lies as the file does, block for block, they go
+//! straight into it. The rest, such as headers and the ends of tensors, goes through a buffer.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -21,11 +21,13 @@ use crate::error::{Error, Result};
 use crate::mem::{Arena, Buffers};
 
 /// Positions and lengths of direct reads are multiples of this: the largest block of usual disks.
-const ALIGNMENT: u64 = 4096;
+const BLOCK_OF_DISK: usize = 4096;
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 const BLOCK: usize = 512 << 10;
 /// Reads that are under way at once for one reader.
 const DEPTH: usize = 8;
+/// Less than this goes through the buffer together with what is beside it.
+const STRAIGHT_FROM: usize = 64 << 10;
 
 /// One reader's way around the page cache.
 pub struct DirectReader {
@@ -46,7 +48,7 @@ impl DirectReader {
         let path = format!("/proc/self/fd/{}", source.file()?.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
         let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
-        let probe = memory.bytes_mut().get_mut(..usize::try_from(ALIGNMENT).ok()?)?;
+        let probe = memory.bytes_mut().get_mut(..BLOCK_OF_DISK)?;
         file.read_at(probe, 0).ok()?;
         // Refused in many containers, and where too little memory may be locked.
         let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
@@ -62,47 +64,157 @@ impl DirectReader {
         }
     }
 
-    /// Reads blocks from `first` on, and puts `wanted` bytes behind the first `skip` away.
-    fn read_blocks(
+    /// Reads what is planned, and tells how many bytes of the buffers were filled.
+    fn read_planned(
         &self,
         state: &mut State,
-        first: u64,
-        skip: usize,
-        wanted: usize,
+        plan: &[Planned],
         into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
         let State { memory, ring } = state;
         let memory = memory.bytes_mut();
+        let mut filled = 0;
         let Some(ring) = ring else {
-            let len = (skip + wanted).next_multiple_of(BLOCK).min(memory.len());
-            let buffer = &mut memory[..len];
-            let read = self.file.read_at(buffer, first)?;
-            let end = read.min(skip + wanted);
-            return Ok(into.put(&buffer[skip.min(end)..end]));
+            for planned in plan {
+                let to = match planned.straight {
+                    Some(at) => at.0,
+                    None => memory[..planned.len].as_mut_ptr(),
+                };
+                // SAFETY: so many bytes are there, in our buffer or in memory of `into`, and nobody
+                // else uses them now.
+                let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
+                let now = planned.take(&memory[..planned.len.min(memory.len())], read, into);
+                filled += now;
+                if now < planned.wanted {
+                    break;
+                }
+            }
+            return Ok(filled);
         };
-        let blocks = (skip + wanted).div_ceil(BLOCK);
         let mut reads = Reads { ring, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
-        let (mut done, mut put) = (0, 0);
-        while done < blocks {
-            while reads.begun < blocks && reads.begun - done < DEPTH {
-                reads.begin(&self.file, memory, first)?;
+        let mut done = 0;
+        while done < plan.len() {
+            while reads.begun < plan.len() && reads.begun - done < DEPTH {
+                reads.begin(&self.file, memory, &plan[reads.begun])?;
             }
             reads.wait()?;
             while let Some(result) = reads.result(done) {
                 let read = usize::try_from(result)
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
-                let from = if done == 0 { skip } else { 0 };
-                let end = read.min(skip + wanted - done * BLOCK);
-                let block = &memory[done % DEPTH * BLOCK..][..BLOCK];
-                put += into.put(&block[from.min(end)..end]);
-                if read < BLOCK {
+                let planned = &plan[done];
+                let now = planned.take(&memory[done % DEPTH * BLOCK..][..BLOCK], read, into);
+                filled += now;
+                if now < planned.wanted {
                     // The end of the file, or a read that was cut short.
-                    return Ok(put);
+                    return Ok(filled);
                 }
                 done += 1;
             }
         }
-        Ok(put)
+        Ok(filled)
+    }
+}
+
+/// Reads at a position of a file.
+///
+/// # Safety
+/// `len` bytes from `to` on can be written.
+unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Result<usize> {
+    let position = libc::off_t::try_from(position).map_err(io::Error::other)?;
+    // SAFETY: the caller's promise.
+    let read = unsafe { libc::pread(file.as_raw_fd(), to.cast(), len, position) };
+    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// Memory of whoever wants the bytes.
+#[derive(Clone, Copy)]
+struct Straight(*mut u8);
+
+/// One read.
+struct Planned {
+    /// Where it begins, at a block of the file.
+    position: u64,
+    /// Bytes that it reads: whole blocks.
+    len: usize,
+    /// Its bytes that are wanted: so many behind the first `skip`.
+    skip: usize,
+    wanted: usize,
+    /// Where it goes, if not through the buffer. Then all of it is wanted.
+    straight: Option<Straight>,
+}
+
+impl Planned {
+    /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
+    /// most `longest` bytes.
+    fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
+        let phase = offset.to_le_bytes();
+        // The position in its block of the file.
+        let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % BLOCK_OF_DISK;
+        let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
+        // Positions behind the offset: where what goes through the buffer begins, and a range does.
+        let (mut from, mut at) = (0, 0);
+        for range in ranges {
+            let len = range.iov_len.min(wanted - at);
+            let head = (BLOCK_OF_DISK - (phase + at) % BLOCK_OF_DISK) % BLOCK_OF_DISK;
+            let straight = len.saturating_sub(head) / BLOCK_OF_DISK * BLOCK_OF_DISK;
+            let alike = (range.iov_base.addr() + head).is_multiple_of(BLOCK_OF_DISK);
+            if alike && straight >= STRAIGHT_FROM {
+                plan.through_buffer(from, at + head);
+                plan.straight(at + head, straight, range.iov_base.cast::<u8>().wrapping_add(head));
+                from = at + head + straight;
+            }
+            at += len;
+        }
+        plan.through_buffer(from, at);
+        plan.reads
+    }
+
+    /// Takes note of so many bytes that were read, `block` being the buffer. Says how many of them
+    /// were wanted.
+    fn take(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
+        match self.straight {
+            Some(_) => {
+                let read = read.min(self.wanted);
+                // SAFETY: these are the next bytes of the buffers (`all`), and they were written.
+                unsafe { into.advance(read) };
+                read
+            }
+            None => {
+                let end = read.min(self.skip + self.wanted);
+                into.put(&block[self.skip.min(end)..end])
+            }
+        }
+    }
+}
+
+/// Reads in the making. Positions are those behind the offset.
+struct Plan {
+    offset: u64,
+    /// Of the offset in its block.
+    phase: usize,
+    longest: usize,
+    reads: Vec<Planned>,
+}
+
+impl Plan {
+    fn straight(&mut self, at: usize, len: usize, to: *mut u8) {
+        for start in (0..len).step_by(self.longest) {
+            let wanted = self.longest.min(len - start);
+            let straight = Some(Straight(to.wrapping_add(start)));
+            let position = self.offset + (at + start) as u64;
+            self.reads.push(Planned { position, len: wanted, skip: 0, wanted, straight });
+        }
+    }
+
+    fn through_buffer(&mut self, mut from: usize, end: usize) {
+        while from < end {
+            let skip = (self.phase + from) % BLOCK_OF_DISK;
+            let wanted = (self.longest - skip).min(end - from);
+            let position = self.offset + from as u64 - skip as u64;
+            let len = (skip + wanted).next_multiple_of(BLOCK_OF_DISK);
+            self.reads.push(Planned { position, len, skip, wanted, straight: None });
+            from += wanted;
+        }
     }
 }
 
@@ -116,16 +228,20 @@ struct Reads<'r> {
 }
 
 impl Reads<'_> {
-    fn begin(&mut self, file: &File, memory: &mut [u8], first: u64) -> io::Result<()> {
+    fn begin(&mut self, file: &File, memory: &mut [u8], planned: &Planned) -> io::Result<()> {
         let number = self.begun;
-        let block = &mut memory[number % DEPTH * BLOCK..][..BLOCK];
-        let len = u32::try_from(block.len()).map_err(io::Error::other)?;
-        let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block.as_mut_ptr(), len)
-            .offset(first + (number * BLOCK) as u64)
+        let block = match planned.straight {
+            Some(at) => at.0,
+            None => memory[number % DEPTH * BLOCK..][..planned.len].as_mut_ptr(),
+        };
+        let len = u32::try_from(planned.len).map_err(io::Error::other)?;
+        let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block, len)
+            .offset(planned.position)
             .build()
             .user_data(number as u64);
-        // SAFETY: the block is not touched before the read has ended, and stays as long as this
-        // value, which waits for all reads when it is dropped; the file outlives it too.
+        // SAFETY: the block, a part of ours or of the buffers that are to be filled, is not touched
+        // before the read has ended, and stays as long as this value, which waits for all reads when
+        // it is dropped; the file outlives it too.
         unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)?;
         self.begun += 1;
         Ok(())
@@ -191,11 +307,10 @@ impl ReadAt for DirectReader {
         if wanted == 0 {
             return Ok(0);
         }
-        let skip = usize::try_from(offset % ALIGNMENT);
-        let skip = skip.map_err(|_| Error::Bug("an alignment beyond memory".to_owned()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = offset - skip as u64;
-        let read = self.read_blocks(&mut state, first, skip, wanted, buffers).map_err(|error| {
+        let longest = if state.ring.is_some() { BLOCK } else { DEPTH * BLOCK };
+        let plan = Planned::all(offset, buffers.ranges(usize::MAX), wanted, longest);
+        let read = self.read_planned(&mut state, &plan, buffers).map_err(|error| {
             state.ring = None;
             Error::io("reading", &self.uri, error)
         })?;
@@ -243,6 +358,34 @@ mod tests {
             assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
             reader.state.lock().unwrap().ring = None;
+        }
+    }
+
+    #[test]
+    fn memory_that_lies_as_the_file_does_is_read_into_straight() {
+        let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
+        let Some(reader) = DirectReader::open(&source) else { return };
+        for ring in [true, false] {
+            for (offset, before, len) in
+                [(5000, 300, 5 << 20), (0, 0, 1 << 20), (4096, 10, 70 << 10)]
+            {
+                let mut arena = Arena::new(8 << 20).unwrap();
+                let mut header = vec![0; before];
+                let start = (offset + before) % 4096;
+                let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
+                let mut buffers = Buffers::of(&mut header);
+                buffers.push(crate::mem::to_fill(to));
+                let plan = Planned::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
+                let straight: usize =
+                    plan.iter().filter(|read| read.straight.is_some()).map(|read| read.len).sum();
+                assert!(straight + 2 * 4096 > len, "{straight} of {len} bytes go straight");
+                read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
+                assert!(header == bytes[offset..][..before]);
+                assert!(arena.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
+            }
+            if ring {
+                reader.state.lock().unwrap().ring = None;
+            }
         }
     }
 
