@@ -40,9 +40,7 @@ def _version() -> str:
     try:
         return importlib.metadata.version("tensorizer")
     except importlib.metadata.PackageNotFoundError:
-        import tensorizer
-
-        return tensorizer.__version__
+        return "(not installed)"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

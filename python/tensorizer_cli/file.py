@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from tensorizer import CryptographyError, DecryptionParams
 from tensorizer._types import Name
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.tensor_file import TensorFile, in_batches
 
 from .output import without_password
 
@@ -63,17 +63,8 @@ class File:
             )
 
     def batches(self) -> Iterator[list[int]]:
-        """Yield numbers of tensors, in the order of the file."""
-        batch: list[int] = []
-        size = 0
-        for number, length in enumerate(self.data_lens):
-            if batch and size + length > _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(number)
-            size += length
-        if batch:
-            yield batch
+        """Return numbers of tensors, in the order of the file."""
+        return in_batches(range(len(self)), self.data_lens.__getitem__, _BATCH_BYTES)
 
     def size(self, numbers: list[int]) -> int:
         """Return how many bytes of data some tensors have."""

@@ -88,25 +88,3 @@ def test_public_names_say_where_they_are():
         assert name in tensorizer.__all__
         assert value.__module__ == "tensorizer"
         assert pickle.loads(pickle.dumps(value)) is value
-
-
-class Sub(TensorDeserializer):
-    """Its ``close`` needs what its constructor sets up."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.closed = 0
-
-    def close(self):
-        self.closed += 1
-        super().close()
-
-
-def test_an_overridden_close_waits_for_the_constructor(path, tmp_path):
-    with Sub(path, "cpu") as file:
-        assert file.closed == 0
-    assert file.closed == 1
-    with pytest.raises(FileNotFoundError):
-        Sub(tmp_path / "nothing", "cpu")
-    with pytest.raises(ZeroDivisionError):
-        Sub(path, "cpu", lambda name: 1 / 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap as memory_maps
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -173,17 +173,7 @@ class TensorFile:
             if numbers:
                 yield numbers
             return
-        batch: list[int] = []
-        size = 0
-        for number in numbers:
-            length = self.reader.memory_len(number)
-            if batch and size + length > _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(number)
-            size += length
-        if batch:
-            yield batch
+        yield from in_batches(numbers, self.reader.memory_len, _BATCH_BYTES)
 
     def _placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
@@ -199,6 +189,22 @@ class TensorFile:
         if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
             return tensor.to(device, wanted)
         return _zeros(tensor.shape, wanted)
+
+
+def in_batches(
+    numbers: Iterable[int], length: Callable[[int], int], most: int
+) -> Iterator[list[int]]:
+    """Split tensors into lists of at most so many bytes together, or of one tensor."""
+    batch: list[int] = []
+    size = 0
+    for number in numbers:
+        if batch and size + length(number) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(number)
+        size += length(number)
+    if batch:
+        yield batch
 
 
 def _open_reader(file_obj: Any) -> Reader:
