@@ -123,10 +123,20 @@ bool watched() {
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
 }
 
+// Whether torch traces what this thread calls: it takes tensors apart by itself.
+bool traced() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
+         Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||
+         Modes::get_mode(Key::FUNCTIONAL);
+}
+
 // Left to itself, a class of tensors that are made of others handles each operator: many then pass
-// on the plain tensors that they stand for, which is not what they are. Tracers see all calls.
+// on the plain tensors that they stand for, which is not what they are. So do modes that only look
+// on, such as those that count operations.
 void refuse_subclasses(const Names& names, at::TensorList tensors) {
-  if (watched()) return;
+  if (traced()) return;
   for (std::size_t at = 0; at < tensors.size(); ++at) {
     TORCH_CHECK(!tensors[at].defined() || !tensors[at].unsafeGetTensorImpl()->is_python_dispatch(),
                 "tensor `", at < names.size() ? names[at] : "", "`: ", kSubclassesRefused);

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 
 from . import start
-from .output import error_line, flush, without_password
+from .output import error_line, flush, tell, without_password
 
 _FAILED = 2
 
@@ -28,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments is None:
             # The interpreter takes a moment to end, in which a second one needs no traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(start.interrupted(options is not None and options.json), file=sys.stderr)
+        tell(start.interrupted(options is not None and options.json))
         return start.INTERRUPTED
 
 
@@ -51,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
 def _failed(error: BaseException, options: argparse.Namespace) -> int:
     text = without_password(_text(error))
     text = text if options.json else f"error: {text}"
-    print(error_line(type(error).__name__, text, options.json), file=sys.stderr)
+    tell(error_line(type(error).__name__, text, options.json))
     return _FAILED
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 #: Control characters, marks that turn the direction of text or are not seen, halves of characters.
@@ -27,22 +29,25 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def flush() -> None:
     """Write what was printed."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _stop_printing()
+    with _while_there_is_a_reader(sys.stdout):
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
+    stream = file or sys.stdout
+    with _while_there_is_a_reader(stream):
+        print(text, file=stream)
+
+
+@contextlib.contextmanager
+def _while_there_is_a_reader(stream: TextIO | None) -> Iterator[None]:
+    """Whoever read may have seen enough; the status of the command is still to be found out."""
     try:
-        print(text, file=file)
+        yield
     except BrokenPipeError:
-        _stop_printing()
-
-
-def _stop_printing() -> None:
-    """Whoever read has seen enough; the status of the command is still to be found out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def plural(count: int, noun: str) -> str:
@@ -51,14 +56,22 @@ def plural(count: int, noun: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return a text with its addresses as others may see them."""
-    return re.sub(r"(\b\w+://[^/@:\s]*):[^/\s]*@", r"\1:***@", text)
+    """Return a text with its addresses as others may see them: queries may be signatures."""
+    text = re.sub(r"(\b\w+://[^/@:\s]*):[^/\s]*@", r"\1:***@", text)
+    return re.sub(r"(\b\w+://[^?\s]*)\?(?!db=\d+\b(?!&))[^\s'\"]*", r"\1?...", text)
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON that a terminal does not act on."""
     # The one control character that JSON leaves as it is.
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
+def tell(line: str) -> None:
+    """Print a line on the standard error output, which may be closed."""
+    if sys.stderr is not None:
+        with _while_there_is_a_reader(sys.stderr):
+            print(line, file=sys.stderr, flush=True)
 
 
 def error_line(kind: str, message: str, json_wanted: bool) -> str:

@@ -21,7 +21,8 @@ class Progress:
 
     def __init__(self, total: int, options: argparse.Namespace) -> None:
         self._total, self._done, self._begun = total, 0, time.monotonic()
-        self._shown = sys.stderr.isatty() and not options.quiet and not options.json
+        there = sys.stderr is not None and sys.stderr.isatty()
+        self._shown = there and not options.quiet and not options.json
 
     def __enter__(self) -> Progress:
         return self

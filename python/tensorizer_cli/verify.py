@@ -61,12 +61,12 @@ def _check_fit(file: File) -> None:
             pass
         return
     raise CryptographyError(
-        f"the key does not fit {file.shown}: {_none_of(len(tried))} could be decrypted with it"
+        f"the key does not fit {file.shown}: {_none_of(len(tried))} be decrypted with it"
     )
 
 
 def _none_of(count: int) -> str:
-    return "its tensor" if count == 1 else f"none of {count} tensors"
+    return "its tensor could not" if count == 1 else f"none of {count} tensors could"
 
 
 def _batches(file: File) -> Iterator[list[int]]:

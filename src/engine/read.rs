@@ -160,7 +160,7 @@ fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Result<Crew> {
     }
     Ok(match cold::cached(source, what.extents) {
         // Memory gets no faster by more readers than cores.
-        Cached::All => Crew::fixed(crew.first),
+        Cached::All => Crew::fixed(crate::cpu_count().clamp(crew.first, crew.most)),
         Cached::Some => crew,
         // Who waits for a disk has use for all of them from the first byte on.
         Cached::Little => Crew::fixed(crew.most),

@@ -133,6 +133,28 @@ pub fn reopen(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
+/// A file at one moment: another content has another stamp.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Stamp {
+    len: u64,
+    inode: u64,
+    modified: (i64, i64),
+    /// Also where the time of the content was set by hand.
+    changed: (i64, i64),
+}
+
+/// The stamp of the file that a path names; None if there is none.
+pub fn stamp(path: &Path) -> Option<Stamp> {
+    use std::os::unix::fs::MetadataExt as _;
+    let found = std::fs::metadata(path).ok()?;
+    Some(Stamp {
+        len: found.len(),
+        inode: found.ino(),
+        modified: (found.mtime(), found.mtime_nsec()),
+        changed: (found.ctime(), found.ctime_nsec()),
+    })
+}
+
 /// Asks the kernel to begin writing a range to the disk, and does not wait for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.

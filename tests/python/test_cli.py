@@ -136,17 +136,20 @@ def test_keys_that_do_not_fit(tmp_path, path, capsys):
     (tmp_path / "key").write_bytes(KEY)
     (tmp_path / "other").write_bytes(bytes(32))
     sealed, manifest = str(tmp_path / "sealed"), str(tmp_path / "manifest")
-    many = str(tmp_path / "many")
+    many, single = str(tmp_path / "many"), str(tmp_path / "single")
+    tensorizer.save({"one": torch.ones(9)}, single)
     tensorizer.save({str(i): torch.full((9,), i) for i in range(100)}, many)
     assert run("encrypt", "-q", "--key-file", tmp_path / "key", path, sealed) == 0
     assert run("encrypt", "-q", "--key-file", tmp_path / "key", "--manifest", path, manifest) == 0
     assert run("encrypt", "-q", "--key-file", tmp_path / "key", many, many) == 0
+    assert run("encrypt", "-q", "--key-file", tmp_path / "key", single, single) == 0
     assert capsys.readouterr() == ("", "")
     wrong = ("--key-file", tmp_path / "other")
     for arguments, text in (
         ((sealed,), "is encrypted, and decryption was not requested"),
         ((*wrong, sealed), "the key does not fit"),
-        ((*wrong, many), "none of 15 tensors"),
+        ((*wrong, many), "none of 15 tensors could be decrypted"),
+        ((*wrong, single), "its tensor could not be decrypted"),
         ((*wrong, manifest), "wrong key"),
         ((*wrong, path), "is not encrypted"),
         (("--require-manifest", path), "--require-manifest needs one of"),

@@ -188,6 +188,8 @@ def test_params_are_copied_and_go_to_other_processes(tmp_path, kind):
         # The passphrase opens it: how the key was derived went along.
         tensorizer.save({"a": torch.ones(3)}, path, encryption=same)
         read_in_another_process(copy.deepcopy(opening), path)
+    assert copy.deepcopy(opening) == opening == pickle.loads(pickle.dumps(opening))
+    assert opening != DecryptionParams.from_string("another")
     unlimited = EncryptionParams.from_string("x", opslimit=2, memlimit=1 << 20, manifest=True)
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "g", encryption=unlimited)
     if kind == "string":

@@ -25,6 +25,14 @@ def test_a_filter(path):
     assert torch.equal(some["c"], TENSORS["c"])
 
 
+@pytest.mark.parametrize(
+    "name", ["nothing", "\x1e5", "\x1enull", "\x1e[1.5]", "\x1e[]", "\x1e{", "\x1e" + "[" * 99_999]
+)
+def test_names_that_are_not_there(path, name):
+    with pytest.raises(KeyError, match="not found"):
+        tensorizer.load(path, names=[name])
+
+
 def test_which_hashes_are_saved(path, tmp_path):
     tensorizer.save(TENSORS, tmp_path / "crc", hashes="crc32")
     assert (tmp_path / "crc").stat().st_size < path.stat().st_size

@@ -5,6 +5,7 @@ import tensorizer
 import torch
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+from torch.utils.flop_counter import FlopCounterMode
 
 ops = torch.ops.tensorizer
 
@@ -112,6 +113,11 @@ def save_in_inference_mode(tensor, path):
         ops.save(str(path), ["weight"], [Halves(torch.ones(2), torch.ones(2))])
 
 
+def save_while_somebody_counts(tensor, path):
+    with FlopCounterMode(display=False):
+        ops.save(str(path), ["weight"], [tensor])
+
+
 WAYS = [
     write_module,
     write_tensor,
@@ -126,6 +132,7 @@ OPERATORS = [
     lambda tensor, path: ops.save.list(str(path), ["weight"], [tensor]),
     save_compiled,
     save_in_inference_mode,
+    save_while_somebody_counts,
 ]
 
 
@@ -182,6 +189,8 @@ def test_parameters_with_attributes_are_saved_as_their_bytes(tmp_path):
     parameter.weight_of = torch.nn.Linear(2, 2)
     parameter.loaded = parameter.data[:2]
     parameter.freed = torch.empty(0)
+    parameter.main_grad = torch.ones(4)
+    parameter.planned = torch.empty(9, device="meta")
     for way in WAYS:
         done = way(parameter, tmp_path / "model.tensors")
         if done is not None:
@@ -277,3 +286,26 @@ def test_bitsandbytes(tmp_path):
     with tensorizer_loading():
         again = torch.load(tmp_path / "model.pt", weights_only=False)
     assert torch.equal(again(values), model(values))
+
+
+class Renaming(torch.nn.Linear):
+    """A module whose state dict has other names for what it has."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "w"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "first_row"] = self.weight.detach()[:1]
+
+
+class Failing(torch.nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        raise RuntimeError("not before it is ready")
+
+
+@pytest.mark.parametrize("kind", [Renaming, Failing])
+def test_other_state_dicts_are_no_reason(kind, tmp_path):
+    module = kind(2, 2, bias=False)
+    module.weight = Described(torch.ones(2, 2))
+    with TensorSerializer(tmp_path / "f") as serializer:
+        serializer.write_module(module)
+    with TensorDeserializer(tmp_path / "f", "cpu") as file:
+        assert file.load_into_module(module) == 1

@@ -263,3 +263,34 @@ def test_other_programs_keep_their_ctrl_c(name):
     done = run_python(code)
     assert "KeyboardInterrupt" in done.stderr
     assert "tensorizer: interrupted" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status"),
+    [
+        ("ls {file} >&-", 0),
+        ("ls {missing} 2>&-", 2),
+        ("cp {file} {copy} 2>&-", 0),
+        ("ls {missing} 2>&1 >/dev/null | true; exit ${{PIPESTATUS[0]}}", 2),
+    ],
+)
+def test_outputs_that_are_closed(tmp_path, redirected, status):
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
+    names = {"file": tmp_path / "f", "missing": tmp_path / "missing", "copy": tmp_path / "copy"}
+    line = f"{sys.executable} -m tensorizer {redirected.format(**names)}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+
+
+def test_signatures_of_addresses_are_not_shown(tmp_path):
+    from tensorizer_cli.output import without_password
+
+    for secret in (
+        "http://h/f?X-Amz-Signature=SECRET&a=b",
+        "cannot read 'https://me:SECRET@h/f?token=SECRET': 404",
+        "redis://h/p?password=SECRET",
+        "redis://h/p?db=3&password=SECRET",
+    ):
+        assert "SECRET" not in without_password(secret)
+    assert without_password("redis://h/p?db=3") == "redis://h/p?db=3"
+    assert without_password("is /tmp/f?x=1 there?") == "is /tmp/f?x=1 there?"

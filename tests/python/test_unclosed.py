@@ -176,3 +176,29 @@ def test_the_end_of_the_interpreter(code, tmp_path):
     holds(path, OLD)
     holds(tmp_path / "f.unclosed", NEW)
     assert sorted(os.listdir(tmp_path)) == ["f", "f.unclosed"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_was_closed_before(tmp_path):
+    with open_stream(tmp_path / "f", "wb+") as stream:
+        serializer = TensorSerializer(stream)
+        serializer.write_state_dict(NEW)
+    holds(tmp_path / "f", NEW)
+    del serializer, stream
+    gc.collect()
+    holds(tmp_path / "f", NEW)
+
+    with open_stream(tmp_path / "f", "wb+") as stream:
+        serializer = TensorSerializer(stream)
+        serializer.write_state_dict(OLD)
+    serializer.close()
+    holds(tmp_path / "f", OLD)
+
+    with pytest.raises(ZeroDivisionError), open_stream(tmp_path / "f", "wb+") as stream:
+        serializer = TensorSerializer(stream)
+        serializer.write_state_dict(NEW)
+        raise ZeroDivisionError
+    del serializer, stream
+    gc.collect()
+    holds(tmp_path / "f", OLD)
+    assert os.listdir(tmp_path) == ["f"]

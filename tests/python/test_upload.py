@@ -476,3 +476,17 @@ return tensorizer.TensorDeserializer(stream, device="cpu", verify_hash=True)["fi
         moto.host,
     )
     assert_same(torch.tensor(array), LARGE["first"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_was_closed_before_its_serializer(client, key):
+    with open_stream(f"s3://bucket/{key}", "wb+") as stream:
+        serializer = TensorSerializer(stream)
+        serializer.write_state_dict(SMALL)
+    assert list(tensorizer.load(f"s3://bucket/{key}")) == list(SMALL)
+    serializer.close()
+    with pytest.raises(ValueError, match="closed"):
+        serializer.write_state_dict({"more": torch.ones(2)})
+    del serializer, stream
+    gc.collect()
+    assert list(tensorizer.load(f"s3://bucket/{key}")) == list(SMALL)

@@ -205,12 +205,15 @@ class DecryptionParams:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _restored_decryption, (type(self), *self._state())
+
+    def _state(self) -> tuple[bytes | None, bytes | None, dict[str, Any]]:
         options = {
             "require_manifest": self.require_manifest,
             "max_opslimit": self._max[0],
             "max_memlimit": self._max[1],
         }
-        return _restored_decryption, (type(self), self.key, self.source, options)
+        return self.key, self.source, options
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
@@ -238,6 +241,11 @@ class DecryptionParams:
 
         """
         return cls(None, _encoded(source, encoding), **options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecryptionParams) and self._state() == other._state()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _restored_decryption(

@@ -126,7 +126,7 @@ class FileWriter:
             return
         try:
             writer.finish()
-            if self._stream is not None and not isinstance(self._stream, UploadFile):
+            if self._stream is not None and not _is_ended(self._stream):
                 self._stream.seek(writer.end)
         except BaseException:
             self._give_up_stream()
@@ -156,6 +156,10 @@ class FileWriter:
         writer, self._writer = self._native, None
         uri = writer.uri
         kept, beside = False, None
+        if isinstance(self._stream, (UploadFile, AtomicRandom)) and self._stream.ended:
+            # Whoever closed it has published it or given it up, and was told.
+            writer.finish()
+            return
         if isinstance(self._stream, UploadFile):
             writer.abandon()
             self._give_up_stream()
@@ -203,6 +207,11 @@ class FileWriter:
                 self.abandon()
         except Exception:
             logger.exception("a file that was not closed could not be finished")
+
+
+def _is_ended(stream: Any) -> bool:
+    """Tell whether a stream has no position any more, or never had one to be set."""
+    return isinstance(stream, UploadFile) or bool(getattr(stream, "closed", False))
 
 
 def _checked_concurrency(limit: int | None) -> int | None:

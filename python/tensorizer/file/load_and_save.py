@@ -109,10 +109,14 @@ def save(
 
 def _find(file: TensorFile, name: Name) -> int:
     """Return the number of a tensor, whose name may be given in the form that files store."""
-    path = name
+    path: Any = name
     if isinstance(name, str) and name.startswith("\x1e"):
-        with contextlib.suppress(ValueError):
-            path = tuple(json.loads(name[1:]))
+        with contextlib.suppress(ValueError, RecursionError):
+            path = json.loads(name[1:])
+        steps = path if isinstance(path, list) and path else [None]
+        if not all(isinstance(step, (str, int)) and not isinstance(step, bool) for step in steps):
+            raise KeyError(f"Tensor {name!r} not found in {file.reader.uri}")
+        path = tuple(path)
     number = file.reader.find(path)
     if number is None:
         raise KeyError(f"Tensor {name!r} not found in {file.reader.uri}")

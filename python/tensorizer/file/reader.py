@@ -152,6 +152,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             file.close()
 
     def __repr__(self) -> str:
+        if "total_tensor_bytes" not in vars(self):
+            return f"<{type(self).__name__} that is not open>"
         size = convert_bytes(self.total_tensor_bytes)
         count = len(self._selection)
         return (

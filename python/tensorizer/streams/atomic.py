@@ -21,6 +21,8 @@ class _Atomic:
 
     #: Whether a serializer writes it, and closes it or gives it up.
     belongs_to_serializer = False
+    #: Whether somebody has closed it or given it up; the garbage collector does neither.
+    ended = False
 
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
@@ -38,6 +40,7 @@ class _Atomic:
         """Make the file visible. Closing again does nothing."""
         if self.closed:  # type: ignore[attr-defined]
             return
+        self.ended = True
         self._leave_to_the_maker()
         try:
             self._sink.publish(self._end())
@@ -70,6 +73,7 @@ class _Atomic:
 
     def abandon(self) -> None:
         """Give the file up: what was there before stays."""
+        self.ended = True
         if not self.closed:  # type: ignore[attr-defined]
             self._leave_to_the_maker()
         self._sink.abandon()

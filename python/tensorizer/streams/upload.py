@@ -23,6 +23,8 @@ class UploadFile(io.BufferedIOBase):
     """
 
     mode = "wb"
+    #: Whether somebody has closed it or given it up; the garbage collector does neither.
+    ended = False
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -79,6 +81,7 @@ class UploadFile(io.BufferedIOBase):
         """Send what is left and make the object visible. Closing again does nothing."""
         if self.closed:
             return
+        self.ended = True
         try:
             if self._writer is not None:
                 # Which does nothing if it has finished before.
@@ -94,6 +97,10 @@ class UploadFile(io.BufferedIOBase):
 
     def abandon(self) -> None:
         """Give the object up: what was there before stays."""
+        self.ended = True
+        self._give_up()
+
+    def _give_up(self) -> None:
         super().close()
         if self._writer is not None:
             self._writer.abandon()
@@ -111,7 +118,7 @@ class UploadFile(io.BufferedIOBase):
         if getattr(self, "_sink", None) is not None and not self.closed:
             if self._writer is None and self._process == os.getpid():
                 logger.error("%s was not closed, and so was not uploaded", self.name)
-            self.abandon()
+            self._give_up()
 
     def _check_open(self) -> None:
         if self.closed:

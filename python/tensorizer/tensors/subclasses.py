@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+#: What trainers attach to parameters, and make anew: gradients, and copies in another dtype.
+_OF_TRAINERS = ("main_grad", "main_param", "grad_added_to_main_grad")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
 
@@ -79,6 +81,8 @@ def _parts(tensor: Any) -> str:
 def _carried(tensor: torch.Tensor) -> Iterator[str]:
     """Yield the names of attributes that hold tensors with memory of their own."""
     for name, value in vars(tensor).items():
+        if name in _OF_TRAINERS:
+            continue
         for inner, found in _tensors_of(value):
             if _is_apart(found, tensor):
                 yield name + inner
@@ -103,11 +107,22 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has bytes that are not those of another."""
+    if other.is_meta:
+        return False
     try:
         storage, own = other.untyped_storage(), tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return True  # made of others
     return storage.nbytes() > 0 and storage._cdata != own._cdata
+
+
+def _storage_of(value: torch.Tensor) -> int | None:
+    """Return what tells a storage from others; None without one."""
+    try:
+        storage = value.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return storage._cdata if storage.nbytes() > 0 else None
 
 
 def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
@@ -116,13 +131,23 @@ def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
     if kind._save_to_state_dict is torch.nn.Module._save_to_state_dict:
         return None
     state: dict[str, Any] = {}
-    module._save_to_state_dict(state, "", True)
+    try:
+        module._save_to_state_dict(state, "", True)
+    except (
+        Exception
+    ):  # of any library, which then has its own say when it is asked for a state dict
+        return None
+    groups = (module._parameters, module._buffers)
+    own = [value for group in groups for value in group.values() if value is not None]
+    places = {_storage_of(value) for value in own} - {None}
     beyond = [
         name
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and name not in module._parameters
         and name not in module._buffers
+        and not any(value is one for one in own)
+        and _storage_of(value) not in places
     ]
     if not beyond:
         return None

@@ -49,7 +49,11 @@ pub fn write_tensors(
 ) -> Result<Vec<[u8; 32]>> {
     items.iter().try_for_each(Item::check)?;
     let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
-    let wanted = wanted.clamp(1, sink.max_writers().max(1));
+    let mut wanted = wanted.clamp(1, sink.max_writers().max(1));
+    // Such a tensor is written by one thread from its beginning to its end, in a place of its own.
+    if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
+        wanted = wanted.min(sink.places().max(1));
+    }
     let sha = options.hashes == Hashes::All;
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
     let jobs = jobs(items, in_turns, buffer_len()?);

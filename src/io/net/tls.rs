@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
 
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -16,6 +15,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use super::Trust;
 use crate::environment::reading;
 use crate::sys::process::{Maker, PerProcess};
+use crate::sys::{Stamp, stamp};
 
 /// Where the system's certificates are, if not where they usually are.
 const SYSTEM: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
@@ -73,30 +73,23 @@ impl Tls {
     }
 }
 
-/// A file as it was when it was read.
-#[derive(Debug, PartialEq, Eq)]
-struct Stamp {
-    path: PathBuf,
-    /// Bytes, and when they were written; None if the file is not there.
-    state: Option<(u64, Option<SystemTime>)>,
-}
-
-type Known = HashMap<(Trust, Protocols), (Vec<Stamp>, Tls)>;
+/// Files as they were when they were read; None for those that were not there.
+type Stamps = Vec<(PathBuf, Option<Stamp>)>;
+type Known = HashMap<(Trust, Protocols), (Stamps, Tls)>;
 
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new();
 
-fn stamps(trust: &Trust) -> Result<Vec<Stamp>, String> {
+fn stamps(trust: &Trust) -> Result<Stamps, String> {
     let mut files = trust.files()?;
     if *trust == Trust::System {
         let named = reading(|| SYSTEM.map(std::env::var_os));
         files.extend(named.into_iter().flatten().map(PathBuf::from));
     }
-    let stamp = |path: PathBuf| {
-        let state = std::fs::metadata(&path).ok();
-        let state = state.map(|found| (found.len(), found.modified().ok()));
-        Stamp { path, state }
+    let stamped = |path: PathBuf| {
+        let found = stamp(&path);
+        (path, found)
     };
-    Ok(files.into_iter().map(stamp).collect())
+    Ok(files.into_iter().map(stamped).collect())
 }
 
 /// The provider of cryptography that the program has chosen, or the one that is compiled in.

@@ -21,6 +21,7 @@ use super::{OnDemand, guarded};
 use crate::environment::reading;
 use crate::io::net::NetOptions;
 use crate::sys::process::PerProcess;
+use crate::sys::{Stamp, stamp};
 
 /// What expires is asked for again so long before, or when a tenth of its time is left.
 const MARGIN: Duration = Duration::from_secs(5 * 60);
@@ -89,7 +90,7 @@ impl fmt::Debug for Chain {
 struct Place {
     region: String,
     variables: Vec<(OsString, OsString)>,
-    files: Vec<(PathBuf, Option<(u64, SystemTime)>)>,
+    files: Vec<(PathBuf, Option<Stamp>)>,
 }
 
 /// What the chain has found.
@@ -98,7 +99,8 @@ struct Known {
     /// Held while it is asked, so that only one does.
     asking: tokio::sync::Mutex<()>,
     found: Mutex<Found>,
-    region: Mutex<Option<Option<String>>>,
+    /// With the time at which it was found.
+    region: Mutex<Option<(Option<String>, Instant)>>,
 }
 
 #[derive(Default)]
@@ -107,6 +109,9 @@ struct Found {
     /// With the time until which they are good, if they expire, and when they were found.
     credentials: Option<(Result<Credentials, Nobody>, Option<SystemTime>, Instant)>,
 }
+
+const ENVIRONMENT_CHANGED: &str =
+    "credentials must be asked for again, and the environment that names them has changed";
 
 /// There are no credentials.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
@@ -136,9 +141,8 @@ impl Place {
                 file("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
             ];
             let stamped = files.into_iter().flatten().map(|path| {
-                let state = std::fs::metadata(&path).ok();
-                let state = state.and_then(|found| Some((found.len(), found.modified().ok()?)));
-                (path, state)
+                let found = stamp(&path);
+                (path, found)
             });
             Place { region, variables, files: stamped.collect() }
         })
@@ -169,14 +173,17 @@ impl Chain {
     pub async fn region(&self) -> Option<String> {
         let known = self.known();
         let _asking = known.asking.lock().await;
-        let before = locked(&known.region).clone();
-        if let Some(region) = before {
+        let holds = |(region, since): &(Option<String>, Instant)| {
+            region.is_some() || since.elapsed() < NONE_HOLDS
+        };
+        let before = locked(&known.region).clone().filter(holds);
+        if let Some((region, _)) = before {
             return region;
         }
         let config = ProviderConfig::default().with_http_client(OnDemand::new(&self.net));
         let provider = ImdsRegionProvider::builder().configure(&config).build();
         let region = provider.region().await.map(|region| region.to_string());
-        locked(&known.region).insert(region).clone()
+        locked(&known.region).insert((region, Instant::now())).0.clone()
     }
 
     async fn get(&self) -> Result<Credentials, CredentialsError> {
@@ -192,6 +199,10 @@ impl Chain {
         let asked = guarded(async {
             let provider = match provider {
                 Some(provider) => Some(provider),
+                // Of the environment as it is now, which may be that of somebody else since.
+                None if Place::now(String::new()).variables != self.place.variables => {
+                    return Err(CredentialsError::provider_error(ENVIRONMENT_CHANGED));
+                }
                 None => settings(self.place.region.clone(), &self.net).await.credentials_provider(),
             };
             let provider = provider.ok_or_else(|| CredentialsError::not_loaded(Nobody))?;

@@ -161,7 +161,11 @@ impl Upload {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),
-            None => Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone()),
+            None => {
+                // What was given up meanwhile is not begun once more.
+                drop(self.usable()?);
+                Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone())
+            }
         }
     }
 
@@ -227,7 +231,7 @@ impl Upload {
     /// Sends parts that are complete.
     fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
         loop {
-            let next = self.state().ready.pop_front();
+            let next = self.usable()?.ready.pop_front();
             let Some((number, part)) = next else { return cancel.check() };
             let (sending, part_len) = (self.memory.sending(), part.len());
             let part = Bytes::from(part);

@@ -63,8 +63,9 @@ impl Named {
         if let Some(signed) = locked(known).as_ref().filter(good) {
             return Ok((Arc::clone(&signed.target), signed.since));
         }
-        let since = Instant::now();
         let (target, until) = signer.sign().await?;
+        // Not before its credentials were found, or they would seem newer than what a server refuses.
+        let since = Instant::now();
         let target = Arc::new(target);
         *locked(known) = Some(Signed { target: Arc::clone(&target), until, since });
         Ok((target, since))
