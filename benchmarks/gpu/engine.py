@@ -1,9 +1,9 @@
 """One engine loads or saves one model on a device, in a process of its own: prints a line of JSON.
 
-    python engine.py ENGINE FOLDER MODEL
+    python engine.py ENGINE FOLDER MODEL [LOADS]
 
-``BENCHMARK_DEVICE`` says where (``cuda``). The clock runs from the call until the device has
-everything. What is loaded is summed there and compared with the sums of what was written.
+The clock runs from the call until the device has everything. What is loaded is summed there and
+compared with the sums of what was written. All loads after the first are in ``again``.
 """
 
 from __future__ import annotations
@@ -16,33 +16,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-DEVICE = os.environ.get("BENCHMARK_DEVICE", "cuda")
-KEY = bytes(range(32))
-Tensors = dict[str, torch.Tensor]
+import torch
+from checks import Tensors, sums
+from models import KEY
+
+DEVICE = "cuda"
 
 
 class AbsentError(Exception):
-    """The engine is not installed, or cannot run here."""
-
-
-def synchronize() -> None:
-    if DEVICE != "cpu":
-        torch.cuda.synchronize()
-
-
-def sums(tensors: Tensors) -> dict[str, int]:
-    """Read every byte where it is: one sum a tensor, modulo 2^64."""
-    return {
-        name: int(tensor.detach().flatten().view(torch.int64).sum())
-        for name, tensor in tensors.items()
-    }
-
-
-def only_cuda() -> None:
-    if DEVICE == "cpu":
-        raise AbsentError("it loads to CUDA only")
+    """The engine cannot do this here."""
 
 
 def ours(path: Path, suffix: str = "tensors", **options) -> Tensors:
@@ -57,17 +41,17 @@ def ours_module(path: Path) -> Tensors:
     """Fill parameters that are on the device already; making them is not measured."""
     import tensorizer
 
-    names = list(json.loads(Path(f"{path}.json").read_text()))
+    names = list(read_sums(path))
     shapes = torch.ops.tensorizer._describe(f"{path}.tensors", names)
     out = []
     for text in shapes:
         dtype, _, shape = text.removesuffix("]").partition("[")
         dims = [int(dim) for dim in shape.split(",")]
         out.append(torch.empty(dims, dtype=getattr(torch, dtype), device=DEVICE))
-    synchronize()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     torch.ops.tensorizer.load(f"{path}.tensors", names, out=out)
-    synchronize()
+    torch.cuda.synchronize()
     ours_module.seconds = time.perf_counter() - start
     del tensorizer
     return dict(zip(names, out, strict=True))
@@ -87,7 +71,6 @@ def safetensors(path: Path) -> Tensors:
 
 
 def safetensors_prefetch(path: Path) -> Tensors:
-    only_cuda()
     from safetensors import safe_open
 
     with safe_open(f"{path}.safetensors", framework="pt", device="cuda") as file:
@@ -97,7 +80,6 @@ def safetensors_prefetch(path: Path) -> Tensors:
 
 
 def instanttensor(path: Path) -> Tensors:
-    only_cuda()
     from instanttensor import safe_open
 
     with safe_open(f"{path}.safetensors", framework="pt", device=0) as file:
@@ -105,7 +87,6 @@ def instanttensor(path: Path) -> Tensors:
 
 
 def fastsafetensors(path: Path) -> Tensors:
-    only_cuda()
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(filenames=[f"{path}.safetensors"], nogds=True, device="cuda:0") as file:
@@ -124,6 +105,10 @@ def runai(path: Path) -> Tensors:
 
 
 def torch_load(path: Path) -> Tensors:
+    return torch.load(f"{path}.pt", map_location=DEVICE, weights_only=True)
+
+
+def torch_load_mmap(path: Path) -> Tensors:
     return torch.load(f"{path}.pt", map_location=DEVICE, weights_only=True, mmap=True)
 
 
@@ -141,7 +126,8 @@ LOADERS: dict[str, Callable[[Path], Tensors]] = {
     "InstantTensor": instanttensor,
     "fastsafetensors": fastsafetensors,
     "run:ai": runai,
-    "torch.load mmap": torch_load,
+    "torch.load": torch_load,
+    "torch.load mmap": torch_load_mmap,
 }
 
 
@@ -156,29 +142,67 @@ MODULES = {
 }
 
 
-def pinned_copy(size: int) -> float:
-    """The limit: one pinned buffer copied to the device again and again; returns seconds."""
+def read_sums(path: Path) -> dict[str, int]:
+    return json.loads(Path(f"{path}.json").read_text())["sums"]
+
+
+def pinned_copy(size: int, back: bool) -> float:
+    """The limit: one pinned buffer copied to the device (or back) again and again, in seconds."""
     step = min(256 << 20, size)
-    pin = DEVICE != "cpu"
-    buffer = torch.ones(step, dtype=torch.uint8, pin_memory=pin)
-    there = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    buffer = torch.ones(step, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(step, dtype=torch.uint8, device=DEVICE)
+    source, target = (there, buffer) if back else (buffer, there)
     for round_ in range(2):
-        synchronize()
+        torch.cuda.synchronize()
         start = time.perf_counter()
-        for offset in range(0, size - step + 1, step):
-            there[offset : offset + step].copy_(buffer, non_blocking=True)
-        synchronize()
+        for _ in range(size // step):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
         if round_:
             return (time.perf_counter() - start) * size / (size // step * step)
     raise AssertionError
 
 
+def limit(engine: str, path: Path) -> dict[str, object]:
+    if engine == "direct reads":
+        from limits import direct
+
+        found = direct(Path(f"{path}.tensors"))
+        if not found["bytes"]:
+            raise AbsentError("the file is too small")
+        return {**found, "verified": True}
+    size = os.path.getsize(f"{path}.tensors")
+    seconds = pinned_copy(size, back=engine == "pinned copy back")
+    return {"seconds": seconds, "bytes": size, "verified": True}
+
+
+LIMITS = ("pinned copy", "pinned copy back", "direct reads")
+
+
+def saved(engine: str, out: str) -> Tensors:
+    """Load on the CPU what was saved."""
+    if engine.startswith("ours"):
+        import tensorizer
+
+        return tensorizer.load(out, "cpu", verify_hash=True)
+    if engine == "torch.save":
+        return torch.load(out, weights_only=True)
+    from safetensors.torch import load_file
+
+    return load_file(out)
+
+
 def save(engine: str, path: Path) -> dict[str, object]:
     """Save what is on the device, with fsync."""
     tensors = ours(path)
-    synchronize()
+    torch.cuda.synchronize()
     total = sum(tensor.nbytes for tensor in tensors.values())
     out = f"{path}.out"
+    if engine == "torch.save":
+        # Small tensors share storages, of which torch.save would write all for each.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        torch.cuda.synchronize()
+    result: dict[str, object] = {}
     start = time.perf_counter()
     if engine == "ours save":
         import tensorizer
@@ -188,70 +212,74 @@ def save(engine: str, path: Path) -> dict[str, object]:
         import tensorizer
 
         future = tensorizer.save_async(tensors, out)
-        snapshot = time.perf_counter() - start
+        result["call_seconds"] = time.perf_counter() - start
         future.result()
     else:
         from safetensors.torch import save_file
 
-        save_file(tensors, out)
+        torch.save(tensors, out) if engine == "torch.save" else save_file(tensors, out)
         descriptor = os.open(out, os.O_RDWR)
         os.fsync(descriptor)
         os.close(descriptor)
-    seconds = time.perf_counter() - start
-    assert os.path.getsize(out) >= total
-    verified = True
-    if engine.startswith("ours"):
-        import tensorizer
-
-        verified = sums(tensorizer.load(out, "cpu", verify_hash=True)) == sums(tensors)
+    result |= {"seconds": time.perf_counter() - start, "bytes": total}
+    del tensors
+    result["verified"] = sums(saved(engine, out)) == read_sums(path)
     os.remove(out)
-    result = {"seconds": seconds, "bytes": total, "verified": verified}
-    return result | ({"again_seconds": snapshot} if engine == "ours save_async" else {})
+    return result
 
 
-def main(engine: str, folder: str, model: str) -> dict[str, object]:
-    path = Path(folder) / model
-    expected = json.loads(Path(f"{path}.json").read_text())
-    for name, module in MODULES.items():
-        if name in engine:
-            importlib.import_module(module)
-    if DEVICE != "cpu":
-        torch.ones(1, device=DEVICE).add_(1)
-        synchronize()
-    if engine == "pinned copy":
-        size = os.path.getsize(f"{path}.tensors")
-        return {"seconds": pinned_copy(size), "bytes": size, "verified": True}
-    if "save" in engine:
-        return save(engine, path)
-    result: dict[str, object] = {}
-    for attempt in ("seconds", "again_seconds"):
+def verify(engine: str, tensors: Tensors, expected: dict[str, int]) -> bool:
+    if engine == "ours float32":
+        if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+            return False
+        tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    return sums(tensors) == expected
+
+
+def load(engine: str, path: Path, loads: int) -> dict[str, object]:
+    result: dict[str, object] = {"verified": True}
+    times = []
+    for attempt in range(loads):
         start = time.perf_counter()
         tensors = LOADERS[engine](path)
-        synchronize()
-        result[attempt] = getattr(ours_module, "seconds", None) or time.perf_counter() - start
-        if attempt == "seconds":
-            cast = engine == "ours float32"
-            # What was read: a cast doubles it on the device.
-            result["bytes"] = sum(t.nbytes for t in tensors.values()) // (2 if cast else 1)
-            result["verified"] = (
-                all(t.dtype == torch.float32 for t in tensors.values())
-                if cast
-                else sums(tensors) == expected
-            )
-            if engine.startswith("ours"):
-                import tensorizer
+        torch.cuda.synchronize()
+        times.append(getattr(ours_module, "seconds", None) or time.perf_counter() - start)
+        if attempt == 0 and engine.startswith("ours"):
+            import tensorizer
 
-                result["stats"] = tensorizer.stats()
+            result["stats"] = tensorizer.stats()
+        # What was read: a cast doubles it on the device.
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        result["bytes"] = size // 2 if engine == "ours float32" else size
+        result["verified"] &= verify(engine, tensors, read_sums(path))
         del tensors
-        if DEVICE != "cpu":
-            torch.cuda.empty_cache()
-    return result
+        torch.cuda.empty_cache()
+    return result | {"seconds": times[0], "again": times[1:]}
+
+
+def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, object]:
+    path = Path(folder) / model
+    for name, module in MODULES.items():
+        if name in engine:
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name == module.partition(".")[0]:
+                    raise AbsentError(f"{error.name} is not installed") from None
+                raise
+    torch.ones(1, device=DEVICE)
+    torch.cuda.synchronize()
+    if engine in LIMITS:
+        return limit(engine, path)
+    if "save" in engine.rsplit(maxsplit=1)[-1]:
+        return save(engine, path)
+    return load(engine, path, int(loads))
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(main(*sys.argv[1:4])))
-    except (AbsentError, ImportError) as absent:
+        print(json.dumps(main(*sys.argv[1:])))
+    except AbsentError as absent:
         print(json.dumps({"absent": str(absent)}))
     sys.stdout.flush()
     os._exit(0)

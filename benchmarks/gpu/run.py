@@ -1,260 +1,185 @@
-"""Build, test and measure on a machine with a CUDA device, in one command.
+"""Test and measure on a machine with a CUDA device: with no network, no compiler and no make.
 
-    python benchmarks/gpu/run.py [--wheel FILE] [--gigabytes 16] [--rounds 3] [--only CASE ...]
+    python benchmarks/gpu/run.py --collect DIR              # where there is a network
+    python benchmarks/gpu/run.py --wheels DIR --minutes 9   # on the machine, until it says "done"
 
-Without ``--wheel`` the package that is installed is used, or else the sources are built with pip.
-Then come the tests of ``tests/python/gpu``, with ``REQUIRE_CUDA=1``; then every engine that is
-installed, in turns, each in a process of its own, from memory (``--tmpfs``) and from disk
-(``--disk``). ``--record`` keeps the figures under ``benchmarks/records``. ``--dry-run`` does all of
-it on the stand-in for a device, with toy sizes: its figures say nothing.
+The steps: the tests of ``tests/python/gpu``, compute-sanitizer, ours beside the peers, from memory
+and from disk, and a sweep for the sizes that suit the device. Whatever fails is a row; the run goes
+on. Rows are in ``rows.jsonl`` of the folder ``--out``, from which another call goes on.
+
+It ends with 0, with 1 if something has failed, or with 75 if its minutes are over and another call
+has to go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from cases import Case  # noqa: E402
-from machine import commit, version  # noqa: E402
+import comparisons  # noqa: E402
+import steps  # noqa: E402
+import sweep  # noqa: E402
+import tables  # noqa: E402
+import wheels  # noqa: E402
+from bench import Bench, Clock, Model, OutOfTimeError, Place  # noqa: E402
+from machine import commit  # noqa: E402
+from rows import Row, Rows  # noqa: E402
 
-PEERS = (
-    "InstantTensor",
-    "safetensors prefetch",
-    "safetensors",
-    "run:ai",
-    "fastsafetensors",
-    "torch.load mmap",
-    "tensorizer 2.12.1",
-)
-
-
-CASES = [
-    Case("tmpfs", "from memory", "large",
-         ("ours", "pinned copy", "ours clone", "ours in place", "ours verify-crc32",
-          "ours verify", "ours decrypt", "ours float32", *PEERS)),
-    Case("tmpfs-20k", "20,000 small tensors from memory", "20k",
-         ("ours", "pinned copy", "ours clone", *PEERS)),
-    Case("disk", "from disk, nothing in the page cache", "large", ("ours", *PEERS), cold=True),
-    Case("save", "save to memory", "large", ("ours save", "ours save_async", "safetensors save")),
-]  # fmt: skip
+STEPS = ("tests", "sanitizer", "host-share", "compare", "sweep")
+GO_ON = 75
 
 
-def install(wheel: str | None) -> None:
-    """Make the package importable: from a wheel, as it is, or from the sources."""
-    if wheel:
-        target = "/tmp/tensorizer-wheel"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        subprocess.run([*pip, "--no-index", "--target", target, wheel], check=True)
-        sys.path.insert(0, target)
-        os.environ["PYTHONPATH"] = os.pathsep.join([target, os.environ.get("PYTHONPATH", "")])
-    elif importlib.util.find_spec("tensorizer") is None:
-        pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
-        subprocess.run([*pip, str(ROOT)], check=True)
-
-
-def run_tests() -> None:
-    environment = os.environ | {"REQUIRE_CUDA": "1"}
-    options = ["-p", "no:cacheprovider", "--confcutdir", "tests/python/gpu", "--durations=0"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/python/gpu"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-
-
-def prepare(folder: Path, name: str, count: int, total: int, formats: set[str]) -> None:
-    """Write a model in every format that some engine reads."""
-    import tensorizer
-    import torch
-
-    from engine import KEY, sums
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    each = total // count // 2 // 64 * 64
-    flat = torch.empty(count * each, dtype=torch.float16)
-    generator = torch.Generator().manual_seed(17)
-    block = torch.randint(-(2**62), 2**62, (min(flat.numel() // 4, 1 << 24),), generator=generator)
-    for number, part in enumerate(flat.split(block.numel() * 4)):
-        # Every part is another one, or a part that goes to the wrong place would not show.
-        part.view(torch.int64).copy_(block[: part.numel() // 4] + number)
-    tensors = {f"layers.{i}.weight": flat[i * each :][:each].view(64, -1) for i in range(count)}
-    print(f"making {path}: {count} tensors, {flat.nbytes:,} bytes", flush=True)
-    Path(f"{path}.json").write_text(json.dumps(sums(tensors)))
-    tensorizer.save(tensors, f"{path}.tensors")
-    if "encrypted" in formats:
-        tensorizer.save(tensors, f"{path}.encrypted", encryption=tensorizer.EncryptionParams(KEY))
-    if "safetensors" in formats:
-        from safetensors.torch import save_file
-
-        save_file(tensors, f"{path}.safetensors")
-    if "pt" in formats:
-        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.pt")
-
-
-def forget(folder: Path) -> None:
-    os.sync()
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def run(engine: str, folder: Path, model: str) -> dict[str, object]:
-    old = os.environ.get("TENSORIZER_OLD_PYTHON", str(ROOT / ".venv-old/bin/python"))
-    if "2.12.1" in engine and not Path(old).is_file():
-        return {"absent": "TENSORIZER_OLD_PYTHON names no Python that has it"}
-    python = old if "2.12.1" in engine else sys.executable
-    command = [python, str(HERE / "engine.py"), engine, str(folder), model]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except subprocess.TimeoutExpired:
-        return {"absent": "it took more than 300 s"}
-    if done.returncode != 0:
-        if engine.startswith("ours"):
-            raise RuntimeError(f"{engine} failed:\n{done.stderr[-3000:]}")
-        return {"absent": f"it failed: {done.stderr.strip().splitlines()[-1:]}"}
-    result = json.loads(done.stdout.splitlines()[-1])
-    if not result.get("absent") and not result["verified"]:
-        raise RuntimeError(f"{engine} loaded other bytes than were written")
-    return result
-
-
-def measure(case: Case, folder: Path, rounds: int) -> list[dict[str, object]]:
-    """Let all engines take turns."""
-    results: dict[str, list[dict[str, object]]] = {engine: [] for engine in case.engines}
-    for round_ in range(rounds):
-        for engine in case.engines:
-            if results[engine] and results[engine][-1].get("absent"):
-                continue
-            if case.cold:
-                forget(folder)
-            results[engine].append(run(engine, folder, case.model))
-        print(f"  round {round_ + 1} of {rounds}", flush=True)
-    rows = []
-    for engine, found in results.items():
-        row: dict[str, object] = {"case": case.name, "engine": engine}
-        good = [result for result in found if not result.get("absent")]
-        if not good:
-            rows.append(row | {"absent": found[0]["absent"]})
-            continue
-        seconds = sorted(float(result["seconds"]) for result in good)
-        again = sorted(float(result.get("again_seconds", 0)) for result in good)
-        rows.append(
-            row
-            | {
-                "n": len(good),
-                "min": seconds[0],
-                "median": seconds[len(seconds) // 2],
-                "max": seconds[-1],
-                "again_median": again[len(again) // 2],
-                "bytes": good[0]["bytes"],
-                "stats": good[-1].get("stats"),
-            }
-        )
-    return rows
-
-
-def table(rows: list[dict[str, object]]) -> str:
-    """Return a Markdown table; ratios are of rates, above 1 where ours is faster."""
-    ours = next((row for row in rows if "median" in row), None)
-    lines = ["| engine | median s | min to max | GB/s | again s | ours is faster by |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
-    for row in rows:
-        if "absent" in row:
-            lines.append(f"| {row['engine']} | not measured: {row['absent']} | | | | |")
-            continue
-        rate = row["bytes"] / row["median"]
-        assert ours is not None
-        ratio = "-" if row is ours else f"{ours['bytes'] / ours['median'] / rate:.2f}"
-        lines.append(
-            f"| {row['engine']} | {row['median']:.3f} | {row['min']:.3f} to {row['max']:.3f} "
-            f"| {rate / 1e9:.2f} | {row['again_median']:.3f} | {ratio} |"
-        )
-    return "\n".join(lines)
-
-
-def describe(dry: bool) -> dict[str, object]:
-    import torch
-
-    names = ("torch", "safetensors", "instanttensor", "fastsafetensors", "runai-model-streamer")
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="minutes"),
-        "commit": commit(),
-        "device": "stand-in" if dry else torch.cuda.get_device_name(),
-        "cpus": os.cpu_count(),
-        "versions": {name: version(name) for name in names},
-    }
-
-
-def need_stand_in() -> None:
-    """End where the library has no device for tests."""
-    probe = "from tensorizer import _native; raise SystemExit(not _native.staged(-1))"
-    if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
-        sys.exit("build with TENSORIZER_STAND_IN=1: this library has no device for tests")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wheel", help="a built wheel, for machines without a compiler")
-    parser.add_argument("--gigabytes", type=float, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--disk", type=Path, default=HERE.parent / "data")
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--collect", type=Path, metavar="DIR", help="fill a folder with wheels, and end")
+    add("--wheels", type=Path, metavar="DIR", help="use these; otherwise what is installed")
+    add("--out", type=Path, metavar="DIR", help="where rows are kept: $OUT or benchmarks/data-gpu")
+    add("--go-on", type=Path, metavar="FILE", help="a rows.jsonl to go on from, if OUT has none")
+    add("--minutes", type=float, help="begin nothing that would not end in this time")
+    add("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    add("--tests", default=steps.TESTS_FOLDER, help="a file or folder of tests")
+    add("--sweep", action="store_true", help="only the sweep")
+    add("--only", nargs="*", default=[], choices=[case.name for case in comparisons.CASES])
+    add("--engines", nargs="*", default=[], help="only these")
+    add("--gigabytes", type=float, default=16, help="the large model; the small tensors are 1/8")
+    add("--rounds", type=int, default=3)
+    add("--tmpfs", type=Path, default=Path("/dev/shm"))
+    add("--disk", type=Path, default=HERE.parent / "data")
+    add("--toy", action="store_true", help="small, one round, few engines: to try the programs")
+    add("--report", action="store_true", help="only print the tables of OUT")
+    add("--record", action="store_true", help="at the end, keep the rows under benchmarks/records")
     options = parser.parse_args()
-    dry = options.dry_run
-    install(options.wheel)
-    if dry:
-        os.environ |= {"TENSORIZER_FAKE_DEVICE": "7", "BENCHMARK_DEVICE": "cpu"}
-        need_stand_in()
-        options.gigabytes, options.rounds = 0.02, 1
-        options.tmpfs = options.disk = HERE.parent / "data"
-    elif not options.no_tests:
-        run_tests()
-    machine = describe(dry)
-    print(json.dumps(machine))
-    memory, disk = (base / "tensorizer-gpu" for base in (options.tmpfs, options.disk))
-    rows: list[dict[str, object]] = []
-    try:
-        for case in CASES:
-            if options.only and case.name not in options.only:
-                continue
-            print(f"{case.name}: {case.title}", flush=True)
-            folder = disk if case.cold else memory
-            total = int(options.gigabytes * 1e9)
-            small = case.model == "20k"
-            count = (200 if dry else 20_000) if small else (10 if dry else 320)
-            total = total // 8 if small else total
-            formats = {"safetensors", "pt"} | ({"encrypted"} if case.name == "tmpfs" else set())
-            if not (folder / f"{case.model}.json").exists():
-                prepare(folder, case.model, count, total, formats)
-            mine = measure(case, folder, options.rounds)
-            rows += mine
-            print(table(mine), flush=True)
-    finally:
-        for folder in (memory, disk):
-            shutil.rmtree(folder, ignore_errors=True)
+    options.out = options.out or Path(os.environ.get("OUT") or HERE.parent / "data-gpu")
+    known = {name for case in comparisons.CASES for name in case.engines}
+    if unknown := set(options.engines) - known:
+        parser.error(f"no such engine: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    options.steps = ["sweep"] if options.sweep else options.steps
+    return options
+
+
+def open_rows(options: argparse.Namespace) -> Rows:
+    path = options.out / "rows.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if options.go_on is not None and not path.exists():
+        shutil.copyfile(options.go_on, path)
+    return Rows(path)
+
+
+def prepare(options: argparse.Namespace, rows: Rows) -> Bench:
+    """Make what was given importable, and say which machine this is."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
+    if options.wheels is not None:
+        site = Path(tempfile.gettempdir()) / f"tensorizer-gpu-{os.getuid()}/site"
+        wheels.unpack(options.wheels, site, rows)
+        env["PYTHONPATH"] = ":".join(filter(None, [str(site), env.get("PYTHONPATH")]))
+    gigabytes, count, small = (0.02, 10, 200) if options.toy else (options.gigabytes, 320, 20_000)
+    total = int(gigabytes * 1e9)
+    return Bench(
+        rows=rows,
+        clock=Clock(options.minutes),
+        env=env,
+        places={
+            "tmpfs": Place(options.tmpfs / "tensorizer-gpu", True),
+            "disk": Place(options.disk / "tensorizer-gpu", False),
+        },
+        models={
+            "large": Model("large", count, total),
+            "20k": Model("20k", small, total // 8),
+        },
+        rounds=1 if options.toy else options.rounds,
+        toy=options.toy,
+        limit=60 if options.toy else 300,
+        engines=options.engines,
+        tests=options.tests,
+    )
+
+
+def describe(bench: Bench) -> Row:
+    """Add a row without a key: what this call runs on."""
+    ended = bench.program("describe.py")
+    if ended.code != 0:
+        sys.exit(f"torch cannot be used: {ended.why()}")
+    found: Row = json.loads(ended.out.splitlines()[-1])
+    if found["device"] is None:
+        sys.exit("torch sees no CUDA device")
+    date = datetime.datetime.now().isoformat(timespec="minutes")
+    machine: Row = {"date": date, "commit": commit(), "arguments": sys.argv[1:]} | found
+    bench.rows.add(machine)
+    print(json.dumps(machine), flush=True)
+    return machine
+
+
+def work(options: argparse.Namespace, bench: Bench, emulated: bool) -> None:
+    """Do all steps, of which each knows what was done before."""
+    if "tests" in options.steps:
+        steps.tests(bench)
+    if "sanitizer" in options.steps:
+        steps.sanitize(bench)
+    if "host-share" in options.steps and emulated:
+        steps.host_share(bench)
+    if "compare" in options.steps:
+        comparisons.compare(bench, options.only)
+    if "sweep" in options.steps:
+        sweep.sweep(bench)
+
+
+def finish(options: argparse.Namespace, rows: Rows) -> None:
+    """Print the tables and keep them beside the rows."""
+    text = tables.report(rows)
+    print(text)
+    (options.out / "report.md").write_text(text)
     if options.record:
+        machine = rows.machines[-1]
         name = str(machine["device"]).lower().replace(" ", "-")
-        target = HERE.parent / "records" / name
-        target.mkdir(parents=True, exist_ok=True)
-        path = target / f"{str(machine['date'])[:10]}-{machine['commit']}.jsonl"
-        lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
-        path.write_text("\n".join(lines) + "\n")
+        folder = HERE.parent / "records" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{str(machine['date'])[:10]}-{commit()}.jsonl"
+        lines = [*rows.machines[-1:], *rows.ends.values()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         print(f"recorded in {path}")
 
 
+def main() -> int:
+    options = arguments()
+    if options.collect is not None:
+        return 0 if wheels.collect(options.collect) else 1
+    rows = open_rows(options)
+    if options.report:
+        finish(options, rows)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    bench = prepare(options, rows)
+    machine = describe(bench)
+    try:
+        work(options, bench, bool(machine["emulated"]))
+    except OutOfTimeError:
+        finish(options, rows)
+        kept = ", ".join(str(place.folder) for place in bench.places.values())
+        print(f"time is over; models are kept in {kept}. To go on, the same command again:")
+        print(f"    {shlex.join([sys.executable, *sys.argv])}")
+        print("or, where OUT is empty then, with --go-on and a copy of rows.jsonl.", flush=True)
+        return GO_ON
+    for place in bench.places.values():
+        shutil.rmtree(place.folder, ignore_errors=True)
+    finish(options, rows)
+    failed = bool(rows.failures())
+    print("done, with failures" if failed else "done", flush=True)
+    return 1 if failed else 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Processes with a limit in time, and why they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    seconds: float
+    out: str
+    error: str
+    #: Whether it was killed because its time was over.
+    late: bool
+
+    def why(self) -> str:
+        """Return how it ended, and its last words."""
+        words = (self.error.strip() or self.out.strip())[-600:]
+        if self.late:
+            return f"it did not end within {self.seconds:.0f} s; {words}"
+        if self.code < 0:
+            return f"it was ended by {signal.Signals(-self.code).name}; {words}"
+        return f"it ended with {self.code}: {words}"
+
+
+def _alone() -> None:
+    """Begin a group of processes, which ends with the run, however that ends."""
+    os.setpgid(0, 0)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(command: list[str], env: dict[str, str], limit: float, cwd: str | None = None) -> Ended:
+    """Run a command, and kill it with all that it has started after so many seconds."""
+    began = time.monotonic()
+    late = False
+    # Files and not pipes: what it leaves running may hold them.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        # This program has one thread.
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdout=out,
+            stderr=error,
+            preexec_fn=_alone,  # noqa: PLW1509
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        error.seek(0)
+        took = time.monotonic() - began
+        return Ended(process.returncode, took, out.read(), error.read(), late)
