@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from models import missing, no_room
+from models import OUT, missing, no_room
 from processes import Ended, run
 from rows import Row, Rows
 
@@ -109,7 +109,7 @@ class Bench:
         return self.process([*python, *map(str, arguments)], limit, **env)
 
     def need_model(self, place: Place, model: Model, formats: tuple[str, ...]) -> None:
-        """Write a model in these formats, where it is not there.
+        """Write a model in these formats, where it is not there, and have room for OUT.
 
         Raises:
             RuntimeError: there is no room, or a format could not be written
@@ -119,15 +119,18 @@ class Bench:
         left = missing(place.folder, *size, formats)
         if not left:
             return
-        # Written at 300 MB/s, and made before that.
-        self.clock.need(20 + model.total * (1 + len(left)) / 3e8)
         why = no_room(place.folder, model.name, model.total, (left, formats), place.in_memory)
         if why is not None:
             raise RuntimeError(why)
+        left = [suffix for suffix in left if suffix != OUT]
+        if not left:
+            return
+        # Written at 300 MB/s, and made before that.
+        self.clock.need(20 + model.total * (1 + len(left)) / 3e8)
         print(f"  making {place.folder}/{model.name}: {', '.join(left)}", flush=True)
         ended = self.program("models.py", place.folder, *size, *left)
         # One that cannot be written is no loss of the others.
-        for suffix in missing(place.folder, *size, formats) if ended.code != 0 else ():
+        for suffix in missing(place.folder, *size, left) if ended.code != 0 else ():
             ended = self.program("models.py", place.folder, *size, suffix)
             if ended.code != 0 and suffix == "tensors":
                 raise RuntimeError(f"{suffix} could not be written: {ended.why()}")

@@ -24,6 +24,8 @@ def weighed(tensor: torch.Tensor) -> int:
     if EMULATED:
         words = words.cpu()
     whole = words.numel() // PIECE
+    if whole == 0:
+        return int(words.sum())
     pieces = words[: whole * PIECE].view(whole, PIECE).sum(1)
     weights = torch.arange(1, whole + 1, device=words.device)
     total = (pieces * weights).sum() + words[whole * PIECE :].sum() * (whole + 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import Bench, Model
+from models import OUT
 from rows import Row
 
 STEP = "compare"
@@ -37,7 +38,7 @@ CASES = (
          (UP, "ours", "ours clone", "ours in place", "ours verify-crc32", "ours verify",
           "ours float32", *LOADERS, "tensorizer 2.12.1"),
          (UP, "ours", "ours in place", "ours verify", "ours float32", "safetensors")),
-    Case("save", "save to memory", "tmpfs", "large", ("tensors", "safetensors"),
+    Case("save", "save to memory", "tmpfs", "large", ("tensors", OUT),
          (BACK, *SAVERS), (BACK, *SAVERS[:1])),
     Case("tmpfs-pt", "load from memory", "tmpfs", "large", ("tensors", "pt"),
          (UP, "ours", "torch.load mmap", "torch.load")),
@@ -45,14 +46,14 @@ CASES = (
          (UP, "ours", "ours decrypt")),
     Case("tmpfs-20k", "load 20,000 small tensors from memory", "tmpfs", "20k",
          ("tensors", "safetensors", "pt"),
-         (UP, "ours", "ours clone", *LOADERS, "torch.load mmap", "torch.load"),
+         (UP, "ours", "ours clone", "ours in place", *LOADERS, "torch.load mmap", "torch.load"),
          (UP, "ours", "torch.load mmap")),
     Case("save-20k", "save 20,000 small tensors to memory", "tmpfs", "20k",
-         ("tensors", "safetensors"), (BACK, *SAVERS)),
+         ("tensors", OUT), (BACK, *SAVERS)),
     Case("disk", "load from disk, nothing in the page cache", "disk", "large",
          ("tensors", "safetensors"), (UP, "direct reads", "ours", *LOADERS), (UP, "ours"),
          cold=True),
-    Case("save-disk", "save to disk, with fsync", "disk", "large", ("tensors", "safetensors"),
+    Case("save-disk", "save to disk, with fsync", "disk", "large", ("tensors", OUT),
          (BACK, *SAVERS)),
     Case("disk-pt", "load from disk, nothing in the page cache", "disk", "large",
          ("tensors", "pt"), (UP, "direct reads", "ours", "torch.load mmap", "torch.load"),
@@ -90,7 +91,7 @@ def measure(bench: Bench, case: Case, engine: str, round_: int) -> Row:
     if case.cold:
         forget(place.folder, model.name)
     row = bench.engine(engine, place, model, loads=1 if case.cold else 2)
-    limits = bench.rows.of(STEP, case=case.name, engine=chosen(bench, case)[0], round=round_)
+    limits = bench.rows.of(STEP, case=case.name, engine=case.engines[0], round=round_)
     if row["status"] == "ok" and limits and limits[0]["status"] == "ok":
         row["of_pinned"] = round(float(row["rate"]) / float(limits[0]["rate"]), 4)
     return row

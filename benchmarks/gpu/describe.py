@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
+from checks import EMULATED
+from machine import version
 
 PACKAGES = (
     "tensorizer", "torch", "safetensors", "instanttensor", "fastsafetensors",
     "runai-model-streamer",
 )  # fmt: skip
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def emulated() -> bool:
-    """Whether the device is that of tests/cuda/emulator."""
-    return hasattr(ctypes.CDLL(None), "fake_cuda_stat")
 
 
 def driver() -> str:
@@ -42,9 +34,9 @@ def main() -> dict[str, object]:
     there = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if there else None,
-        "emulated": emulated(),
+        "emulated": EMULATED,
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if there else 0,
-        "driver": "none" if emulated() else driver(),
+        "driver": "none" if EMULATED else driver(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from checks import Tensors, sums
-from models import KEY
+from models import KEY, OUT
 
 DEVICE = "cuda"
 
@@ -90,7 +90,7 @@ def fastsafetensors(path: Path) -> Tensors:
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(filenames=[f"{path}.safetensors"], nogds=True, device="cuda:0") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def runai(path: Path) -> Tensors:
@@ -98,9 +98,9 @@ def runai(path: Path) -> Tensors:
 
     out = {}
     with SafetensorsStreamer() as streamer:
-        streamer.stream_file(f"{path}.safetensors")
+        streamer.stream_file(f"{path}.safetensors", device=DEVICE)
         for name, tensor in streamer.get_tensors():
-            out[name] = tensor.to(DEVICE, non_blocking=True)
+            out[name] = tensor.to(DEVICE)
     return out
 
 
@@ -197,7 +197,7 @@ def save(engine: str, path: Path) -> dict[str, object]:
     tensors = ours(path)
     torch.cuda.synchronize()
     total = sum(tensor.nbytes for tensor in tensors.values())
-    out = f"{path}.out"
+    out = f"{path}.{OUT}"
     if engine == "torch.save":
         # Small tensors share storages, of which torch.save would write all for each.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}

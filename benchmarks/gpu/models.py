@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from checks import Tensors, sums
 
 KEY = bytes(range(32))
+#: The format of what engines save: never written here, it needs room.
+OUT = "out"
 #: All bits but the highest one of the exponents: no float16 is infinite or no number, so that
 #: casts to float32 and back give the same bits.
 FINITE = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
@@ -75,9 +77,7 @@ def plan(folder: Path, model: str, count: int, total: int) -> dict[str, object] 
     return known if (known["count"], known["total"]) == (count, total) else None
 
 
-def missing(
-    folder: Path, model: str, count: int, total: int, formats: tuple[str, ...]
-) -> list[str]:
+def missing(folder: Path, model: str, count: int, total: int, formats: Iterable[str]) -> list[str]:
     """Return the formats that are still to be written."""
     if plan(folder, model, count, total) is None:
         return list(formats)
@@ -92,7 +92,7 @@ def no_room(
     Files that are not wanted make room. A folder may be in memory.
     """
     left, wanted = formats
-    for leftover in (*folder.glob("*.part"), *folder.glob("*.out")):
+    for leftover in (*folder.glob("*.part"), *folder.glob(f"*.{OUT}")):
         leftover.unlink()
     need = int(total * len(left) * 1.02)
     for path in sorted(folder.glob("*.*")):

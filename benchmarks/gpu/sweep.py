@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from pathlib import Path
 
 from bench import Bench
@@ -33,16 +34,13 @@ LEAST = 1.02
 Setting = dict[str, int]
 
 
-def known(env: dict[str, str]) -> set[str]:
+def known(bench: Bench) -> set[str]:
     """Return which variables the library that is measured knows: their names are in it."""
-    from subprocess import run
-    from sys import executable
-
     find = "from importlib.util import find_spec; print(find_spec('tensorizer').origin)"
-    found = run([executable, "-c", find], env=env, capture_output=True, text=True, check=False)
-    if found.returncode != 0:
+    found = bench.process([sys.executable, "-c", find])
+    if found.code != 0:
         return set()
-    folder = Path(found.stdout.strip()).parent
+    folder = Path(found.out.strip()).parent
     texts = [path.read_bytes() for path in folder.rglob("*.so")]
     return {name for name in VALUES if any(name.encode() in text for text in texts)}
 
@@ -53,7 +51,7 @@ def label(setting: Setting) -> str:
 
 def settings(bench: Bench) -> list[Setting]:
     """Return the settings to try, the defaults first; a row for each variable that is not known."""
-    there = known(bench.env)
+    there = known(bench)
     for name in VALUES.keys() - there:
         why = "the library that is measured does not know it"
         bench.rows.end(f"{STEP}/{name}", {"step": STEP, "status": "absent", "why": why})
@@ -126,7 +124,8 @@ def sweep(bench: Bench) -> None:
     """Find the best values and recommend them, or the defaults."""
     models = MODELS[1:] if bench.toy else MODELS
     key = f"{STEP}/recommended"
-    if key in bench.rows.ends:
+    before = bench.rows.ends.get(key)
+    if before is not None and int(before["rounds"]) >= bench.rounds:
         return
     print("sweep", flush=True)
     tried = settings(bench)
@@ -145,5 +144,5 @@ def sweep(bench: Bench) -> None:
     if DEFAULTS not in found:
         row |= {"status": "failed", "why": "the defaults were not measured"}
     values = chosen if together >= LEAST else {}
-    bench.rows.end(key, row | {"values": values})
+    bench.rows.end(key, row | {"values": values, "rounds": bench.rounds})
     print(f"recommended: {label(values)}", flush=True)

@@ -60,12 +60,11 @@ def ours() -> Path | str:
 def collect(folder: Path) -> bool:
     """Fill a folder with our wheel and those of PACKAGES; return whether it has all of them."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
     tree = tree_bytes()
     room, complete = MOST_BYTES - tree, True
     print(f"the sources: {tree / 2**20:.1f} MiB")
-    # Wheels of an earlier call, and the one that is being added, count once.
-    for old in folder.glob("*.whl"):
-        old.unlink()
     for package in ("tensorizer", *PACKAGES):
         with tempfile.TemporaryDirectory() as temporary:
             found = ours() if package == "tensorizer" else download(package, Path(temporary))

@@ -202,3 +202,15 @@ def test_a_sweep_recommends_what_is_faster():
     assert found[DEFAULTS] == 1 and found["A=2"] == pytest.approx(2)
     # One in a hundred is not told from noise.
     assert best(tried, found) == {"A": 2}
+
+
+def test_a_model_that_has_no_room_is_a_row(tmp_path):
+    for kind in ("memory", "disk"):
+        (tmp_path / kind).mkdir()
+    small = ["--steps", "compare", "--only", "tmpfs", "save-disk", "--gigabytes", "1e6"]
+    ended = run(tmp_path, *small)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    rows = ends(tmp_path)
+    assert rows.keys() == {"compare/tmpfs", "compare/save-disk"}
+    for row in rows.values():
+        assert row["status"] == "failed" and "bytes of room" in row["why"]
