@@ -202,3 +202,71 @@ def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
         assert not any(path.endswith("/region") for path in metadata.asked)
     assert metadata.given == 1
     assert set(relay.signers) == {"key-1"}
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """Shared files of the test's own."""
+    credentials, config = tmp_path / "credentials", tmp_path / "config"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    config.write_text("")
+    return credentials, config
+
+
+def test_tokens_that_are_replaced_again_and_again(moto, saved, shared, monkeypatch):
+    """They do not say when they expire: the server does, each time."""
+    good = []
+
+    def replace():
+        good.append(f"key-{len(good)}")
+        shared[0].write_text(
+            f"[default]\naws_access_key_id={good[-1]}\naws_secret_access_key=s\n"
+            "aws_session_token=token\n"
+        )
+
+    def script(method, path, number):
+        fits = good[-1] in path
+        return None if fits else ("status", 400, {"Content-Type": "application/xml"}, EXPIRED)
+
+    replace()
+    with Relay(moto.host, script) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        stream = open_stream(saved)
+        for _ in range(4):
+            stream.seek(0)
+            assert stream.read(5) == b"|TZR|"
+            # Beyond what the stream has read ahead.
+            stream.seek(10 << 20)
+            replace()
+            assert len(stream.read(100)) == 100
+        stream.close()
+
+
+def test_credentials_of_another_profile_are_never_kept(moto, saved, shared, tmp_path, monkeypatch):
+    text = ""
+    for name in "ab":
+        said = {"Version": 1, "AccessKeyId": f"key-{name}", "SecretAccessKey": "s"}
+        (tmp_path / name).write_text(json.dumps(said | {"SessionToken": "t"}))
+        text += f"[profile {name}]\ncredential_process = /bin/cat {tmp_path / name}\n"
+    shared[1].write_text(text)
+    refuses = []
+
+    def script(method, path, number):
+        if refuses and "key-a" in path:
+            return "status", 400, {"Content-Type": "application/xml"}, refuses.pop()
+        return None
+
+    with Relay(moto.host, script) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        monkeypatch.setenv("AWS_PROFILE", "a")
+        with TensorDeserializer(open_stream(saved), "cpu", num_readers=1, lazy_load=True) as file:
+            monkeypatch.setenv("AWS_PROFILE", "b")
+            refuses.append(EXPIRED)
+            with pytest.raises(OSError, match="the environment that names them has changed"):
+                file["big"]
+        monkeypatch.setenv("AWS_PROFILE", "a")
+        before = len(relay.signers)
+        assert_same(tensorizer.load(saved, "cpu")["small"], TENSORS["small"])
+        assert set(relay.signers[before:]) == {"key-a"}
