@@ -143,7 +143,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil safetensors "transformers>=5" \
-	  accelerate torchao cmake "moto[server]>=5" redis protobuf
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*"
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch
