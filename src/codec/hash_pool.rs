@@ -110,6 +110,13 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         self.states.get(tensor)?.as_deref()
     }
 
+    /// Bytes of a tensor that are kept until it is their turn to be hashed.
+    pub fn waiting(&self, tensor: usize) -> u64 {
+        let Some(state) = self.state(tensor) else { return 0 };
+        let state = locked(state);
+        state.waiting.values().filter(|piece| piece.bytes.is_some()).map(|piece| piece.len).sum()
+    }
+
     /// Brings a header's covered bytes.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
         let Some(state) = self.state(tensor) else { return };

@@ -3,6 +3,7 @@
 
 pub mod cold;
 pub mod download;
+mod order;
 pub mod pace;
 pub mod plan;
 pub mod read;

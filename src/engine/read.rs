@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::cold::{self, Cached};
+use super::order::{Job, jobs, only_tensor};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
@@ -28,9 +29,6 @@ const LONG_REQUEST: u64 = 8 << 20;
 const INLINE_LEN: u64 = 1 << 20;
 /// When hashes are verified, a step of reading: a part of the second-level cache of a core.
 const STEP: u64 = 512 << 10;
-/// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
-/// shared out, and would otherwise be waited for at the end.
-const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
 /// What the engine asks of whoever knows the format. Tensors are numbered as their extents are.
 pub trait Catalog: Sync {
@@ -110,6 +108,7 @@ pub fn read<T: Target>(
         target: &*target,
         counters,
         whole,
+        room: target.room(&traits, crew).filter(|_| sha),
         hashes: pool(what, whole),
         left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
         queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
@@ -167,36 +166,6 @@ fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Result<Crew> {
     })
 }
 
-/// Batches for one reader, read one after another, each with what the target has planned for it.
-type Job<T> = Vec<(Batch, <T as Target>::Job)>;
-
-/// Plans all batches, in the order in which they are begun.
-fn jobs<T: Target>(
-    extents: &[Extent],
-    batches: Vec<Batch>,
-    target: &mut T,
-    (step, whole): (u64, u64),
-    large_first: bool,
-) -> Result<Vec<Job<T>>> {
-    let mut jobs = Vec::with_capacity(batches.len());
-    for batch in batches {
-        let largest = batch.segments.iter().filter_map(|segment| match segment.kind {
-            SegmentKind::Data { tensor, .. } => extents.get(tensor).map(|extent| extent.data_len),
-            _ => None,
-        });
-        let first = largest.max().filter(|&len| large_first && len >= LARGE);
-        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, whole) };
-        let steps = steps.into_iter().map(|batch| {
-            let job = target.plan(&batch)?;
-            Ok((batch, job))
-        });
-        jobs.push((first, steps.collect::<Result<Job<T>>>()?));
-    }
-    // Targets plan in file order; only then are jobs put into their own.
-    jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
-    Ok(jobs.into_iter().map(|(_, job)| job).collect())
-}
-
 /// What the readers of one call share.
 struct Pass<'r, T: Target> {
     what: &'r Reading<'r>,
@@ -204,6 +173,8 @@ struct Pass<'r, T: Target> {
     counters: &'r Counters,
     /// Tensors of this size or less come in one chunk.
     whole: u64,
+    /// See [`Target::room`].
+    room: Option<u64>,
     hashes: HashPool<T::Bytes>,
     /// Tensors whose data could not be decrypted in chunks.
     left: Vec<AtomicBool>,
@@ -232,7 +203,9 @@ impl<T: Target> Pass<'_, T> {
                 // Who has the earlier batch is the first to get memory, so that nobody holds memory
                 // who waits for somebody without.
                 let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-                self.queue.next(number).map(|job| (job, self.target.enter()))
+                let mut known = None;
+                let next = self.queue.next(number, |job| self.is_crowded(job, &mut known));
+                next.map(|job| (job, self.target.enter()))
             };
             match next {
                 Some((job, turn)) => self.job(job, turn, alone, control)?,
@@ -241,6 +214,20 @@ impl<T: Target> Pass<'_, T> {
             }
         }
         Ok(())
+    }
+
+    /// Whether a job is of a tensor of which so much waits for its hash that others had better be read.
+    /// Jobs of a tensor stay in order but for those that it shares with neighbours, one at either end:
+    /// more memory than theirs is never held by what waits for a job in the queue. `known` is the last
+    /// answer, as neighbours have the same.
+    fn is_crowded(&self, job: &Job<T>, known: &mut Option<(usize, bool)>) -> bool {
+        let Some(room) = self.room else { return false };
+        let Some(tensor) = only_tensor(job) else { return false };
+        let (_, crowded) = match *known {
+            Some(known) if known.0 == tensor => known,
+            _ => *known.insert((tensor, self.hashes.waiting(tensor) >= room)),
+        };
+        crowded
     }
 
     fn job<'t>(

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
 use std::io::Cursor;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::api::save::save;
@@ -220,6 +220,14 @@ struct Noting {
     file: FileSource,
     fake: Arc<FakeDevice>,
     most: AtomicUsize,
+    offsets: Mutex<Vec<u64>>,
+}
+
+impl Noting {
+    fn new(file: FileSource, fake: &Arc<FakeDevice>) -> Self {
+        let (most, offsets) = (AtomicUsize::new(0), Mutex::default());
+        Noting { file, fake: Arc::clone(fake), most, offsets }
+    }
 }
 
 impl ReadAt for Noting {
@@ -238,6 +246,7 @@ impl ReadAt for Noting {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         self.most.fetch_max(self.fake.under_way(), Ordering::Relaxed);
+        self.offsets.lock().unwrap().push(offset);
         self.file.read_at(offset, buffers, cancel)
     }
 }
@@ -249,8 +258,7 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     let fake = FakeDevice::new(9, Faults::default());
     let device: Arc<dyn Device> = fake.clone();
     let source = FileSource::open(&files.path).unwrap();
-    let noting =
-        Arc::new(Noting { file: source, fake: Arc::clone(&fake), most: AtomicUsize::new(0) });
+    let noting = Arc::new(Noting::new(source, &fake));
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
@@ -269,6 +277,33 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     planned.run(&to, &options, &counters, &|| Ok(())).unwrap().1.hand_over().unwrap();
     assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
     assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
+}
+
+#[test]
+fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
+    let files = file(&[4 << 20, 4 << 20, 100], SaveOptions::default());
+    let fake = FakeDevice::new(3, Faults::default());
+    let device: Arc<dyn Device> = fake.clone();
+    let noting = Arc::new(Noting::new(FileSource::open(&files.path).unwrap(), &fake));
+    let opened =
+        TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
+    let planned = DeviceLoad::new(&opened, &[0, 1, 2], false).unwrap();
+    let memory = Memory::new(&planned.block_lens());
+    let pool = Pool::new(256 << 10, 8, 16);
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        memory: &memory.blocks,
+        direct_storage: false,
+        pool: &pool,
+    };
+    let options = LoadOptions { readers: Some(1), verify: Verify::All, ..LoadOptions::default() };
+    noting.offsets.lock().unwrap().clear();
+    planned.run(&to, &options, &Counters::default(), &Never).unwrap().1.hand_over().unwrap();
+    let offsets = noting.offsets.lock().unwrap();
+    let second = opened.entry(1).unwrap().data_offset;
+    let begun = offsets.iter().position(|&offset| offset > second + (1 << 20)).unwrap();
+    assert!(offsets[begun..].iter().any(|&offset| offset < second), "{offsets:?}");
 }
 
 #[test]

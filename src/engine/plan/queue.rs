@@ -22,11 +22,16 @@ impl<T> WorkQueue<T> {
         WorkQueue { shares: Mutex::new(shares.collect()) }
     }
 
-    /// The next work of one reader; they are counted from 0 as they come.
-    pub fn next(&self, reader: usize) -> Option<T> {
+    /// The next work of one reader; they are counted from 0 as they come. Where all take turns, the
+    /// first that is not put off, if there is any.
+    pub fn next(&self, reader: usize, mut put_off: impl FnMut(&T) -> bool) -> Option<T> {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         // With one share all take turns.
         let own = if shares.len() == 1 { 0 } else { reader };
+        if let [share] = shares.as_mut_slice() {
+            let first = share.iter().position(|work| !put_off(work)).unwrap_or(0);
+            return share.remove(first);
+        }
         if own >= shares.len() {
             shares.resize_with(own + 1, VecDeque::new);
         }
@@ -52,18 +57,29 @@ mod tests {
     #[test]
     fn readers_read_on_and_help_at_the_end() {
         let shares = WorkQueue::new((0..10).collect(), 3);
-        assert_eq!([0, 1, 2, 0].map(|reader| shares.next(reader).unwrap()), [0, 3, 6, 1]);
+        assert_eq!(
+            [0, 1, 2, 0].map(|reader| shares.next(reader, |_| false).unwrap()),
+            [0, 3, 6, 1]
+        );
         // The second does its share, and then halves of what is left to others.
-        let rest: Vec<i32> = std::iter::from_fn(|| shares.next(1)).collect();
+        let rest: Vec<i32> = std::iter::from_fn(|| shares.next(1, |_| false)).collect();
         assert_eq!(rest, [4, 5, 8, 9, 7, 2]);
+    }
+
+    #[test]
+    fn what_is_put_off_comes_where_there_is_nothing_else() {
+        let work = WorkQueue::new((0..6).collect(), 1);
+        let next = || work.next(0, |number| number % 2 == 0);
+        let order: Vec<i32> = std::iter::from_fn(next).collect();
+        assert_eq!(order, [1, 3, 5, 0, 2, 4]);
     }
 
     proptest! {
         #[test]
         fn all_is_done_once(total in 0usize..50, count in 0usize..9, order in proptest::collection::vec(0usize..20, 0..60)) {
             let shares = WorkQueue::new((0..total).collect(), count);
-            let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r)).collect();
-            done.extend(std::iter::from_fn(|| shares.next(0)));
+            let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r, |_| false)).collect();
+            done.extend(std::iter::from_fn(|| shares.next(0, |_| false)));
             if count <= 1 {
                 prop_assert!(done.is_sorted());
             }

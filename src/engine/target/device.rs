@@ -106,6 +106,14 @@ impl<'d> Target for ToDevice<'d> {
         false
     }
 
+    /// So that each reader finds a tensor of its own to hash. Not for what is read front to back, nor
+    /// where a batch takes several buffers, which the end of a tensor that was put off would hold.
+    fn room(&self, source: &Traits, readers: Crew) -> Option<u64> {
+        let bytes = self.pool.limit() as u64 * self.pool.buffer_len() as u64;
+        let any_order = source.max_readers > 1 && source.request_len <= LONG_REQUEST;
+        any_order.then_some(bytes / (2 * readers.most.max(1)) as u64)
+    }
+
     fn plan(&mut self, _batch: &Batch) -> Result<()> {
         Ok(())
     }

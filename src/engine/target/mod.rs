@@ -36,6 +36,12 @@ pub trait Target: Sync {
     /// Whether batches are read in shorter steps where hashes are to find their bytes in the cache.
     fn takes_steps(&self) -> bool;
 
+    /// Bytes of one tensor that may wait for their hash before other tensors are read. None where
+    /// they wait in memory that is their own.
+    fn room(&self, _source: &Traits, _readers: Crew) -> Option<u64> {
+        None
+    }
+
     /// Plans a batch. Batches come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
 
