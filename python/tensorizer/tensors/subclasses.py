@@ -111,7 +111,7 @@ def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
         return False
     try:
         storage, own = other.untyped_storage(), tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return True  # made of others
     return storage.nbytes() > 0 and storage._cdata != own._cdata
 
@@ -120,7 +120,7 @@ def _storage_of(value: torch.Tensor) -> int | None:
     """Return what tells a storage from others; None without one."""
     try:
         storage = value.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return None
     return storage._cdata if storage.nbytes() > 0 else None
 
