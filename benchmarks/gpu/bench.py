@@ -151,7 +151,10 @@ class Bench:
         ended = self.process(command, **env)
         if ended.code != 0 or not ended.out.strip():
             return {"status": "failed", "why": ended.why()}
-        found = json.loads(ended.out.splitlines()[-1])
+        try:
+            found = json.loads(ended.out.splitlines()[-1])
+        except ValueError:
+            return {"status": "failed", "why": f"its last line was {ended.out.splitlines()[-1]!r}"}
         if "absent" in found:
             status = "failed" if name.startswith("ours") else "absent"
             return {"status": status, "why": found["absent"]}

@@ -6,31 +6,37 @@ import ctypes
 
 import torch
 
-#: Words in a piece of a tensor; pieces have different weights.
-PIECE = 1 << 17
+#: Words that are weighed at once: 64 MiB.
+PIECE = 1 << 23
 #: The emulated CUDA has no kernels that sum.
 EMULATED = hasattr(ctypes.CDLL(None), "fake_cuda_stat")
 
 Tensors = dict[str, torch.Tensor]
 
 
-def weighed(tensor: torch.Tensor) -> int:
-    """Sum the 64-bit words of a tensor where it is, modulo 2^64.
+def weighed(tensor: torch.Tensor) -> str:
+    """Return dtype, shape, and a sum of the 64-bit words of a tensor, taken where it is.
 
-    Piece ``i`` counts ``i + 1`` times: a piece of 1 MiB that lies where another belongs shows.
-    Every word is read once.
+    Each word counts as often as twice its place and one, modulo 2^64: whatever lies where something
+    else belongs shows, unless words are equal.
     """
     words = tensor.detach().flatten().view(torch.int64)
     if EMULATED:
         words = words.cpu()
-    whole = words.numel() // PIECE
-    if whole == 0:
-        return int(words.sum())
-    pieces = words[: whole * PIECE].view(whole, PIECE).sum(1)
-    weights = torch.arange(1, whole + 1, device=words.device)
-    total = (pieces * weights).sum() + words[whole * PIECE :].sum() * (whole + 1)
-    return int(total)
+    total = 0
+    for number, piece in enumerate(words.split(PIECE)):
+        first = 2 * number * PIECE + 1
+        weights = torch.arange(first, first + 2 * len(piece), 2, device=words.device)
+        total += int((piece * weights).sum())
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {total % 2**64:x}"
 
 
-def sums(tensors: Tensors) -> dict[str, int]:
+def sums(tensors: Tensors) -> dict[str, str]:
     return {name: weighed(tensor) for name, tensor in tensors.items()}
+
+
+def blank(size: int, device: str) -> None:
+    """Have free memory of a device hold other bytes than those that were loaded before."""
+    torch.full((size // 8,), -1, dtype=torch.int64, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

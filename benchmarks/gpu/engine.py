@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-from checks import Tensors, sums
+from checks import Tensors, blank, sums
 from models import KEY, OUT
 
 DEVICE = "cuda"
@@ -142,7 +142,7 @@ MODULES = {
 }
 
 
-def read_sums(path: Path) -> dict[str, int]:
+def read_sums(path: Path) -> dict[str, str]:
     return json.loads(Path(f"{path}.json").read_text())["sums"]
 
 
@@ -228,7 +228,7 @@ def save(engine: str, path: Path) -> dict[str, object]:
     return result
 
 
-def verify(engine: str, tensors: Tensors, expected: dict[str, int]) -> bool:
+def verify(engine: str, tensors: Tensors, expected: dict[str, str]) -> bool:
     if engine == "ours float32":
         if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
             return False
@@ -254,6 +254,8 @@ def load(engine: str, path: Path, loads: int) -> dict[str, object]:
         result["verified"] &= verify(engine, tensors, read_sums(path))
         del tensors
         torch.cuda.empty_cache()
+        if attempt + 1 < loads:
+            blank(size, DEVICE)
     return result | {"seconds": times[0], "again": times[1:]}
 
 

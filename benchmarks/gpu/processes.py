@@ -47,7 +47,8 @@ def run(command: list[str], env: dict[str, str], limit: float, cwd: str | None =
     began = time.monotonic()
     late = False
     # Files and not pipes: what it leaves running may hold them.
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+    text = {"mode": "w+", "errors": "replace"}
+    with tempfile.TemporaryFile(**text) as out, tempfile.TemporaryFile(**text) as error:
         # This program has one thread.
         process = subprocess.Popen(
             command,

@@ -6,7 +6,7 @@ use crate::error::Result;
 
 /// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
 /// shared out, and would otherwise be waited for at the end.
-const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
+pub const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
 /// Batches for one reader, read one after another, each with what the target has planned for it.
 pub type Job<T> = Vec<(Batch, <T as Target>::Job)>;

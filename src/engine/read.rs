@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::cold::{self, Cached};
-use super::order::{Job, jobs, only_tensor};
+use super::order::{Job, LARGE, jobs, only_tensor};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
@@ -89,11 +89,15 @@ pub fn read<T: Target>(
     }
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
-    let limits = target.limits(&traits, crew, total, what.decrypts);
+    let mut limits = target.limits(&traits, crew, total, what.decrypts);
     let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
     let sha = what.verify == Verify::All;
+    let room = target.room(&traits, crew).filter(|_| sha);
+    if room.is_some() {
+        limits.apart = LARGE;
+    }
     // Where bytes stay for their hash without being waited for, neither by others who need the memory
     // nor for the header to decrypt them, which may come later then.
     let large_first = sha && traits.max_readers > 1 && !what.decrypts && target.takes_steps();
@@ -108,7 +112,7 @@ pub fn read<T: Target>(
         target: &*target,
         counters,
         whole,
-        room: target.room(&traits, crew).filter(|_| sha),
+        room,
         hashes: pool(what, whole),
         left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
         queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
@@ -216,13 +220,16 @@ impl<T: Target> Pass<'_, T> {
         Ok(())
     }
 
-    /// Whether a job is of a tensor of which so much waits for its hash that others had better be read.
-    /// Jobs of a tensor stay in order but for those that it shares with neighbours, one at either end:
-    /// more memory than theirs is never held by what waits for a job in the queue. `known` is the last
-    /// answer, as neighbours have the same.
+    /// Whether a job is of a large tensor of which so much waits for its hash that others had better
+    /// be read. Such a tensor shares no job with others, and its jobs stay in order, so that nothing
+    /// that is in memory ever waits for a job in the queue. `known` is the last answer, as neighbours
+    /// have the same.
     fn is_crowded(&self, job: &Job<T>, known: &mut Option<(usize, bool)>) -> bool {
         let Some(room) = self.room else { return false };
-        let Some(tensor) = only_tensor(job) else { return false };
+        let large = |tensor: &usize| {
+            self.what.extents.get(*tensor).is_some_and(|extent| extent.data_len >= LARGE)
+        };
+        let Some(tensor) = only_tensor(job).filter(large) else { return false };
         let (_, crowded) = match *known {
             Some(known) if known.0 == tensor => known,
             _ => *known.insert((tensor, self.hashes.waiting(tensor) >= room)),

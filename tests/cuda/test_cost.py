@@ -68,3 +68,24 @@ def test_readers_of_what_is_in_memory(tmp_path):
     """As many as cores: copies that are waited for are no reason for more."""
     calls = counted(tmp_path / "f", 64, 8 << 20)
     assert calls["threads"] <= max(2, os.cpu_count())
+
+
+def test_large_tensors_are_verified_in_little_memory(tmp_path):
+    """What waits for its hash never takes all of the memory that the next bytes need."""
+    written = emulated.run(
+        "import sys, tensorizer\n"
+        "tensorizer.save({f't{i}': torch.full((size,), i, dtype=torch.uint8) for i, size in "
+        "enumerate([30_000_000, 68_000_001, 5, 69_000_000, 80_000_000, 300_000, 70_000_000])},"
+        " sys.argv[1])",
+        tmp_path / "f",
+    )
+    assert written.returncode == 0, written.stderr
+    code = """
+    import sys, tensorizer
+    tensors = tensorizer.load(sys.argv[1], "cuda", verify_hash=True)
+    assert all(bool((tensor.cpu() == number).all()) for number, tensor in enumerate(tensors.values()))
+    """
+    for readers in ("2", "4", "8"):
+        little = {"TENSORIZER_PINNED_MB": "16", "TENSORIZER_READERS": readers}
+        loaded = emulated.run(code, tmp_path / "f", **little)
+        assert loaded.returncode == 0, loaded.stderr

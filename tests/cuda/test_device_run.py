@@ -170,15 +170,15 @@ def test_pieces_in_wrong_places_show():
     """The bytes of a load are compared by sums that a device can take."""
     from checks import PIECE, weighed
 
-    words = torch.arange(3 * PIECE + 5)
-    swapped = words.clone()
-    swapped[:PIECE], swapped[PIECE : 2 * PIECE] = words[PIECE : 2 * PIECE], words[:PIECE]
-    late = torch.cat([words[5:PIECE], words[:5], words[PIECE:]])
+    words = torch.arange(PIECE + 99_999)
+    exchanged = words.clone()
+    exchanged[:65_536], exchanged[65_536:131_072] = words[65_536:131_072], words[:65_536]
+    late = torch.cat([words[5:], words[:5]])
     one = words.clone()
     one[-1] ^= 1 << 40
-    found = {weighed(tensor) for tensor in (words, swapped, late, one)}
-    assert len(found) == 3 and weighed(words.clone()) == weighed(words)
-    assert weighed(late) == weighed(words), "within a piece the order is not seen"
+    others = (words, exchanged, late, one, words.view(-1, 1), words.view(torch.float64))
+    assert len({weighed(tensor) for tensor in others}) == len(others)
+    assert weighed(words.clone()) == weighed(words)
 
 
 def test_a_sweep_recommends_what_is_faster():

@@ -30,8 +30,10 @@ proptest! {
         max_pieces in 3usize..50,
         unit in prop_oneof![Just(1u64), 1u64..5000],
         tapers in any::<bool>(),
+        apart in prop_oneof![Just(u64::MAX), 1u64..50_000],
     ) {
-        let parts = partition(&extents, &Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit });
+        let limits = Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, apart };
+        let parts = partition(&extents, &limits);
         let mut end = 0;
         let mut headers = Vec::new();
         let mut data = vec![0u64; extents.len()];
@@ -58,6 +60,14 @@ proptest! {
                 at += piece.len;
             }
             end = at;
+        }
+        for part in &parts {
+            let tensors: Vec<usize> = part.segments.iter().filter_map(|piece| match piece.kind {
+                SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+                SegmentKind::Gap => None,
+            }).collect();
+            let large = tensors.iter().find(|&&tensor| extents[tensor].data_len >= apart);
+            prop_assert!(large.is_none_or(|large| tensors.iter().all(|tensor| tensor == large)));
         }
         prop_assert_eq!(headers, (0..extents.len()).collect::<Vec<_>>());
         for (extent, covered) in extents.iter().zip(data) {
@@ -236,7 +246,7 @@ proptest! {
 }
 
 fn limits(len: u64, merge_gap: u64) -> Limits {
-    Limits { len, tapers: false, merge_gap, segments: 1000, unit: 1 }
+    Limits { len, tapers: false, merge_gap, segments: 1000, unit: 1, apart: u64::MAX }
 }
 
 /// The same tensors, with data that begin at multiples of 64.

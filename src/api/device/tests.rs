@@ -164,7 +164,7 @@ fn a_thousand_random_schedules() {
     let lens = [
         [7000usize, 0, 1, 300, 64, 90_000, 4096, 1000],
         [20, 20, 20, 20, 20, 20, 20, 20],
-        [0, 2_100_000, 5, 1_500_000, 64, 3, 100, 1],
+        [900_000, 2_100_000, 700_000, 1_500_000, 64, 0, 2_000_000, 600_000],
     ];
     let files = lens.map(|lens| file(&lens, SaveOptions::default()));
     let mut failed = [0; 6];

@@ -138,6 +138,8 @@ pub struct Limits {
     pub segments: usize,
     /// Data are cut at multiples of this, which may make batches longer.
     pub unit: u64,
+    /// Tensors with so many bytes of data share no batch with others.
+    pub apart: u64,
 }
 
 /// Covers every byte of the extents exactly once. A header is never cut, and comes in one batch with
@@ -147,7 +149,8 @@ pub struct Limits {
 pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
     let mut making = Making::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
-        if !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
+        let apart = extent.data_len >= limits.apart;
+        if apart || !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
             making.close();
         }
         let open = making.open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
@@ -169,6 +172,9 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
             if start < extent.data_len {
                 making.close();
             }
+        }
+        if apart {
+            making.close();
         }
     }
     making.close();

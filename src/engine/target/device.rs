@@ -94,6 +94,7 @@ impl<'d> Target for ToDevice<'d> {
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },
+            apart: u64::MAX,
         }
     }
 
@@ -106,8 +107,7 @@ impl<'d> Target for ToDevice<'d> {
         false
     }
 
-    /// So that each reader finds a tensor of its own to hash. Not for what is read front to back, nor
-    /// where a batch takes several buffers, which the end of a tensor that was put off would hold.
+    /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
     fn room(&self, source: &Traits, readers: Crew) -> Option<u64> {
         let bytes = self.pool.limit() as u64 * self.pool.buffer_len() as u64;
         let any_order = source.max_readers > 1 && source.request_len <= LONG_REQUEST;

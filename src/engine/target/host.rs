@@ -149,6 +149,7 @@ impl<'a> Target for Host<'a> {
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },
+            apart: u64::MAX,
         }
     }
 

@@ -77,6 +77,7 @@ const LIMITS: Limits = Limits {
     merge_gap: 0,
     segments: crate::sys::MAX_VECTORS,
     unit: PIECE_LEN,
+    apart: u64::MAX,
 };
 
 /// The data of neighbours in the file, in batches.

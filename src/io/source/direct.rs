@@ -105,7 +105,9 @@ impl DirectReader {
                 let now = planned.take(&memory[done % DEPTH * BLOCK..][..BLOCK], read, into);
                 filled += now;
                 if now < planned.wanted {
-                    // The end of the file, or a read that was cut short.
+                    // The end of the file, or a read that was cut short. Nothing that the kernel has not
+                    // taken yet may be left in a ring that is used again.
+                    reads.submit_all()?;
                     return Ok(filled);
                 }
                 done += 1;
@@ -121,9 +123,14 @@ impl DirectReader {
 /// `len` bytes from `to` on can be written.
 unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Result<usize> {
     let position = libc::off_t::try_from(position).map_err(io::Error::other)?;
-    // SAFETY: the caller's promise.
-    let read = unsafe { libc::pread(file.as_raw_fd(), to.cast(), len, position) };
-    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+    loop {
+        // SAFETY: the caller's promise.
+        let read = unsafe { libc::pread(file.as_raw_fd(), to.cast(), len, position) };
+        match usize::try_from(read).map_err(|_| io::Error::last_os_error()) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Memory of whoever wants the bytes.
@@ -247,6 +254,18 @@ impl Reads<'_> {
         Ok(())
     }
 
+    fn submit_all(&mut self) -> io::Result<()> {
+        while self.submitted < self.begun {
+            match self.ring.submit() {
+                Ok(0) => return Err(io::Error::other("reads were not taken")),
+                Ok(submitted) => self.submitted += submitted,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
     fn wait(&mut self) -> io::Result<()> {
         match self.ring.submit_and_wait(1) {
             Ok(submitted) => self.submitted += submitted,
@@ -308,12 +327,23 @@ impl ReadAt for DirectReader {
             return Ok(0);
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let longest = if state.ring.is_some() { BLOCK } else { DEPTH * BLOCK };
-        let plan = Planned::all(offset, buffers.ranges(usize::MAX), wanted, longest);
-        let read = self.read_planned(&mut state, &plan, buffers).map_err(|error| {
-            state.ring = None;
-            Error::io("reading", &self.uri, error)
-        })?;
+        let read = loop {
+            let (ring, left) = (state.ring.is_some(), buffers.left());
+            let longest = if ring { BLOCK } else { DEPTH * BLOCK };
+            let plan = Planned::all(offset, buffers.ranges(usize::MAX), wanted, longest);
+            match self.read_planned(&mut state, &plan, buffers) {
+                Ok(read) => break read,
+                // Kernels before 5.6 have rings without such reads, and one may be short of memory for
+                // them: plain reads go on behind what is there.
+                Err(_) if ring => {
+                    state.ring = None;
+                    if buffers.left() < left {
+                        break left - buffers.left();
+                    }
+                }
+                Err(error) => return Err(Error::io("reading", &self.uri, error)),
+            }
+        };
         cancel.moved(read as u64);
         Ok(read)
     }
