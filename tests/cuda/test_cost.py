@@ -83,7 +83,8 @@ def test_large_tensors_are_verified_in_little_memory(tmp_path):
     code = """
     import sys, tensorizer
     tensors = tensorizer.load(sys.argv[1], "cuda", verify_hash=True)
-    assert all(bool((tensor.cpu() == number).all()) for number, tensor in enumerate(tensors.values()))
+    for number, tensor in enumerate(tensors.values()):
+        assert bool((tensor.cpu() == number).all()), number
     """
     for readers in ("2", "4", "8"):
         little = {"TENSORIZER_PINNED_MB": "16", "TENSORIZER_READERS": readers}
