@@ -112,8 +112,8 @@ int destroy_stream(void* handle, int device) {
   return 0;
 }
 
-// Whether an operation at the head of a stream has been carried out without the stream's thread, for
-// which the host would have to make room. Only where copies cost nothing.
+// Whether an operation at the head of a stream has been carried out without the stream's thread,
+// for which the host would have to make room. Only where copies cost nothing.
 static bool ends_at_once(const Operation& operation) {
   if (!state().settings.free_copies) return false;
   if (const Event* event = operation.wait_for) return event->completed >= operation.generation;
