@@ -1,0 +1,111 @@
+"""Files that are damaged, cut off, of another version or format: what is said of them."""
+
+import io
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same
+from tensorizer import TensorDeserializer
+from tensorizer.serialization import (
+    FormatError,
+    HashMismatchError,
+    InvalidVersionError,
+    TruncatedError,
+)
+
+TENSORS = {
+    "a": torch.arange(10.0),
+    "b.weight": torch.randn(600, 500),
+    "c": torch.arange(7, dtype=torch.int64),
+    "d": torch.ones(3, dtype=torch.bfloat16),
+    "e": torch.tensor([True, False]),
+    "f": torch.randn(2, dtype=torch.complex64),
+}
+NAMES = list(TENSORS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    return path
+
+
+def test_errors_name_the_file(tmp_path, path):
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as info:
+        TensorDeserializer(missing)
+    assert info.value.filename == str(missing)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        TensorDeserializer(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        TensorDeserializer(987654)
+    text = tmp_path / "text"
+    text.write_text("this is not a file of ours")
+    with pytest.raises(FormatError, match="Not a tensorizer file") as info:
+        TensorDeserializer(text)
+    assert str(text) in str(info.value)
+    data = bytearray(path.read_bytes())
+    data[5] = 9
+    text.write_bytes(data)
+    with pytest.raises(InvalidVersionError, match="Unsupported version") as info:
+        TensorDeserializer(text)
+    assert info.value.version == 9
+    assert isinstance(info.value, tensorizer.serialization._FileHeader.InvalidVersionError)
+
+
+def test_every_truncation_is_an_error(path):
+    """At every boundary and in between; never data, never another error."""
+    data = path.read_bytes()
+    cuts = {*range(0, 100), *range(262_144 + 60, len(data) - 8, 997), len(data) - 9}
+    for cut in sorted(cuts):
+        for source in (io.BytesIO(data[:cut]), _file_with(path, data[:cut])):
+            with pytest.raises(FormatError) as info:
+                TensorDeserializer(source, "cpu")
+            if cut >= 73:
+                assert isinstance(info.value, TruncatedError)
+                assert isinstance(info.value, OSError)
+
+
+def _file_with(path, data):
+    cut = path.with_name("cut")
+    cut.write_bytes(data)
+    return cut
+
+
+def test_flipped_bits_are_found(path):
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(HashMismatchError, match=r"Tensor 'f' failed CRC32 verification. Expected"):
+        TensorDeserializer(path, "cpu", verify_hash=True)
+    with TensorDeserializer(path, "cpu", lazy_load=True, verify_hash=True) as file:
+        assert_same(file["a"].detach(), TENSORS["a"])
+        with pytest.raises(HashMismatchError):
+            file["f"]
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        with pytest.raises(HashMismatchError):
+            list(file.read_tensors(verify_hash=True))
+    assert len(TensorDeserializer(path, "cpu")) == len(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (b"", "it is empty"),
+        (b"\x40\0\0\0\0\0\0\0{}", "looks like a safetensors file"),
+        (b"PK\x03\x04", "a zip archive, as torch.save"),
+        (b"\x80\x02}", "a pickle"),
+        (b"\x1f\x8b\x08", "a gzip file"),
+        (b"GGUF\x03", "a GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),
+        (b"\n<!DOCTYPE html><html>", "an HTML page"),
+        (b"<?xml version='1.0'?>", "looks like XML"),
+        (b"ab\x00\xff-and more", r'found "ab\\x00\\xff-"'),
+    ],
+)
+def test_other_files_are_recognised(tmp_path, begin, said):
+    (tmp_path / "f").write_bytes(begin)
+    with pytest.raises(FormatError, match=rf'Not a tensorizer file: .*"\|TZR\|".*{said}'):
+        tensorizer.load(tmp_path / "f")
