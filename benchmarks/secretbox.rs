@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use memmap2::{Advice, MmapOptions};
 use tensorizer::crypt::{Key, PIECE_LEN, Pieces, seal};
-use tensorizer::format::crypt_info::Cipher;
+use tensorizer::format::tensors::crypt_info::Cipher;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);

@@ -10,6 +10,7 @@ use tensorizer::codec::KeptHeader;
 use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, Streams};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
+use tensorizer::format::catalog::Entry;
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
 use tensorizer::{Destination, DeviceLoad, LoadOptions, load_counted, load_into_uninit};
@@ -35,6 +36,9 @@ pub fn load_tensors(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<(Loaded, Vec<KeptHeader>)> {
+    for &number in selection {
+        check_type(file.entry(number)?)?;
+    }
     let counters = Counters::default();
     let found = device::find(to.device).unwrap_or_else(|error| {
         counters.fallback(&format!("through host memory and torch: {error}"));
@@ -71,6 +75,15 @@ pub fn load_tensors(
         Ok(if zeros { Place::Zeros } else { Place::Block(place.block, place.offset) })
     });
     Ok((Loaded::new(file, selection, places.collect::<Result<_>>()?, Some(list)), headers))
+}
+
+/// Refuses tensors of types that torch has not.
+fn check_type(entry: &Entry) -> Result<()> {
+    if entry.dtype.is_of_torch() {
+        return Ok(());
+    }
+    let known = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
+    Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {known}", entry.name)))
 }
 
 /// Loads to a device. Copies may be under way until the streams are handed over or dropped.

@@ -9,7 +9,7 @@ use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use tensorizer::device::{self, CPU, Index};
 use tensorizer::environment::{Guard, within};
 use tensorizer::error::{Error, Result};
-use tensorizer::format::index::Entry;
+use tensorizer::format::catalog::Entry;
 use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
 use zeroize::Zeroizing;
 

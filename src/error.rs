@@ -38,7 +38,7 @@ pub enum Error {
         /// How many bytes there are.
         size: u64,
     },
-    /// The bytes are not a well-formed `.tensors` file.
+    /// The bytes are not a well-formed file of their format.
     #[error("{what} (`{uri}`, at byte {offset})")]
     Format {
         /// The file or address.
@@ -83,6 +83,14 @@ pub enum Error {
         name: String,
         /// The file or address.
         uri: String,
+    },
+    /// Verification was asked for and the file's format has no hashes.
+    #[error("`{uri}` cannot be verified: {format} files hold no hashes; load it without verifying")]
+    NoHashes {
+        /// The file or address.
+        uri: String,
+        /// The name of the format.
+        format: &'static str,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

@@ -1,4 +1,4 @@
-//! Reads and writes `.tensors` files.
+//! Reads and writes files of tensors: `.tensors`, and reads `.safetensors` and checkpoints of several.
 //!
 //! The path of the data:
 //!
@@ -80,6 +80,7 @@ pub use api::headers::read_headers;
 pub use api::load::{LoadOptions, load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
+pub use api::open::Opening;
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 #[doc(hidden)]
@@ -95,7 +96,7 @@ pub use codec::crypt;
 pub use codec::hash::Verify;
 pub use engine::write::{HostCopy, Origin as Data};
 pub use error::{Error, Result};
-pub use format::header::Hashes;
+pub use format::tensors::header::Hashes;
 #[cfg(any(feature = "http", feature = "redis"))]
 #[doc(inline)]
 pub use io::net;

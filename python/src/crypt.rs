@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret};
 use tensorizer::error::{Error, Result};
-use tensorizer::format::crypt_info::KeyDerivation;
+use tensorizer::format::tensors::crypt_info::KeyDerivation;
 
 use crate::errors::Answer;
 use crate::gil;

@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
 use tensorizer::error::Error;
-use tensorizer::format::index::Entry;
+use tensorizer::format::catalog::Entry;
 use tensorizer::format::name::{Component, Name};
 
 use crate::errors::Raised;

@@ -11,9 +11,9 @@ use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::index::Entry;
+use tensorizer::format::catalog::Entry;
 use tensorizer::source::PipeSource;
-use tensorizer::{LoadOptions, Verify, matches_header, read_headers};
+use tensorizer::{LoadOptions, Opening, Verify, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -26,6 +26,9 @@ use crate::handle::Handle;
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::signals;
 use crate::source::Source;
+
+/// How files are opened for Python.
+const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -68,7 +71,7 @@ impl Reader {
 impl Reader {
     #[staticmethod]
     fn from_path(py: Python<'_>, path: OsString) -> Answer<Self> {
-        Ok(Self::new(gil::without(py, || TensorFile::open_path(Path::new(&path), &signals))?))
+        Ok(Self::new(gil::without(py, || OPENING.path(Path::new(&path)))?))
     }
 
     /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
@@ -76,7 +79,7 @@ impl Reader {
     fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> Answer<Self> {
         Ok(Self::new(gil::without(py, || {
             let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
-            TensorFile::from_file(file, uri, base, &signals)
+            OPENING.file(file, uri, base)
         })?))
     }
 
@@ -93,10 +96,10 @@ impl Reader {
     ) -> Answer<Self> {
         let file = PyFile::new(object, uri.clone(), len);
         Ok(Self::new(gil::without(py, || match len {
-            Some(_) => TensorFile::from_source(Arc::new(file), base, &signals),
+            Some(_) => OPENING.source(Arc::new(file), base),
             None => {
                 let pipe = PipeSource::new_at(file, uri, base);
-                TensorFile::from_source(Arc::new(pipe), base, &signals)
+                OPENING.source(Arc::new(pipe), base)
             }
         })?))
     }
@@ -105,12 +108,13 @@ impl Reader {
     #[staticmethod]
     fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
-        Ok(Self::new(gil::without(py, || TensorFile::from_source(source, base, &signals))?))
+        Ok(Self::new(gil::without(py, || OPENING.source(source, base))?))
     }
 
     /// What a server sent along when the file was opened.
     fn headers(&self) -> Vec<(String, String)> {
-        self.file.source().headers().to_vec()
+        let sources = self.file.sources();
+        sources.iter().flat_map(|source| source.headers().iter().cloned()).collect()
     }
 
     /// Has loads decrypt.
@@ -131,13 +135,35 @@ impl Reader {
     }
 
     #[getter]
-    fn version(&self) -> u32 {
-        self.file.prologue().version
+    fn version(&self) -> Option<u32> {
+        self.file.prologue().map(|prologue| prologue.version)
     }
 
     #[getter]
     fn encrypted(&self) -> bool {
-        self.file.prologue().encrypted
+        self.file.is_encrypted()
+    }
+
+    /// What its format is called.
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.file.format().name()
+    }
+
+    /// What it says beside its tensors.
+    #[getter]
+    fn metadata(&self) -> Vec<(String, String)> {
+        self.file.metadata().to_vec()
+    }
+
+    /// The path or address of each of its files.
+    fn files(&self) -> Vec<String> {
+        self.file.sources().iter().map(|source| source.uri().to_owned()).collect()
+    }
+
+    /// For each tensor the number of its file.
+    fn file_numbers(&self) -> Vec<usize> {
+        self.file.entries().iter().map(|entry| entry.file).collect()
     }
 
     /// The identity by which the other half of a saved object knows this file.
@@ -148,19 +174,20 @@ impl Reader {
 
     #[getter]
     fn tensor_bytes_field(&self) -> u64 {
-        self.file.prologue().tensor_bytes
+        let all = || self.file.entries().iter().map(|entry| entry.data_len).sum();
+        self.file.prologue().map_or_else(all, |prologue| prologue.tensor_bytes)
     }
 
     /// Whether several readers may read at once.
     #[getter]
     fn parallel(&self) -> bool {
-        self.file.source().traits().max_readers > 1
+        self.file.sources().iter().all(|source| source.traits().max_readers > 1)
     }
 
     /// Whether tensors can be read in any order.
     #[getter]
     fn seekable(&self) -> bool {
-        self.file.source().traits().len.is_some()
+        self.file.is_seekable()
     }
 
     fn __len__(&self) -> usize {

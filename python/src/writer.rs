@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
-use tensorizer::format::header::Hashes;
+use tensorizer::format::tensors::header::Hashes;
 use tensorizer::sink::{FileSink, WriteAt};
 use tensorizer::{Pair, SaveOptions};
 use tensorizer_torch::exchange::borrow;

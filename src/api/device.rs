@@ -15,7 +15,7 @@ use crate::engine::read::{Begun, Catalog, Reading, read};
 use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
 use crate::error::{Error, Result};
-use crate::io::source::{MemorySource, ReadAt};
+use crate::io::source::{MemorySource, ReadAt, borrowed};
 use crate::mem::device::{Consumer, Device, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::{Counters, PAGEABLE};
@@ -44,7 +44,7 @@ impl<'f> DeviceLoad<'f> {
     /// A load of tensors, given by number, into new blocks. With `apart`, each has a block of its own.
     pub fn new(file: &'f TensorFile, numbers: &[usize], apart: bool) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
-        selection.check_key_is_there()?;
+        selection.check(Verify::Nothing)?;
         let lens = selection.entries.iter().map(|entry| entry.data_len);
         let layout = if apart {
             Some(Layout::apart(lens))
@@ -91,19 +91,18 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<(Vec<KeptHeader>, Streams)> {
         let selection = &self.selection;
         let file = selection.file;
-        selection.check_key_is_there()?;
+        selection.check(options.verify)?;
         try_key(selection, cancel)?;
         let streams = Streams::open(to.device, to.consumer)?;
         let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
-        let source = file.source();
-        let headers = if headers.decrypts() && source.traits().len.is_none() {
+        let headers = if headers.decrypts() && !file.is_seekable() {
             // It can be read only once, so that nothing may turn out to be impossible later.
             let all: Vec<usize> = (0..selection.entries.len()).collect();
             counters.fallback("decrypted in host memory: what comes front to back is read once");
             let kept = self.through_host(&all, to, &streams, options, counters, cancel)?;
             selection.restore(kept)
         } else {
-            let left = self.read(&*source, &headers, to, &streams, options, counters, cancel)?;
+            let left = self.read(&headers, to, &streams, options, counters, cancel)?;
             if !left.is_empty() {
                 // What was copied there meanwhile must not come later.
                 streams.finish()?;
@@ -122,7 +121,6 @@ impl<'f> DeviceLoad<'f> {
     #[allow(clippy::too_many_arguments)]
     fn read(
         &self,
-        source: &dyn ReadAt,
         headers: &Headers<'_>,
         to: &Destination<'_>,
         streams: &Streams,
@@ -130,22 +128,25 @@ impl<'f> DeviceLoad<'f> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<usize>> {
+        let sources = self.selection.file.sources();
+        let files = borrowed(&sources);
         let extents = self.selection.extents();
         let places = self.layout.places.as_slice();
+        let local = files.iter().all(|source| source.file().is_some());
         let plain = options.verify == Verify::Nothing && !headers.decrypts();
-        let direct = if !to.direct_storage || source.file().is_none() {
+        let direct = if !to.direct_storage || !local {
             None
         } else if plain {
             let at = (to.memory, places);
-            Direct::open(source, &extents, at, streams, to.pool, counters, cancel)?
+            Direct::open(&files, &extents, at, streams, to.pool, counters, cancel)?
         } else {
             counters.fallback("GPUDirect Storage neither verifies nor decrypts");
             None
         };
         if direct.is_none() {
-            counters.reading(if source.file().is_some() { "page cache" } else { "" });
+            counters.reading(if local { "page cache" } else { "" });
         }
-        let around = cold::wants_direct_reads(source, &extents)?;
+        let around = cold::wants_direct_reads(&files, &extents)?;
         let mut target = ToDevice {
             memory: to.memory,
             blocks: &self.layout.blocks,
@@ -158,7 +159,7 @@ impl<'f> DeviceLoad<'f> {
             direct: direct.as_ref(),
         };
         let reading = Reading {
-            files: &[source],
+            files: &files,
             extents: &extents,
             catalog: headers,
             verify: options.verify,

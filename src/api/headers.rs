@@ -12,9 +12,9 @@ use crate::codec::hash::{Digests, Verify};
 use crate::engine::read::{Begun, Catalog, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
-use crate::format::header::Header;
-use crate::format::index::Entry;
-use crate::io::source::{ReadAt, read_exact_at};
+use crate::format::catalog::Entry;
+use crate::format::tensors::header::Header;
+use crate::io::source::{ReadAt, borrowed, read_exact_at};
 use crate::mem::{Buffers, zeroed};
 use crate::stats::Counters;
 
@@ -37,7 +37,11 @@ impl<'s> Headers<'s> {
         let decryptor = file
             .decryption()
             .map(|options| Decryptor::new(options, file.uri(), &selection.entries));
-        let kept = selection.entries.iter().map(|_| OnceLock::new()).collect();
+        let kept = selection.entries.iter().map(|entry| match entry.header_offset {
+            at if at == entry.data_offset => OnceLock::from(KeptHeader::none()),
+            _ => OnceLock::new(),
+        });
+        let kept = kept.collect();
         Headers { selection, verify, decryptor, kept, see }
     }
 
@@ -84,7 +88,7 @@ impl Catalog for Headers<'_> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
         let header =
-            Header::parse(raw, entry, file.prologue().encrypted).map_err(|e| e.of(file.uri()))?;
+            Header::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
         let place = self.selection.order().get(tensor);
         (self.see)(*place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?, &header)?;
         let in_chunks = match &self.decryptor {
@@ -136,9 +140,9 @@ pub fn see_headers(
     let headers = Headers::new(&selection, Verify::Nothing, see);
     let mut extents = selection.extents();
     extents.iter_mut().for_each(|extent| extent.data_len = 0);
-    let source = file.source();
+    let sources = file.sources();
     let reading = Reading {
-        files: &[&*source],
+        files: &borrowed(&sources),
         extents: &extents,
         catalog: &headers,
         verify: Verify::Nothing,
@@ -154,8 +158,8 @@ pub fn see_headers(
 /// has been read. A key that has fitted once is not tried again.
 pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
-    let source = file.source();
     let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
+    let source = file.source(0)?;
     if source.traits().len.is_none() {
         // It can be read only once.
         return Ok(());

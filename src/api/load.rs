@@ -1,5 +1,6 @@
 //! Loads to host memory.
 
+use std::collections::BTreeMap;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,7 +16,8 @@ use crate::engine::read::{Reading, read};
 use crate::engine::target::host::{Host, Image, Span};
 use crate::engine::workers;
 use crate::error::{Error, Result};
-use crate::format::index::Entry;
+use crate::format::catalog::{Entry, Format};
+use crate::io::source::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 
@@ -35,8 +37,9 @@ pub struct LoadOptions {
     pub map: bool,
 }
 
-/// Tensors in a mapped file are used in place from this alignment on, or their element size's;
-/// code that torch generates assumes as much.
+/// Tensors in a mapped `.tensors` file are used in place from this alignment on, or their element
+/// size's; code that torch generates assumes as much. Other formats promise their element size's at
+/// most, with which their own libraries use tensors in place.
 const MAPPED_ALIGNMENT: u64 = 16;
 /// Less than this is read in any case: each mapping costs one of the few that a process may have.
 const MAPPED_FROM: u64 = 1 << 20;
@@ -60,7 +63,7 @@ pub fn load_counted(
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
-    selection.check_key_is_there()?;
+    selection.check(options.verify)?;
     let mut memory = Memory::new(&selection, options)?;
     let headers = memory.load(&selection, options, counters, cancel)?;
     let buffers = selection.restore(memory.freeze()?);
@@ -96,7 +99,7 @@ pub fn load_into_uninit(
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let selection = Selection::new(file, numbers)?;
-    selection.check_key_is_there()?;
+    selection.check(options.verify)?;
     if numbers.len() != destinations.len() {
         return Err(Error::InvalidArgument(format!(
             "{} tensors to load into {} destinations",
@@ -152,9 +155,9 @@ fn run<'s>(
 ) -> Result<(Headers<'s>, Vec<usize>)> {
     try_key(selection, cancel)?;
     let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
-    let source = selection.file.source();
+    let sources = selection.file.sources();
     let reading = Reading {
-        files: &[&*source],
+        files: &borrowed(&sources),
         extents: &selection.extents(),
         catalog: &headers,
         verify: options.verify,
@@ -195,8 +198,8 @@ fn whole(
 struct Memory {
     blocks: Vec<Arena>,
     layout: Layout,
-    /// The beginning of the file, if any tensor is used in place.
-    mapping: Option<Arena>,
+    /// The beginnings of files in which tensors are used in place, by their numbers.
+    mappings: BTreeMap<usize, Arena>,
     tensors: Vec<Spot>,
 }
 
@@ -205,7 +208,7 @@ enum Spot {
     /// In a block.
     Block { block: usize, at: usize, len: usize },
     /// In the mapping, and so is its header.
-    Mapped { header: usize, at: usize, len: usize },
+    Mapped { file: usize, header: usize, at: usize, len: usize },
 }
 
 impl Memory {
@@ -233,15 +236,15 @@ impl Memory {
             if *in_place {
                 let header = size(entry.header_offset)?;
                 let (at, len) = (size(entry.data_offset)?, size(entry.data_len)?);
-                return Ok(Spot::Mapped { header, at, len });
+                return Ok(Spot::Mapped { file: entry.file, header, at, len });
             }
             let (place, (_, len)) =
                 places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             Ok(Spot::Block { block: place.block, at: size(place.offset)?, len: size(*len)? })
         });
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
-        let mapping = map_tensors(file, &selection.entries, &in_place)?;
-        Ok(Memory { blocks, layout, mapping, tensors })
+        let mappings = map_tensors(file, &selection.entries, &in_place)?;
+        Ok(Memory { blocks, layout, mappings, tensors })
     }
 
     fn load(
@@ -268,12 +271,14 @@ impl Memory {
     fn target(&mut self) -> Result<Host<'_>> {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
-        if let Some(mapping) = &mut self.mapping {
+        for (&number, mapping) in &mut self.mappings {
             let mut rest = Rest::of(mapping.bytes_mut());
             for spot in &self.tensors {
-                let Spot::Mapped { header, at, len } = *spot else { continue };
-                let memory = Span::Mapped(rest.cut(header, at + len - header)?);
-                images.push(Image { file: 0, position: header as u64, memory });
+                let Spot::Mapped { file, header, at, len } = *spot else { continue };
+                if file == number {
+                    let memory = Span::Mapped(rest.cut(header, at + len - header)?);
+                    images.push(Image { file, position: header as u64, memory });
+                }
             }
         }
         let mut blocks = Vec::with_capacity(self.blocks.len());
@@ -297,10 +302,12 @@ impl Memory {
     /// The buffers that tensors own from now on.
     fn freeze(self) -> Result<Vec<HostBuffer>> {
         let mut ranges: Vec<Vec<(usize, usize)>> = self.blocks.iter().map(|_| Vec::new()).collect();
-        let mut mapped = Vec::new();
+        let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for spot in &self.tensors {
             match *spot {
-                Spot::Mapped { at, len, .. } => mapped.push((at, len)),
+                Spot::Mapped { file, at, len, .. } => {
+                    mapped.entry(file).or_default().push((at, len))
+                }
                 Spot::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
                     ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?.push((at, len));
@@ -310,11 +317,14 @@ impl Memory {
         let blocks = self.blocks.into_iter().zip(&ranges);
         let blocks = blocks.map(|(block, ranges)| Ok(block.freeze(ranges)?.into_iter()));
         let mut blocks = blocks.collect::<Result<Vec<_>>>()?;
-        let mapping = self.mapping.map(|mapping| mapping.freeze(&mapped)).transpose()?;
-        let mut mapping = mapping.into_iter().flatten();
+        let mappings = self.mappings.into_iter().map(|(file, mapping)| {
+            let ranges = mapped.get(&file).map_or(&[][..], Vec::as_slice);
+            Ok((file, mapping.freeze(ranges)?.into_iter()))
+        });
+        let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
         let buffers = self.tensors.iter().map(|spot| {
             let buffer = match spot {
-                Spot::Mapped { .. } => mapping.next(),
+                Spot::Mapped { file, .. } => mappings.get_mut(file).and_then(Iterator::next),
                 Spot::Block { block, .. } => blocks.get_mut(*block).and_then(Iterator::next),
             };
             buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
@@ -334,30 +344,45 @@ fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'
 }
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
-    let map = options.map && !file.prologue().encrypted && file.source().file().is_some();
-    let could: Vec<bool> = entries.iter().map(|entry| map && can_be_mapped(entry)).collect();
+    let map = options.map && !file.is_encrypted();
+    let sources = file.sources();
+    let local: Vec<bool> = sources.iter().map(|source| map && source.file().is_some()).collect();
+    let least = if file.format() == Format::Tensors { MAPPED_ALIGNMENT } else { 1 };
+    let could = entries.iter().map(|entry| {
+        let alignment = least.max(entry.dtype.size());
+        local.get(entry.file) == Some(&true)
+            && entry.data_len > 0
+            && entry.data_offset.is_multiple_of(alignment)
+    });
+    let could: Vec<bool> = could.collect();
     let total: u64 =
         entries.iter().zip(&could).filter(|(_, could)| **could).map(|(e, _)| e.data_len).sum();
     if total < MAPPED_FROM { vec![false; entries.len()] } else { could }
 }
 
-fn can_be_mapped(entry: &Entry) -> bool {
-    entry.data_len > 0 && entry.data_offset.is_multiple_of(MAPPED_ALIGNMENT.max(entry.dtype.size()))
-}
-
-/// Maps the file from its start to the end of the last tensor, if any tensor is used in place.
-fn map_tensors(file: &TensorFile, entries: &[&Entry], in_place: &[bool]) -> Result<Option<Arena>> {
-    let end = entries.iter().map(|entry| entry.end()).max();
-    let end = end.filter(|_| in_place.contains(&true));
-    let source = file.source();
-    let (Some(handle), Some(end)) = (source.file(), end) else {
-        return Ok(None);
-    };
-    // A file that has shrunk since its index was read must fail here, not when it is touched.
-    let size = handle.metadata().map_err(|e| Error::io("examining", file.uri(), e))?.len();
-    if size < end {
-        let what = "mapping".to_owned();
-        return Err(Error::Truncated { uri: file.uri().to_owned(), what, start: 0, end, size });
+/// Maps files from their start to the end of the last tensor in them that is used in place.
+fn map_tensors(
+    file: &TensorFile,
+    entries: &[&Entry],
+    in_place: &[bool],
+) -> Result<BTreeMap<usize, Arena>> {
+    let mut ends: BTreeMap<usize, u64> = BTreeMap::new();
+    for (entry, _) in entries.iter().zip(in_place).filter(|(_, in_place)| **in_place) {
+        let end = ends.entry(entry.file).or_default();
+        *end = entry.end().max(*end);
     }
-    Arena::map_file(handle, end, file.uri()).map(Some)
+    let mappings = ends.into_iter().map(|(number, end)| {
+        let source = file.source(number)?;
+        let bug = || Error::Bug("a mapping of no file".to_owned());
+        let handle = source.file().ok_or_else(bug)?;
+        let uri = source.uri().to_owned();
+        // A file that has shrunk since it was opened must fail here, not when it is touched.
+        let size = handle.metadata().map_err(|e| Error::io("examining", &uri, e))?.len();
+        if size < end {
+            let what = "mapping".to_owned();
+            return Err(Error::Truncated { uri, what, start: 0, end, size });
+        }
+        Ok((number, Arena::map_file(handle, end, &uri)?))
+    });
+    mappings.collect()
 }

@@ -2,8 +2,12 @@
 
 pub mod device;
 pub mod file;
+mod folder;
+mod head;
 pub mod headers;
 pub mod load;
+pub mod open;
+mod parts;
 pub mod save;
 pub mod save_options;
 mod selection;

@@ -10,11 +10,12 @@ use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
-use crate::format::index::{self, Entry, end_of_index};
-use crate::format::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
+use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
-use crate::format::pair::{self, PAIR_LEN, PairId};
-use crate::format::prologue::{
+use crate::format::tensors::index::{self, end_of_index};
+use crate::format::tensors::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
+use crate::format::tensors::pair::{self, PAIR_LEN, PairId};
+use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::io::sink::{Unclosed, WriteAt, write_all_at};

@@ -6,9 +6,9 @@ use crate::codec::crypt::EncryptionOptions;
 use crate::engine::write::Origin;
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
-use crate::format::header::Hashes;
 use crate::format::name::Name;
-use crate::format::pair::PairId;
+use crate::format::tensors::header::Hashes;
+use crate::format::tensors::pair::PairId;
 
 /// A tensor to be written.
 pub struct SaveTensor<'a> {

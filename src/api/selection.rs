@@ -3,9 +3,10 @@
 use std::collections::HashSet;
 
 use super::file::TensorFile;
+use crate::codec::hash::Verify;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
-use crate::format::index::Entry;
+use crate::format::catalog::Entry;
 
 /// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
 pub struct Selection<'f> {
@@ -31,14 +32,15 @@ impl<'f> Selection<'f> {
             }
             sorted.push((entry, at));
         }
-        sorted.sort_by_key(|(entry, _)| entry.header_offset);
+        sorted.sort_by_key(|(entry, _)| (entry.file, entry.header_offset));
         let (entries, order) = sorted.into_iter().unzip();
         Ok(Selection { file, entries, order })
     }
 
-    /// Refuses encrypted files without a key.
-    pub fn check_key_is_there(&self) -> Result<()> {
-        let locked = self.file.prologue().encrypted && self.file.decryption().is_none();
+    /// Refuses to load from encrypted files without a key, and to verify what has no hashes.
+    pub fn check(&self, verify: Verify) -> Result<()> {
+        self.file.check_hashes(verify)?;
+        let locked = self.file.is_encrypted() && self.file.decryption().is_none();
         if let Some(entry) = self.file.entries().first().filter(|_| locked) {
             return Err(Error::Crypt(format!(
                 "Tensor is encrypted, but decryption was not requested: `{}` in `{}`",
@@ -52,7 +54,7 @@ impl<'f> Selection<'f> {
     /// Where the tensors lie in the file.
     pub fn extents(&self) -> Vec<Extent> {
         let extents = self.entries.iter().map(|entry| Extent {
-            file: 0,
+            file: entry.file,
             header_offset: entry.header_offset,
             data_offset: entry.data_offset,
             data_len: entry.data_len,

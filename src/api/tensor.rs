@@ -7,8 +7,8 @@ use half::{bf16, f16};
 
 use crate::codec::KeptHeader;
 use crate::error::{Error, Result};
+use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
-use crate::format::index::Entry;
 use crate::format::name::Name;
 use crate::mem::HostBuffer;
 

@@ -18,7 +18,7 @@ impl TensorFile {
 
     /// The same for a file that is shared already.
     pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
-        if !self.prologue().encrypted {
+        if !self.is_encrypted() {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri())));
         }
         options.opened(self.uri());
@@ -39,7 +39,7 @@ impl TensorFile {
             }
             return Ok(());
         };
-        if self.source().traits().len.is_none() {
+        if !self.is_seekable() {
             return Err(Error::Unsupported(format!(
                 "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
                  front to back only; use a file, or a server that answers requests for ranges",

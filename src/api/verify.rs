@@ -6,7 +6,7 @@ use crate::codec::hash::Verify;
 use crate::engine::download::Downloader;
 use crate::engine::write::Origin;
 use crate::error::{Error, Result};
-use crate::format::index::Entry;
+use crate::format::catalog::Entry;
 use crate::mem::device::Streams;
 use crate::stats::Counters;
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::codec::crypt::{self, EncryptionOptions, NONCE_LEN, PIECE_LEN};
 use crate::error::{Error, Result};
-use crate::format::crypt_info::{self, MAC_LEN};
+use crate::format::tensors::crypt_info::{self, MAC_LEN};
 
 /// A tensor's nonce, and the tags of its pieces.
 pub struct Seal<'p> {

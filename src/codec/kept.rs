@@ -5,8 +5,8 @@
 
 use super::hash::{Digests, StreamHash, Verify};
 use crate::error::{Error, Result};
-use crate::format::header::{Algorithm, Header};
-use crate::format::index::Entry;
+use crate::format::catalog::Entry;
+use crate::format::tensors::header::{Algorithm, Header};
 
 /// Most covered bytes, zeros of padding apart, that are kept as they are.
 const MOST_BYTES: usize = 512;
@@ -38,6 +38,15 @@ enum Covered {
 }
 
 impl KeptHeader {
+    /// That of a tensor whose format has none.
+    pub fn none() -> Self {
+        KeptHeader {
+            module_index: 0,
+            hashes: Box::default(),
+            covered: Covered::Bytes { bytes: Box::default(), zeros: 0 },
+        }
+    }
+
     /// Keeps a header, and gives the bytes of it that hashes cover, if they are wanted.
     pub fn of(header: &Header<'_>, wanted: bool) -> (Self, Vec<u8>) {
         let module_index = header.module_index;
@@ -150,8 +159,8 @@ mod tests {
     use crate::codec::hash::digest;
     use crate::format::TensorKind;
     use crate::format::dtype::DType;
-    use crate::format::header::{Draft, Hashes};
     use crate::format::name::Name;
+    use crate::format::tensors::header::{Draft, Hashes};
 
     /// Headers of all kinds of length, padded with zeros or with something else.
     #[test]
@@ -169,13 +178,20 @@ mod tests {
         ] {
             let dtype = DType::from_name("uint8").unwrap();
             let name = Name::from_key(&"n".repeat(name_len)).unwrap();
-            let len = crate::format::header::encoded_len(&name, dtype, &[100], false, Hashes::All);
+            let len = crate::format::tensors::header::encoded_len(
+                &name,
+                dtype,
+                &[100],
+                false,
+                Hashes::All,
+            );
             let entry = Entry {
                 name,
                 kind: TensorKind::StateDict,
                 dtype,
                 shape: [100].into(),
                 long: false,
+                file: 0,
                 header_offset: 1000,
                 data_offset: 1000 + (len + padding) as u64,
                 data_len: 100,

@@ -7,8 +7,8 @@ use crate::io::source::ReadAt;
 use crate::stats::Counters;
 
 /// Whether a load goes around the page cache.
-pub fn wants_direct_reads(source: &dyn ReadAt, extents: &[Extent]) -> Result<bool> {
-    Ok(DIRECT_IO.value()? != 0 && cached(source, extents) == Cached::Little)
+pub fn wants_direct_reads(files: &[&dyn ReadAt], extents: &[Extent]) -> Result<bool> {
+    Ok(DIRECT_IO.value()? != 0 && cached(files, extents) == Cached::Little)
 }
 
 /// How much of what is to be read is in the page cache.
@@ -22,18 +22,19 @@ pub enum Cached {
     Little,
 }
 
-/// Looks whether a file is in the page cache.
-pub fn cached(source: &dyn ReadAt, extents: &[Extent]) -> Cached {
+/// Looks whether files are in the page cache.
+pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
-    let Some(file) = source.file() else { return Cached::Some };
+    let local: Vec<Option<&std::fs::File>> = files.iter().map(|source| source.file()).collect();
     let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
     let step = (total / SAMPLES).max(1);
     let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {
         while next < extent.data_len {
             sampled += 1;
-            match crate::sys::is_cached(file, extent.data_offset + next) {
+            let file = local.get(extent.file).copied().flatten();
+            match file.and_then(|file| crate::sys::is_cached(file, extent.data_offset + next)) {
                 Some(true) => {}
                 Some(false) => cold += 1,
                 None => unknown += 1,

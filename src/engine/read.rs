@@ -80,9 +80,9 @@ pub fn read<T: Target>(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
-    let Some(source) = what.files.first() else { return Ok(Vec::new()) };
-    let traits = source.traits();
-    let crew = crew(*source, what)?;
+    let Some(traits) = Traits::of_all(what.files) else { return Ok(Vec::new()) };
+    let local = what.files.iter().all(|source| source.file().is_some());
+    let crew = crew(&traits, local, what)?;
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
@@ -106,7 +106,7 @@ pub fn read<T: Target>(
     let crew = crew.at_most(if total < INLINE_LEN { 1 } else { jobs.len() });
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
-    let own = source.file().is_some() && !sha && !what.decrypts && crew.most > 1;
+    let own = local && !sha && !what.decrypts && crew.most > 1;
     let pass = Pass {
         what,
         target: &*target,
@@ -122,8 +122,8 @@ pub fn read<T: Target>(
     let target = pass.target;
     workers::run_adapting(crew, cancel, |control, number| {
         started.fetch_max(number + 1, Ordering::Relaxed);
-        let alone = if crew.most > 1 { target.reader(*source) } else { None };
-        pass.work(number, alone.as_deref(), control)
+        let way = Way { target, files: what.files, alone: crew.most > 1, open: None };
+        pass.work(number, way, control)
     })?;
     counters.threads(started.into_inner().min(crew.most));
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
@@ -151,23 +151,48 @@ fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
 }
 
 /// With how many readers to begin, and how many there may be.
-fn crew(source: &dyn ReadAt, what: &Reading<'_>) -> Result<Crew> {
-    let of_files = || match (source.file(), READERS.value()?) {
-        (None, _) | (_, 0) => Ok(None),
+fn crew(traits: &Traits, local: bool, what: &Reading<'_>) -> Result<Crew> {
+    let of_files = || match (local, READERS.value()?) {
+        (false, _) | (_, 0) => Ok(None),
         (_, number) => Ok(usize::try_from(number).ok()),
     };
     let asked = what.readers.map_or_else(of_files, |number| Ok(Some(number)))?;
-    let crew = Crew::of(&source.traits(), asked);
+    let crew = Crew::of(traits, asked);
     if crew.first == crew.most {
         return Ok(crew);
     }
-    Ok(match cold::cached(source, what.extents) {
+    Ok(match cold::cached(what.files, what.extents) {
         // Memory gets no faster by more readers than cores.
         Cached::All => Crew::fixed(crate::cpu_count().clamp(crew.first, crew.most)),
         Cached::Some => crew,
         // Who waits for a disk has use for all of them from the first byte on.
         Cached::Little => Crew::fixed(crew.most),
     })
+}
+
+/// How one reader gets to the files.
+struct Way<'r, T> {
+    target: &'r T,
+    files: &'r [&'r dyn ReadAt],
+    /// Whether to look for a way of its own, where that is faster.
+    alone: bool,
+    /// That to the file that was read last, if there is one.
+    open: Option<(usize, Option<Box<dyn ReadAt>>)>,
+}
+
+impl<T: Target> Way<'_, T> {
+    fn to(&mut self, file: usize) -> Result<&dyn ReadAt> {
+        let shared = self.files.get(file).copied();
+        let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
+        if !self.alone {
+            return Ok(shared);
+        }
+        if self.open.as_ref().is_none_or(|(open, _)| *open != file) {
+            self.open = Some((file, self.target.reader(shared)));
+        }
+        let own = self.open.as_ref().and_then(|(_, own)| own.as_deref());
+        Ok(own.unwrap_or(shared))
+    }
 }
 
 /// What the readers of one call share.
@@ -197,8 +222,8 @@ struct Whole {
 type Pooled = (usize, usize, u64);
 
 impl<T: Target> Pass<'_, T> {
-    /// What one reader does. `alone` is its own way to the first source.
-    fn work(&self, number: usize, alone: Option<&dyn ReadAt>, control: &Control<'_>) -> Result<()> {
+    /// What one reader does, with its way to the files.
+    fn work(&self, number: usize, mut way: Way<'_, T>, control: &Control<'_>) -> Result<()> {
         while !control.stopped() && !control.surplus() {
             if self.hash(true, control)? {
                 continue;
@@ -212,7 +237,7 @@ impl<T: Target> Pass<'_, T> {
                 next.map(|job| (job, self.target.enter()))
             };
             match next {
-                Some((job, turn)) => self.job(job, turn, alone, control)?,
+                Some((job, turn)) => self.job(job, turn, &mut way, control)?,
                 None if self.hash(false, control)? => {}
                 None => break,
             }
@@ -241,16 +266,12 @@ impl<T: Target> Pass<'_, T> {
         &'t self,
         job: Job<T>,
         turn: T::Turn<'t>,
-        alone: Option<&dyn ReadAt>,
+        way: &mut Way<'_, T>,
         control: &Control<'_>,
     ) -> Result<()> {
         let mut turn = Some(turn);
         for (batch, planned) in job {
-            let source = match self.what.files.get(batch.file) {
-                Some(_) if batch.file == 0 && alone.is_some() => alone,
-                source => source.copied(),
-            };
-            let source = source.ok_or_else(|| Error::Bug(format!("no file {}", batch.file)))?;
+            let source = way.to(batch.file)?;
             let direct = self.target.direct().filter(|direct| direct.is_of_use());
             if let Some(direct) = direct {
                 // No staging buffers are needed, and nobody is to wait behind this place in their queue.
@@ -421,7 +442,7 @@ impl<T: Target> Pass<'_, T> {
                     self.header(tensor, &raw, control)?;
                 }
                 SegmentKind::Data { tensor, start } => {
-                    let read = || direct.read(tensor, start, size, position);
+                    let read = || direct.read(batch.file, tensor, start, size, position);
                     if !self.counters.time(Stage::Read, read)? {
                         self.counters
                             .fallback("GPUDirect Storage failed in the middle: plain reads since");

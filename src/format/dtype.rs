@@ -1,4 +1,5 @@
-//! The one table of element types: torch's name, torch's code, bytes an element, stored string.
+//! The one table of element types: torch's name, torch's code, bytes an element, stored string, and
+//! the name in safetensors.
 
 /// An element type that a file can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -11,43 +12,56 @@ struct Row {
     size: u8,
     /// The numpy string of plain types; opaque ones are stored as `V<size>` and their name.
     plain: Option<&'static str>,
+    /// What safetensors calls it, and how many of its values there make an element here.
+    safetensors: Option<(&'static str, u8)>,
+}
+
+impl Row {
+    const fn in_safetensors(self, name: &'static str) -> Row {
+        self.packed(name, 1)
+    }
+
+    const fn packed(self, name: &'static str, values: u8) -> Row {
+        let Row { name: own, code, size, plain, .. } = self;
+        Row { name: own, code, size, plain, safetensors: Some((name, values)) }
+    }
 }
 
 const fn plain(name: &'static str, code: i8, size: u8, numpy: &'static str) -> Row {
-    Row { name, code, size, plain: Some(numpy) }
+    Row { name, code, size, plain: Some(numpy), safetensors: None }
 }
 
 const fn opaque(name: &'static str, code: i8, size: u8) -> Row {
-    Row { name, code, size, plain: None }
+    Row { name, code, size, plain: None, safetensors: None }
 }
 
 /// `code` is the value of `c10::ScalarType`, which torch keeps stable because it serialises it.
 static TABLE: [Row; 41] = [
-    plain("uint8", 0, 1, "|u1"),
-    plain("int8", 1, 1, "|i1"),
-    plain("int16", 2, 2, "<i2"),
-    plain("int32", 3, 4, "<i4"),
-    plain("int64", 4, 8, "<i8"),
-    plain("float16", 5, 2, "<f2"),
-    plain("float32", 6, 4, "<f4"),
-    plain("float64", 7, 8, "<f8"),
+    plain("uint8", 0, 1, "|u1").in_safetensors("U8"),
+    plain("int8", 1, 1, "|i1").in_safetensors("I8"),
+    plain("int16", 2, 2, "<i2").in_safetensors("I16"),
+    plain("int32", 3, 4, "<i4").in_safetensors("I32"),
+    plain("int64", 4, 8, "<i8").in_safetensors("I64"),
+    plain("float16", 5, 2, "<f2").in_safetensors("F16"),
+    plain("float32", 6, 4, "<f4").in_safetensors("F32"),
+    plain("float64", 7, 8, "<f8").in_safetensors("F64"),
     opaque("complex32", 8, 4),
-    plain("complex64", 9, 8, "<c8"),
+    plain("complex64", 9, 8, "<c8").in_safetensors("C64"),
     plain("complex128", 10, 16, "<c16"),
-    plain("bool", 11, 1, "|b1"),
-    opaque("bfloat16", 15, 2),
+    plain("bool", 11, 1, "|b1").in_safetensors("BOOL"),
+    opaque("bfloat16", 15, 2).in_safetensors("BF16"),
     opaque("bits1x8", 18, 1),
     opaque("bits2x4", 19, 1),
     opaque("bits4x2", 20, 1),
     opaque("bits8", 21, 1),
     opaque("bits16", 22, 2),
-    opaque("float8_e5m2", 23, 1),
-    opaque("float8_e4m3fn", 24, 1),
-    opaque("float8_e5m2fnuz", 25, 1),
-    opaque("float8_e4m3fnuz", 26, 1),
-    plain("uint16", 27, 2, "<u2"),
-    plain("uint32", 28, 4, "<u4"),
-    plain("uint64", 29, 8, "<u8"),
+    opaque("float8_e5m2", 23, 1).in_safetensors("F8_E5M2"),
+    opaque("float8_e4m3fn", 24, 1).in_safetensors("F8_E4M3"),
+    opaque("float8_e5m2fnuz", 25, 1).in_safetensors("F8_E5M2FNUZ"),
+    opaque("float8_e4m3fnuz", 26, 1).in_safetensors("F8_E4M3FNUZ"),
+    plain("uint16", 27, 2, "<u2").in_safetensors("U16"),
+    plain("uint32", 28, 4, "<u4").in_safetensors("U32"),
+    plain("uint64", 29, 8, "<u8").in_safetensors("U64"),
     opaque("uint1", 30, 1),
     opaque("uint2", 31, 1),
     opaque("uint3", 32, 1),
@@ -62,12 +76,18 @@ static TABLE: [Row; 41] = [
     opaque("int5", 41, 1),
     opaque("int6", 42, 1),
     opaque("int7", 43, 1),
-    opaque("float8_e8m0fnu", 44, 1),
-    opaque("float4_e2m1fn_x2", 45, 1),
+    opaque("float8_e8m0fnu", 44, 1).in_safetensors("F8_E8M0"),
+    opaque("float4_e2m1fn_x2", 45, 1).packed("F4", 2),
+];
+
+/// Types of safetensors that torch has not: four values in three bytes.
+static BEYOND_TORCH: [Row; 2] = [
+    opaque("float6_e2m3fn_x4", -1, 3).packed("F6_E2M3", 4),
+    opaque("float6_e3m2fn_x4", -2, 3).packed("F6_E3M2", 4),
 ];
 
 impl DType {
-    /// Every type, in the order of torch's codes.
+    /// Every type of torch, in the order of torch's codes.
     pub fn all() -> impl Iterator<Item = DType> {
         TABLE.iter().map(DType)
     }
@@ -82,7 +102,25 @@ impl DType {
         TABLE.iter().find(|row| row.name == name).map(DType)
     }
 
-    /// torch's code.
+    /// The type that safetensors calls so, and how many values of it make one element.
+    pub fn from_safetensors(name: &str) -> Option<(Self, u64)> {
+        TABLE.iter().chain(&BEYOND_TORCH).find_map(|row| {
+            let (_, values) = row.safetensors.filter(|(known, _)| *known == name)?;
+            Some((DType(row), u64::from(values)))
+        })
+    }
+
+    /// What safetensors calls it, and how many values of it make one element.
+    pub fn safetensors(self) -> Option<(&'static str, u64)> {
+        self.0.safetensors.map(|(name, values)| (name, u64::from(values)))
+    }
+
+    /// Whether torch has tensors of this type.
+    pub fn is_of_torch(self) -> bool {
+        self.0.code >= 0
+    }
+
+    /// torch's code; negative for types that it has not.
     pub fn code(self) -> i8 {
         self.0.code
     }

@@ -1,25 +1,17 @@
-//! Bytes of a `.tensors` file to structs and back. Pure: no I/O, no torch, no Python.
+//! Bytes of files to structs and back. Pure: no I/O, no torch, no Python.
 //!
-//! ```text
-//! prologue  73 bytes: magic, version, flags, totals, length of the index
-//! index     one entry a tensor, then unused space
-//! tensor    header, data          (repeated, in the order of the index)
-//! end       8 zero bytes
-//! ```
-//!
-//! Nothing here allocates more than its input justifies, and nothing trusts a length.
+//! Each format becomes a [`catalog`]: tensors, and where their bytes lie. Nothing here allocates more
+//! than its input justifies, and nothing trusts a length.
 
 pub mod bytes;
-pub mod crypt_info;
+pub mod catalog;
 pub mod dtype;
-pub mod header;
-pub mod index;
-pub mod layout;
 pub mod name;
 pub mod name_tree;
-pub mod pair;
 mod path;
-pub mod prologue;
+pub mod safetensors;
+pub mod shards;
+pub mod tensors;
 
 /// What a tensor was in the object that was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

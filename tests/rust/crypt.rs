@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
-use tensorizer::format::crypt_info::KeyDerivation;
+use tensorizer::format::tensors::crypt_info::KeyDerivation;
 use tensorizer::source::{MemorySource, ReadAt, Traits};
 use tensorizer::{
     Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, load,
@@ -154,7 +154,7 @@ fn a_manifest_seals_what_encryption_leaves_open() {
     }
     // Every byte of the index, its padding included.
     for at in (0..40_000).chain(sound.len() / 2..sound.len() / 2 + 1) {
-        let head = tensorizer::format::prologue::PROLOGUE_LEN + (256 << 10);
+        let head = tensorizer::format::tensors::prologue::PROLOGUE_LEN + (256 << 10);
         if at >= head || at % 97 != 0 {
             continue;
         }

@@ -13,8 +13,8 @@ pub use params::{
 };
 
 use crate::error::{Error, Result};
-pub use crate::format::crypt_info::PIECE_LEN;
-use crate::format::crypt_info::{Cipher, MAC_LEN};
+pub use crate::format::tensors::crypt_info::PIECE_LEN;
+use crate::format::tensors::crypt_info::{Cipher, MAC_LEN};
 
 /// Bytes of a nonce.
 pub const NONCE_LEN: usize = 24;

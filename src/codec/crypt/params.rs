@@ -10,7 +10,7 @@ use super::sodium::KEY_LEN;
 use super::{Key, sodium};
 use crate::cancel::{self, Cancel, detached};
 use crate::error::{Error, Result};
-use crate::format::crypt_info::KeyDerivation;
+use crate::format::tensors::crypt_info::KeyDerivation;
 use crate::sys::process::PerProcess;
 
 /// libsodium's limits of Argon2id.

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use libsodium_sys as ffi;
 
-use crate::format::crypt_info::MAC_LEN;
+use crate::format::tensors::crypt_info::MAC_LEN;
 
 /// Bytes of a key.
 pub const KEY_LEN: usize = 32;

@@ -159,7 +159,8 @@ fn image_len(tensors: &[(Extent, u64)]) -> usize {
     let mut end = first.header_offset;
     let base = end - end % ALIGNMENT as u64;
     let fits = |(extent, len): &&(Extent, u64)| {
-        let near = extent.header_offset.saturating_sub(end) <= MAX_GAP;
+        // Extents that share bytes are read one by one.
+        let near = extent.header_offset.checked_sub(end).is_some_and(|gap| gap <= MAX_GAP);
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
         end = extent.end();
         near && extent.file == first.file

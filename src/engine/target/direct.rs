@@ -15,18 +15,18 @@ use crate::stats::Counters;
 /// Bytes that are read both ways before the device is trusted.
 const TRIED: usize = 1 << 20;
 
-/// A file as the device reads it.
+/// Files as the device reads them.
 pub struct Direct<'d> {
-    file: Box<dyn DeviceFile>,
+    files: Vec<Box<dyn DeviceFile>>,
     memory: &'d [DeviceMemory],
     places: &'d [Place],
     refused: AtomicBool,
 }
 
 impl<'d> Direct<'d> {
-    /// None where the device cannot read a source's file, or gave other bytes.
+    /// None where the device cannot read the files of the sources, or gave other bytes.
     pub fn open(
-        source: &dyn ReadAt,
+        sources: &[&dyn ReadAt],
         extents: &[Extent],
         (memory, places): (&'d [DeviceMemory], &'d [Place]),
         streams: &Streams,
@@ -34,17 +34,19 @@ impl<'d> Direct<'d> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Option<Self>> {
-        let Some(file) = source.file() else { return Ok(None) };
-        let Some(file) = Arc::clone(streams.device()).file(file) else {
+        let files = sources.iter().map(|source| Arc::clone(streams.device()).file(source.file()?));
+        let Some(files) = files.collect() else {
             counters.fallback("GPUDirect Storage is not there, or not for this file system");
             return Ok(None);
         };
         // It knows no streams: whatever the memory was used for before must have ended.
         streams.finish()?;
-        let direct = Direct { file, memory, places, refused: AtomicBool::new(false) };
-        if !direct.gives_the_same(source, extents, streams, pool, cancel)? {
-            counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
-            return Ok(None);
+        let direct = Direct { files, memory, places, refused: AtomicBool::new(false) };
+        for (file, source) in sources.iter().enumerate() {
+            if !direct.gives_the_same(file, *source, extents, streams, pool, cancel)? {
+                counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
+                return Ok(None);
+            }
         }
         counters.reading("GPUDirect Storage");
         Ok(Some(direct))
@@ -52,19 +54,21 @@ impl<'d> Direct<'d> {
 
     fn gives_the_same(
         &self,
+        file: usize,
         source: &dyn ReadAt,
         extents: &[Extent],
         streams: &Streams,
         pool: &Pool,
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let largest = extents.iter().enumerate().max_by_key(|(_, extent)| extent.data_len);
+        let mine = extents.iter().enumerate().filter(|(_, extent)| extent.file == file);
+        let largest = mine.max_by_key(|(_, extent)| extent.data_len);
         let Some((tensor, extent)) = largest.filter(|(_, extent)| extent.data_len > 0) else {
             return Ok(true);
         };
         let most = TRIED.min(pool.buffer_len());
         let len = usize::try_from(extent.data_len).unwrap_or(usize::MAX).min(most);
-        if !self.read(tensor, 0, len, extent.data_offset)? {
+        if !self.read(file, tensor, 0, len, extent.data_offset)? {
             return Ok(false);
         }
         let (block, offset) = self.place(tensor, 0)?;
@@ -90,14 +94,22 @@ impl<'d> Direct<'d> {
         !self.refused.load(Ordering::Relaxed)
     }
 
-    /// Has the device read bytes of a tensor from a position of the file. False, now and from now on,
+    /// Has the device read bytes of a tensor from a position of a file. False, now and from now on,
     /// if it does not: then they have to come another way.
-    pub fn read(&self, tensor: usize, start: u64, len: usize, position: u64) -> Result<bool> {
+    pub fn read(
+        &self,
+        file: usize,
+        tensor: usize,
+        start: u64,
+        len: usize,
+        position: u64,
+    ) -> Result<bool> {
+        let file = self.files.get(file).ok_or_else(|| Error::Bug(format!("no file {file}")))?;
         let (block, offset) = self.place(tensor, start)?;
         let mut done = 0;
         while done < len {
             let at = position + done as u64;
-            match block.read_from(&*self.file, offset + done, len - done, at) {
+            match block.read_from(&**file, offset + done, len - done, at) {
                 // A plain read says what there is to say about the file's end.
                 Ok(0) | Err(_) => {
                     self.refused.store(true, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 use super::origin::Origin;
 use crate::codec::hash::SMALL;
 use crate::error::{Error, Result};
-use crate::format::index::Entry;
+use crate::format::catalog::Entry;
 
 /// A tensor with its place in the file.
 pub struct Item<'a> {

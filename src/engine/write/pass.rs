@@ -13,7 +13,7 @@ use crate::codec::hash::{Digests, digest_all, sha256};
 use crate::codec::{HashPool, Taken};
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
-use crate::format::header::{Draft, Hashes};
+use crate::format::tensors::header::{Draft, Hashes};
 use crate::io::sink::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
 

@@ -16,7 +16,7 @@ use crate::codec::crypt::{EncryptionOptions, Manifest};
 use crate::codec::encrypt::Seal;
 use crate::engine::workers;
 use crate::error::Result;
-use crate::format::header::Hashes;
+use crate::format::tensors::header::Hashes;
 use crate::io::sink::WriteAt;
 use crate::mem::device::StreamsByDevice;
 use crate::mem::pinned::Pool;

@@ -2,7 +2,8 @@
 
 use std::fs::File;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
@@ -26,6 +27,8 @@ pub struct FileSource {
     file: File,
     uri: String,
     len: u64,
+    /// Where it was found.
+    path: Option<PathBuf>,
 }
 
 impl FileSource {
@@ -33,7 +36,13 @@ impl FileSource {
     pub fn open(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
         let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
-        Self::new(file, uri)
+        Self::at(path, file)
+    }
+
+    /// Takes the open file of a path.
+    pub fn at(path: &Path, file: File) -> Result<Self> {
+        let source = Self::new(file, path.display().to_string())?;
+        Ok(FileSource { path: Some(path.to_owned()), ..source })
     }
 
     /// Takes an open file; its own position does not matter.
@@ -42,7 +51,7 @@ impl FileSource {
         if metadata.is_dir() {
             return Err(Error::io("opening", &uri, io::Error::from(io::ErrorKind::IsADirectory)));
         }
-        Ok(FileSource { len: metadata.len(), file, uri })
+        Ok(FileSource { len: metadata.len(), file, uri, path: None })
     }
 }
 
@@ -84,7 +93,12 @@ impl ReadAt for FileSource {
 
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
         let file = crate::sys::reopen(&self.file)?;
-        Some(Box::new(FileSource { file, uri: self.uri.clone(), len: self.len }))
+        Some(Box::new(FileSource { file, uri: self.uri.clone(), len: self.len, path: None }))
+    }
+
+    fn beside(&self, name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        let Some(path) = &self.path else { return Ok(None) };
+        Ok(Some(Arc::new(FileSource::open(&path.with_file_name(name))?)))
     }
 
     fn file(&self) -> Option<&File> {

@@ -8,6 +8,7 @@ mod file;
 pub mod http;
 mod memory;
 mod pipe;
+mod prefixed;
 #[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(feature = "s3")]
@@ -18,6 +19,9 @@ pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;
 pub use pipe::{Pipe, PipeSource, Stream};
+pub use prefixed::Prefixed;
+
+use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -41,6 +45,22 @@ pub struct Traits {
     pub merge_gap: u64,
 }
 
+impl Traits {
+    /// What holds for several sources that are read together; None for none.
+    pub fn of_all(sources: &[&dyn ReadAt]) -> Option<Self> {
+        let mut all = sources.iter().map(|source| source.traits());
+        let first = all.next()?;
+        Some(all.fold(first, |one, other| Traits {
+            len: one.len.zip(other.len).map(|(one, other)| one.saturating_add(other)),
+            max_readers: one.max_readers.min(other.max_readers),
+            first_readers: one.first_readers.min(other.first_readers),
+            most_readers: one.most_readers.min(other.most_readers),
+            request_len: one.request_len.min(other.request_len),
+            merge_gap: one.merge_gap.min(other.merge_gap),
+        }))
+    }
+}
+
 /// Random access to bytes.
 pub trait ReadAt: Send + Sync {
     /// The path or address, for messages.
@@ -60,6 +80,11 @@ pub trait ReadAt: Send + Sync {
         None
     }
 
+    /// Opens the file of this name in the same folder, in the same way; None where that is not known.
+    fn beside(&self, _name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        Ok(None)
+    }
+
     /// Fields that a server sent along, by name.
     fn headers(&self) -> &[(String, String)] {
         &[]
@@ -69,6 +94,11 @@ pub trait ReadAt: Send + Sync {
     fn file(&self) -> Option<&std::fs::File> {
         None
     }
+}
+
+/// Sources, to be read in one call.
+pub fn borrowed(sources: &[Arc<dyn ReadAt>]) -> Vec<&dyn ReadAt> {
+    sources.iter().map(|source| &**source).collect()
 }
 
 /// Fills all buffers from `offset` on; a source that ends before is an error.

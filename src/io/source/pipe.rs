@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{ReadAt, Traits};
 use crate::cancel::{Cancel, POLL};
@@ -18,6 +18,11 @@ const STEP: usize = 64 << 10;
 pub trait Stream: Send {
     /// Reads some of the next bytes; 0 only at the end.
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
+
+    /// See [`ReadAt::beside`].
+    fn beside(&self, _name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        Ok(None)
+    }
 }
 
 impl<R: Read + Send> Stream for R {
@@ -127,5 +132,9 @@ impl<S: Stream> ReadAt for PipeSource<S> {
         let read = stream.read_next(buffers, cancel).map_err(|e| self.failed(e))?;
         *position += read as u64;
         Ok(read)
+    }
+
+    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner).0.beside(name, cancel)
     }
 }

@@ -38,13 +38,13 @@ pub fn open(
     };
     let tls = resolved.endpoint.scheme() == "https";
     let (bucket, key, headers) = (bucket.to_owned(), key.to_owned(), http.headers.clone());
-    let signer = Signer { resolved, keys, bucket, key, headers };
+    let signer = Signer { resolved: Arc::new(resolved), keys, bucket, key, headers };
     http::open_signed(Box::new(signer), tls, &shown, http, cancel)
 }
 
 /// Signs the address of an object.
 struct Signer {
-    resolved: Resolved,
+    resolved: Arc<Resolved>,
     keys: Keys,
     bucket: String,
     key: String,
@@ -59,6 +59,18 @@ impl Sign for Signer {
 
     fn refused(&self, used: Instant) {
         self.keys.refused(used);
+    }
+
+    fn beside(&self, name: &str) -> Box<dyn Sign> {
+        let folder =
+            self.key.rsplit_once('/').map_or(String::new(), |(folder, _)| format!("{folder}/"));
+        Box::new(Signer {
+            resolved: Arc::clone(&self.resolved),
+            keys: self.keys.clone(),
+            bucket: self.bucket.clone(),
+            key: folder + name,
+            headers: self.headers.clone(),
+        })
     }
 }
 

@@ -38,6 +38,13 @@ impl Target {
         Target { url, headers }
     }
 
+    /// Another file in the same folder, asked for in the same way.
+    pub fn beside(&self, name: &str) -> Option<Target> {
+        let mut url = self.url.clone();
+        url.path_segments_mut().ok()?.pop().extend(name.split('/'));
+        Some(Target { url, headers: self.headers.clone() })
+    }
+
     /// The target of a redirect. Credentials and other extra headers stay with their host, and what
     /// was asked for in secret is not asked for in the open.
     fn moved(&self, to: &str) -> std::result::Result<Target, Failure> {

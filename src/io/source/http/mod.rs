@@ -42,6 +42,7 @@ pub struct HttpSource {
     identity: Identity,
     head: Vec<u8>,
     headers: Vec<(String, String)>,
+    tls: bool,
 }
 
 /// Opens an address. A server without ranges gives a source that is read front to back.
@@ -121,7 +122,8 @@ fn open_named(
         }
     };
     if !reply.ranges {
-        let stream = sequential::Body::new(named, clients, options, reply.identity, shown.clone());
+        let stream =
+            sequential::Body::new(named, tls, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
     Ok(Arc::new(HttpSource {
@@ -133,7 +135,24 @@ fn open_named(
         identity: reply.identity,
         head,
         headers: reply.headers,
+        tls,
     }))
+}
+
+/// Opens another file in the same folder, in the same way.
+fn beside(
+    named: &Named,
+    tls: bool,
+    shown: &str,
+    options: &NetOptions,
+    name: &str,
+    cancel: &dyn Cancel,
+) -> Result<Option<Arc<dyn ReadAt>>> {
+    let Some(named) = named.beside(name) else { return Ok(None) };
+    let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
+    let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let shown = format!("{folder}/{name}{query}");
+    open_named(named, tls, shown, options.clone(), cancel).map(Some)
 }
 
 impl HttpSource {
@@ -210,6 +229,10 @@ impl ReadAt for HttpSource {
             }
         }
         usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
+    }
+
+    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        beside(&self.named, self.tls, &self.shown, &self.options, name, cancel)
     }
 
     fn headers(&self) -> &[(String, String)] {

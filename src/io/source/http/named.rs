@@ -24,6 +24,9 @@ pub trait Sign: Send + Sync {
 
     /// What was signed with at that time has expired, says a server.
     fn refused(&self, used: Instant);
+
+    /// Signs the address of another file in the same folder.
+    fn beside(&self, name: &str) -> Box<dyn Sign>;
 }
 
 /// The address that the caller named.
@@ -50,6 +53,16 @@ impl Named {
     #[cfg(feature = "s3")]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
         Named::Signed { signer, known: Mutex::new(None) }
+    }
+
+    /// The address of another file in the same folder.
+    pub fn beside(&self, name: &str) -> Option<Self> {
+        Some(match self {
+            Named::Fixed(target) => Named::Fixed(Arc::new(target.beside(name)?)),
+            Named::Signed { signer, .. } => {
+                Named::Signed { signer: signer.beside(name), known: Mutex::new(None) }
+            }
+        })
     }
 
     /// Where to ask now, and since when that is good. Signs if there is no signature, or if it is

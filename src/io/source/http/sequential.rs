@@ -2,6 +2,7 @@
 
 use crate::mem::Buffers;
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes};
@@ -11,13 +12,15 @@ use super::client::{Clients, OneClient};
 use super::named::Named;
 use super::reply::Identity;
 use crate::cancel::Cancel;
+use crate::error::Error;
 use crate::io::net::{Failure, NetOptions, Tries};
-use crate::io::source::Stream;
+use crate::io::source::{ReadAt, Stream};
 
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
 pub struct Body {
     named: Named,
+    tls: bool,
     clients: Clients,
     options: NetOptions,
     identity: Identity,
@@ -33,6 +36,7 @@ pub struct Body {
 impl Body {
     pub fn new(
         named: Named,
+        tls: bool,
         clients: Clients,
         options: NetOptions,
         identity: Identity,
@@ -40,6 +44,7 @@ impl Body {
     ) -> Self {
         Body {
             named,
+            tls,
             clients,
             options,
             identity,
@@ -116,5 +121,9 @@ impl Stream for Body {
         self.rest.advance(len);
         self.position += len as u64;
         Ok(len)
+    }
+
+    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>, Error> {
+        super::beside(&self.named, self.tls, &self.shown, &self.options, name, cancel)
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Only its bytes are known here; `crate::crypt` encrypts and decrypts.
 
-use super::bytes::Cursor;
 use crate::error::Malformed;
+use crate::format::bytes::Cursor;
 
 const CHUNK_KEY_DERIVATION: u16 = 1;
 const CHUNK_PARALLEL: u16 = 2;

@@ -2,15 +2,16 @@
 
 use std::ops::Range;
 
-use super::TensorKind;
-use super::bytes::Cursor;
 use super::crypt_info::CryptInfo;
-use super::dtype::DType;
 use super::index::{
-    Entry, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
+    dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
-use super::name::Name;
 use crate::error::{Error, Malformed, Result};
+use crate::format::TensorKind;
+use crate::format::bytes::Cursor;
+use crate::format::catalog::Entry;
+use crate::format::dtype::DType;
+use crate::format::name::Name;
 
 /// A hash algorithm that headers name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

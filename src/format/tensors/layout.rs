@@ -2,14 +2,15 @@
 
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
-use crate::format::crypt_info;
-use crate::format::crypt_info::PIECE_LEN;
+use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
 use crate::format::element_count;
-use crate::format::header::{Hashes, encoded_len};
-use crate::format::index::{Entry, is_long};
 use crate::format::name::Name;
-use crate::format::prologue::{
+use crate::format::tensors::crypt_info;
+use crate::format::tensors::crypt_info::PIECE_LEN;
+use crate::format::tensors::header::{Hashes, encoded_len};
+use crate::format::tensors::index::is_long;
+use crate::format::tensors::prologue::{
     VERSION_ENCRYPTED, VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN,
 };
 
@@ -91,6 +92,7 @@ pub fn place(
             dtype,
             shape: shape.into(),
             long,
+            file: 0,
             header_offset,
             data_offset,
             data_len,

@@ -1,64 +1,22 @@
 //! The index: one entry a tensor, with everything that is needed to plan a load.
 
-use super::bytes::Cursor;
-use super::dtype::DType;
-use super::name::{Component, Name};
-use super::name_tree::NameTree;
 use super::prologue::{PROLOGUE_LEN, Prologue};
-use super::{TensorKind, element_count};
 use crate::error::{Error, Malformed, Result};
+use crate::format::TensorKind;
+use crate::format::bytes::Cursor;
+use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
+use crate::format::dtype::DType;
+use crate::format::name::{Component, Name};
+use crate::format::name_tree::NameTree;
 
 /// Bytes of the version tag that entries may have.
 pub const TAG_LEN: u64 = size_of::<u32>() as u64;
 const TAG_SHORT: u32 = 1;
 const TAG_LONG: u32 = 5;
-/// The most dimensions that torch and numpy allow.
-const MAX_DIMS: usize = 64;
 /// Bytes of the shortest possible entry: name, dtype and shape of nothing.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
 
-/// What the index says about one tensor.
-#[derive(Debug, Clone)]
-pub struct Entry {
-    /// Its name.
-    pub name: Name,
-    /// What it was in the saved object.
-    pub kind: TensorKind,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its dimensions.
-    pub shape: Box<[u64]>,
-    /// Dimensions are stored in eight bytes, here and in the tensor's header.
-    pub long: bool,
-    /// File position of its header.
-    pub header_offset: u64,
-    /// File position of its data.
-    pub data_offset: u64,
-    /// Bytes of data in the file; zero for a tensor of the `meta` device.
-    pub data_len: u64,
-}
-
 impl Entry {
-    /// Bytes that the tensor takes in memory, or `None` beyond 2⁶⁴ − 1.
-    pub fn memory_len(&self) -> Option<u64> {
-        element_count(&self.shape)?.checked_mul(self.dtype.size())
-    }
-
-    /// Its dimensions as signed numbers; those of an index fit.
-    pub fn signed_shape(&self) -> &[i64] {
-        bytemuck::cast_slice(&self.shape)
-    }
-
-    /// The tensor was on the `meta` device: it has a size but no data.
-    pub fn is_meta(&self) -> bool {
-        self.data_len == 0 && self.memory_len() != Some(0)
-    }
-
-    /// File position after the tensor's data.
-    pub fn end(&self) -> u64 {
-        self.data_offset.saturating_add(self.data_len)
-    }
-
     /// Appends the entry; `tagged` writes the version tag.
     pub fn encode(&self, tagged: bool, out: &mut Vec<u8>) -> Result<()> {
         if tagged {
@@ -224,16 +182,12 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
     let header_offset = cursor.u64("header offset")?;
     let data_offset = cursor.u64("data offset")?;
     let data_len = cursor.u64("data length")?;
-    Ok(Entry { name, kind, dtype, shape, long, header_offset, data_offset, data_len })
+    Ok(Entry { name, kind, dtype, shape, long, file: 0, header_offset, data_offset, data_len })
 }
 
 fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> {
     let fail = |what: String| Err(Malformed::new(at, format!("tensor `{}`: {what}", entry.name)));
-    // torch computes strides from all dimensions, those of empty tensors included.
-    let extent =
-        entry.shape.iter().try_fold(entry.dtype.size(), |n, &dim| n.checked_mul(dim.max(1)));
-    let fits = extent.is_some_and(|extent| i64::try_from(extent).is_ok());
-    let Some(memory_len) = entry.memory_len().filter(|_| fits) else {
+    let Some(memory_len) = checked_len(entry.dtype, &entry.shape) else {
         return fail(format!("shape {:?} of {} is too large", entry.shape, entry.dtype));
     };
     if entry.data_len == 0 && memory_len > 0 {

@@ -1,7 +1,7 @@
 //! The first 73 bytes: magic, version, feature flags, totals and the length of the index.
 
-use super::bytes::Cursor;
 use crate::error::{Error, Malformed, Result};
+use crate::format::bytes::Cursor;
 
 /// `|TZR|`.
 pub const MAGIC: [u8; 5] = *b"|TZR|";

@@ -1,0 +1,240 @@
+//! The beginning of a file, from which its format is told, and what follows it.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use super::file::{Own, TensorFile};
+use super::open::Opening;
+use crate::cancel::Cancel;
+use crate::codec::crypt::{MANIFEST_LEN, Manifest};
+use crate::error::{Error, Result};
+use crate::format::catalog::{Catalog, Entry, Format};
+use crate::format::name_tree::NameTree;
+use crate::format::safetensors::{self, LENGTH_LEN};
+use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
+use crate::format::tensors::{index, pair};
+use crate::io::source::{Prefixed, ReadAt, read_exact_at};
+use crate::mem::Buffers;
+
+/// A source of which the first bytes were read.
+pub struct Head {
+    source: Arc<dyn ReadAt>,
+    base: u64,
+    /// As many as there are, up to the length of a prologue.
+    bytes: Vec<u8>,
+}
+
+/// What a file adds to a catalog of one or several.
+pub struct Part {
+    /// Where its data come from.
+    pub source: Arc<dyn ReadAt>,
+    /// Its format.
+    pub format: Format,
+    /// Its tensors, by position.
+    pub entries: Vec<Entry>,
+    /// Names and values.
+    pub metadata: Vec<(String, String)>,
+}
+
+impl Head {
+    /// Reads the first bytes of a file that begins at `base`.
+    pub fn read(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
+        let mut bytes = vec![0; PROLOGUE_LEN];
+        let available = read_up_to(&*source, base, &mut bytes, cancel)?;
+        bytes.truncate(available);
+        Ok(Head { source, base, bytes })
+    }
+
+    /// The first bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Where they come from.
+    pub fn source(&self) -> &Arc<dyn ReadAt> {
+        &self.source
+    }
+
+    /// All of the file, which may not be longer than `most`.
+    pub fn whole(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+        let too_long = |found: String| {
+            let what = format!("expected {what} of at most {most} bytes, found {found}");
+            Error::Format { uri: self.source.uri().to_owned(), offset: self.base, what }
+        };
+        if let Some(len) = self.source.traits().len {
+            let len = len.saturating_sub(self.base);
+            return if len > most {
+                Err(too_long(len.to_string()))
+            } else {
+                self.first(len, what, cancel)
+            };
+        }
+        let mut bytes = self.bytes.clone();
+        let mut step = vec![0; 1 << 20];
+        while bytes.len() as u64 <= most {
+            let at = self.base.saturating_add(bytes.len() as u64);
+            let read = read_up_to(&*self.source, at, &mut step, cancel)?;
+            bytes.extend(step.iter().take(read));
+            if read < step.len() {
+                return Ok(bytes);
+            }
+        }
+        Err(too_long("more".to_owned()))
+    }
+
+    /// So many bytes from the first on.
+    fn first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+        let mut bytes = self.bytes.clone();
+        bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
+        let at = self.base.saturating_add(bytes.len() as u64);
+        read_growing(&*self.source, at, len, &mut bytes, what, cancel)?;
+        Ok(bytes)
+    }
+
+    /// Opens a file by itself.
+    pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
+        if !safetensors::begins(&self.bytes) {
+            return self.open_tensors(opening.cancel);
+        }
+        let uri = self.source.uri().to_owned();
+        let part = self.part(0, opening)?;
+        let mut names = NameTree::default();
+        for (number, entry) in part.entries.iter().enumerate() {
+            names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
+        }
+        let Part { source, format, entries, metadata } = part;
+        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
+        Ok(TensorFile::new(uri, vec![source], catalog, None))
+    }
+
+    /// Reads what the file has, as number `file` of several.
+    pub fn part(self, file: usize, opening: &Opening<'_>) -> Result<Part> {
+        let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
+        if !safetensors::begins(&self.bytes) {
+            let start = self.bytes.split_at(self.bytes.len().min(8)).0;
+            let what = format!(
+                "expected a safetensors file, as the index of shards says, found one that begins with \"{}\"",
+                start.escape_ascii()
+            );
+            return Err(malformed(uri, what));
+        }
+        let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.of(uri))?;
+        let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
+        let traits = self.source.traits();
+        if let Some(size) = traits.len.filter(|&size| size < data_at) {
+            let what = "the safetensors header".to_owned();
+            let uri = uri.to_owned();
+            return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
+        }
+        let start = self.first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
+        let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
+        let found = safetensors::parse(json, base, file, traits.len).map_err(|e| e.of(uri))?;
+        let passed = traits.len.is_none() && start.len() < self.bytes.len();
+        let source = if passed {
+            // Front to back only, and some of the data were read already.
+            Arc::new(Prefixed::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
+        } else {
+            self.source
+        };
+        let format = Format::Safetensors;
+        Ok(Part { source, format, entries: found.entries, metadata: found.metadata })
+    }
+
+    fn open_tensors(self, cancel: &dyn Cancel) -> Result<TensorFile> {
+        let Head { source, base, bytes } = self;
+        let uri = &source.uri().to_owned();
+        let file_len = source.traits().len;
+        let prologue = Prologue::parse(&bytes, base, uri)?;
+        let index_at = base.saturating_add(PROLOGUE_LEN as u64);
+        if let Some(size) =
+            file_len.filter(|&size| size.saturating_sub(index_at) < prologue.index_len)
+        {
+            return Err(Error::Truncated {
+                uri: uri.to_owned(),
+                what: "tensor index".to_owned(),
+                start: index_at,
+                end: index_at.saturating_add(prologue.index_len),
+                size,
+            });
+        }
+        if prologue.index_len > index::MAX_LEN {
+            let what = format!(
+                "expected an index of at most {} bytes, found one of {}",
+                index::MAX_LEN,
+                prologue.index_len
+            );
+            return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
+        }
+        let mut block = Vec::new();
+        read_growing(&*source, index_at, prologue.index_len, &mut block, "tensor index", cancel)?;
+        let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
+        // All that a seal covers is needed again to check it.
+        let sealed = Manifest::is_in(&block);
+        let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
+        let pair_id = block.get(..unsealed).and_then(pair::find);
+        let own = Own {
+            base,
+            prologue,
+            head: sealed.then(|| bytes.into_iter().chain(block).collect()),
+            pair_id,
+            decryption: OnceLock::new(),
+            sealed: OnceLock::new(),
+            key_fits: AtomicBool::new(false),
+        };
+        let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Vec::new());
+        let catalog = Catalog { format, entries, names, metadata };
+        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own)))
+    }
+}
+
+/// An error about a file as a whole.
+pub fn malformed(uri: &str, what: String) -> Error {
+    Error::Format { uri: uri.to_owned(), offset: 0, what }
+}
+
+/// Fills as much of the buffer as the source has.
+fn read_up_to(
+    source: &dyn ReadAt,
+    offset: u64,
+    buffer: &mut [u8],
+    cancel: &dyn Cancel,
+) -> Result<usize> {
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        let at = offset.saturating_add(done as u64);
+        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
+            0 => break,
+            read => done += read,
+        }
+    }
+    Ok(done)
+}
+
+/// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
+/// memory grows with what arrives.
+fn read_growing(
+    source: &dyn ReadAt,
+    offset: u64,
+    len: u64,
+    out: &mut Vec<u8>,
+    what: &str,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    const STEP: usize = 1 << 20;
+    let before = out.len();
+    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    while out.len() < len {
+        let done = out.len();
+        let more = STEP.max(done).min(len - done);
+        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
+            bytes: (done + more) as u64,
+            what: format!("{what} of `{}`", source.uri()),
+            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+        })?;
+        out.resize(done + more, 0);
+        let fresh = out.get_mut(done..).unwrap_or(&mut []);
+        let at = offset.saturating_add((done - before) as u64);
+        read_exact_at(source, at, &mut Buffers::of(fresh), &|| what.to_owned(), cancel)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! Checkpoints in several files, which an index names: one catalog of all of them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::file::TensorFile;
+use super::head::{Head, Part, malformed};
+use super::open::Opening;
+use crate::engine::workers;
+use crate::error::{Error, Result, Shown};
+use crate::format::catalog::{Catalog, Entry};
+use crate::format::name_tree::NameTree;
+use crate::format::shards::{self, Index, MAX_LEN};
+
+/// Files that are opened at once: one request each, for which a server takes its time.
+const AT_ONCE: usize = 16;
+
+/// Opens the files that an index names. They lie beside it.
+pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
+    let uri = head.source().uri().to_owned();
+    let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
+    let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
+    let parts = open_all(&head, &index, &uri, opening)?;
+    let mut sources = Vec::with_capacity(parts.len());
+    let mut entries: Vec<Entry> = Vec::new();
+    let mut metadata: BTreeMap<String, String> = BTreeMap::new();
+    let mut formats = parts.iter().map(|part| part.format);
+    let format = formats.next().ok_or_else(|| malformed(&uri, "it names no files".to_owned()))?;
+    if formats.any(|other| other != format) {
+        return Err(malformed(&uri, "it names files of several formats".to_owned()));
+    }
+    for (file, part) in parts.into_iter().enumerate() {
+        // Where two files hold a tensor, the index says which of them counts.
+        let elsewhere = |entry: &Entry| {
+            index.tensors.get(entry.name.stored()).is_some_and(|&promised| promised != file)
+        };
+        entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
+        metadata.extend(part.metadata);
+        sources.push(part.source);
+    }
+    metadata.extend(index.metadata.iter().cloned());
+    let mut names = NameTree::default();
+    for (number, entry) in entries.iter().enumerate() {
+        names.insert(&entry.name, number).map_err(|_| {
+            let what =
+                format!("tensor `{}` is in two files, and the index names neither", entry.name);
+            malformed(&uri, what)
+        })?;
+    }
+    let metadata = metadata.into_iter().collect();
+    let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
+    if format.names_tensors() {
+        check_all_are_there(&index, &catalog, &uri)?;
+    }
+    Ok(TensorFile::new(uri, sources, catalog, None))
+}
+
+fn check_all_are_there(index: &Index, catalog: &Catalog, uri: &str) -> Result<()> {
+    for (name, file) in &index.tensors {
+        let stored =
+            crate::format::name::Name::from_key(name).map_err(|what| malformed(uri, what))?;
+        if catalog.names.find(stored.stored()).is_none() {
+            let shard = index.files.get(*file).map_or("", String::as_str);
+            let what = format!(
+                "expected tensor `{}` in `{}`, which does not hold it",
+                Shown(name),
+                Shown(shard)
+            );
+            return Err(malformed(uri, what));
+        }
+    }
+    Ok(())
+}
+
+/// Opens all files, several at once, in the order of their numbers.
+fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Result<Vec<Part>> {
+    let mut slots: Vec<Option<Part>> = Vec::new();
+    slots.resize_with(index.files.len(), || None);
+    let parts = Mutex::new(slots);
+    let queue = Mutex::new(index.files.iter().enumerate());
+    workers::run(AT_ONCE.min(index.files.len()), opening.cancel, |control| {
+        while !control.stopped() {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((number, name)) = next else { break };
+            let source = head.source().beside(name, control)?.ok_or_else(|| {
+                Error::Unsupported(format!(
+                    "`{uri}` names files beside it, which are not known from a file object: open its \
+                     path or address"
+                ))
+            })?;
+            let opening = Opening { cancel: control, ..*opening };
+            let part = Head::read(source, 0, control)?.part(number, &opening)?;
+            let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = parts.get_mut(number) {
+                *slot = Some(part);
+            }
+        }
+        Ok(())
+    })?;
+    let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let missing = || Error::Bug("a shard was not opened".to_owned());
+    parts.into_iter().map(|part| part.ok_or_else(missing)).collect()
+}

@@ -1,0 +1,241 @@
+//! `.safetensors` files: eight bytes with the length of a header, the header in JSON, data.
+//!
+//! What the library of that name refuses is refused: data must follow each other without holes or
+//! overlaps, and fill the file.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use super::TensorKind;
+use super::catalog::{Entry, MAX_DIMS, checked_len};
+use super::dtype::DType;
+use super::name::Name;
+use crate::error::{Malformed, Shown};
+
+/// Bytes of the length in front of the header.
+pub const LENGTH_LEN: u64 = size_of::<u64>() as u64;
+/// Bytes of the longest header that is read, as in the library.
+pub const MAX_HEADER_LEN: u64 = 100_000_000;
+/// Where a header holds strings instead of a tensor.
+const METADATA: &str = "__metadata__";
+
+/// What a header says.
+#[derive(Debug, Default)]
+pub struct Header {
+    /// Tensors, in the order of their data.
+    pub entries: Vec<Entry>,
+    /// Names and values.
+    pub metadata: Vec<(String, String)>,
+}
+
+/// Whether a file that begins so is one, whatever its header's length.
+pub fn begins(bytes: &[u8]) -> bool {
+    // No header is as long as 2⁴⁰ bytes.
+    matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
+}
+
+/// The length of the header, from the first bytes of a file at `base`.
+pub fn header_len(bytes: &[u8], base: u64) -> Result<u64, Malformed> {
+    let short = || Malformed::new(base, "a safetensors file begins with the length of its header");
+    let len = u64::from_le_bytes(*bytes.first_chunk().ok_or_else(short)?);
+    if len > MAX_HEADER_LEN {
+        let what = format!(
+            "expected a safetensors header of at most {MAX_HEADER_LEN} bytes, found one of {len}"
+        );
+        return Err(Malformed::new(base, what));
+    }
+    Ok(len)
+}
+
+/// Reads a header that lies at `base + 8` of file number `file`, whose end is at `file_len` if that is
+/// known.
+pub fn parse(
+    json: &[u8],
+    base: u64,
+    file: usize,
+    file_len: Option<u64>,
+) -> Result<Header, Malformed> {
+    let at = base.saturating_add(LENGTH_LEN);
+    let raw: Raw<'_> = serde_json::from_slice(json).map_err(|e| {
+        Malformed::new(at, format!("the safetensors header: {}", Shown(&e.to_string())))
+    })?;
+    let data_at = at.saturating_add(json.len() as u64);
+    let mut tensors = raw.tensors;
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    let mut entries: Vec<Entry> = Vec::with_capacity(tensors.len());
+    let mut end = 0;
+    for (key, info) in tensors {
+        let name = Name::from_key(&key).map_err(|what| Malformed::new(at, what))?;
+        let fail = |what: String| Malformed::new(at, format!("tensor `{name}`: {what}"));
+        let (from, to) = info.data_offsets;
+        if from != end || to < from {
+            return Err(fail(format!(
+                "expected its data from byte {end} of the data on, found {from} to {to}: they overlap \
+                 others, or leave a hole"
+            )));
+        }
+        let (dtype, shape) = info.of_torch().map_err(fail)?;
+        let len = checked_len(dtype, &shape)
+            .ok_or_else(|| fail(format!("shape {shape:?} of {dtype} is too large")))?;
+        if to - from != len {
+            let found = to - from;
+            return Err(fail(format!(
+                "expected {len} bytes of data for shape {shape:?} of {dtype}, found {found}"
+            )));
+        }
+        end = to;
+        let data_offset = data_at.checked_add(from).filter(|at| i64::try_from(*at).is_ok());
+        let data_offset = data_offset.ok_or_else(|| fail(format!("data at byte {from}")))?;
+        let (header_offset, data_len) = (data_offset, len);
+        let (kind, long) = (TensorKind::StateDict, false);
+        entries.push(Entry {
+            name,
+            kind,
+            dtype,
+            shape,
+            long,
+            file,
+            header_offset,
+            data_offset,
+            data_len,
+        });
+    }
+    let data_end = data_at.saturating_add(end);
+    if let Some(size) = file_len.filter(|&size| size != data_end) {
+        let what = format!(
+            "expected the file to end with its data at byte {data_end}, found {size} bytes"
+        );
+        return Err(Malformed::new(data_end.min(size), what));
+    }
+    Ok(Header { entries, metadata: raw.metadata })
+}
+
+/// A header as it is written.
+struct Raw<'j> {
+    tensors: Vec<(Cow<'j, str>, Info<'j>)>,
+    metadata: Vec<(String, String)>,
+}
+
+/// What it says of a tensor.
+#[derive(Deserialize)]
+struct Info<'j> {
+    #[serde(borrow)]
+    dtype: Cow<'j, str>,
+    shape: Shape,
+    data_offsets: (u64, u64),
+}
+
+impl Info<'_> {
+    /// Type and shape in torch, whose elements may be several of the values here.
+    fn of_torch(&self) -> Result<(DType, Box<[u64]>), String> {
+        let (dtype, values) = DType::from_safetensors(&self.dtype)
+            .ok_or_else(|| format!("unknown dtype {:?}", Shown(&self.dtype).to_string()))?;
+        let mut shape = self.shape.0.clone();
+        if values > 1 {
+            let last = shape.last_mut().filter(|last| last.is_multiple_of(values));
+            *last.ok_or_else(|| {
+                let (name, found) = (&self.dtype, &self.shape.0);
+                format!(
+                    "{name} needs a last dimension that is a multiple of {values}, found {found:?}"
+                )
+            })? /= values;
+        }
+        Ok((dtype, shape.into()))
+    }
+}
+
+/// Dimensions, of which there are not too many.
+struct Shape(Vec<u64>);
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Dims;
+        impl<'de> Visitor<'de> for Dims {
+            type Value = Shape;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "at most {MAX_DIMS} dimensions")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Shape, A::Error> {
+                let mut dims = Vec::new();
+                while let Some(dim) = seq.next_element()? {
+                    if dims.len() == MAX_DIMS {
+                        return Err(de::Error::invalid_length(MAX_DIMS + 1, &self));
+                    }
+                    dims.push(dim);
+                }
+                Ok(Shape(dims))
+            }
+        }
+        from.deserialize_seq(Dims)
+    }
+}
+
+impl<'de: 'j, 'j> Deserialize<'de> for Raw<'j> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Keys;
+        impl<'de> Visitor<'de> for Keys {
+            type Value = Raw<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Raw<'de>, A::Error> {
+                let mut raw = Raw { tensors: Vec::new(), metadata: Vec::new() };
+                let mut told = false;
+                while let Some(Text(key)) = map.next_key()? {
+                    if key != METADATA {
+                        // A name that comes twice is found when all of them are put together.
+                        raw.tensors.push((key, map.next_value()?));
+                        continue;
+                    }
+                    if std::mem::replace(&mut told, true) {
+                        return Err(de::Error::duplicate_field(METADATA));
+                    }
+                    raw.metadata =
+                        map.next_value::<Option<Strings>>()?.map_or_else(Vec::new, |s| s.0);
+                }
+                Ok(raw)
+            }
+        }
+        from.deserialize_map(Keys)
+    }
+}
+
+/// A string, borrowed where it is written without escapes.
+#[derive(Deserialize)]
+struct Text<'j>(#[serde(borrow)] Cow<'j, str>);
+
+/// Names and values, no name twice.
+pub(super) struct Strings(pub Vec<(String, String)>);
+
+impl<'de> Deserialize<'de> for Strings {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = Strings;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
+                let mut pairs = std::collections::BTreeMap::new();
+                while let Some((name, value)) = map.next_entry::<String, String>()? {
+                    if pairs.contains_key(&name) {
+                        let what = format!("`{}` comes twice", Shown(&name));
+                        return Err(de::Error::custom(what));
+                    }
+                    pairs.insert(name, value);
+                }
+                Ok(Strings(pairs.into_iter().collect()))
+            }
+        }
+        from.deserialize_map(Pairs)
+    }
+}

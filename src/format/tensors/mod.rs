@@ -1,0 +1,15 @@
+//! `.tensors` files, versions 1 to 5.
+//!
+//! ```text
+//! prologue  73 bytes: magic, version, flags, totals, length of the index
+//! index     one entry a tensor, then unused space
+//! tensor    header, data          (repeated, in the order of the index)
+//! end       8 zero bytes
+//! ```
+
+pub mod crypt_info;
+pub mod header;
+pub mod index;
+pub mod layout;
+pub mod pair;
+pub mod prologue;
