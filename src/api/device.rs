@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
-use super::load::{LoadOptions, load_counted};
+use super::load::{LoadOptions, load_counted, no_headers};
 use super::selection::Selection;
+use super::slices::{HELD, Plain, direct_runs};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
-use crate::codec::hash::{Digests, Verify};
+use crate::codec::hash::Verify;
 use crate::engine::cold;
 use crate::engine::plan::{Block, Extent, Large, Layout, Place};
-use crate::engine::read::{Begun, Catalog, Reading, read};
+use crate::engine::read::{Reading, read};
 use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
 use crate::error::{Error, Result};
@@ -45,7 +46,7 @@ impl<'f> DeviceLoad<'f> {
     pub fn new(file: &'f TensorFile, numbers: &[usize], apart: bool) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
         selection.check(Verify::Nothing)?;
-        let lens = selection.entries.iter().map(|entry| entry.data_len);
+        let lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let layout = if apart {
             Some(Layout::apart(lens))
         } else {
@@ -64,7 +65,7 @@ impl<'f> DeviceLoad<'f> {
         for (entry, &block) in selection.entries.iter().zip(selection.order()) {
             places.push(Place { block, offset: 0 });
             if let Some(slot) = blocks.get_mut(block) {
-                slot.len = entry.data_len;
+                slot.len = entry.loaded_len();
             }
         }
         Ok(DeviceLoad { selection, layout: Layout::of(blocks, places) })
@@ -92,8 +93,12 @@ impl<'f> DeviceLoad<'f> {
         let selection = &self.selection;
         let file = selection.file;
         selection.check(options.verify)?;
-        try_key(selection, cancel)?;
         let streams = Streams::open(to.device, to.consumer)?;
+        if selection.is_sliced() {
+            self.slices(to, &streams, options, counters, cancel)?;
+            return Ok((no_headers(selection), streams));
+        }
+        try_key(selection, cancel)?;
         let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
         let headers = if headers.decrypts() && !file.is_seekable() {
             // It can be read only once, so that nothing may turn out to be impossible later.
@@ -116,6 +121,88 @@ impl<'f> DeviceLoad<'f> {
             counters.fallback(PAGEABLE);
         }
         Ok((headers, streams))
+    }
+
+    /// Loads slices: those of long runs as they come, others by way of host memory, some at a time.
+    fn slices(
+        &self,
+        to: &Destination<'_>,
+        streams: &Streams,
+        options: &LoadOptions,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let file = self.selection.file;
+        let (mut extents, mut places) = (Vec::new(), Vec::new());
+        let mut others: Vec<Vec<usize>> = Vec::new();
+        let mut held = u64::MAX;
+        let tensors = self.selection.entries.iter().zip(&self.layout.places).enumerate();
+        for (tensor, (entry, place)) in tensors {
+            if let Some(runs) = direct_runs(file, entry, options.verify)? {
+                for (extent, start) in runs {
+                    extents.push(extent);
+                    let offset = place.offset + start as u64;
+                    places.push(Place { offset, ..*place });
+                }
+                continue;
+            }
+            held = held.saturating_add(entry.loaded_len());
+            match others.last_mut().filter(|_| held <= HELD) {
+                Some(last) => last.push(tensor),
+                None => {
+                    others.push(vec![tensor]);
+                    held = entry.loaded_len();
+                }
+            }
+        }
+        let sources = file.sources();
+        self.copy(
+            &borrowed(&sources),
+            &extents,
+            &places,
+            to,
+            streams,
+            options.readers,
+            counters,
+            cancel,
+        )?;
+        for tensors in others {
+            self.through_host(&tensors, to, streams, options, counters, cancel)?;
+        }
+        Ok(())
+    }
+
+    /// Reads bytes as they are to places of their own.
+    #[allow(clippy::too_many_arguments)]
+    fn copy(
+        &self,
+        files: &[&dyn ReadAt],
+        extents: &[Extent],
+        places: &[Place],
+        to: &Destination<'_>,
+        streams: &Streams,
+        readers: Option<usize>,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let mut target = ToDevice {
+            memory: to.memory,
+            blocks: &self.layout.blocks,
+            places,
+            streams,
+            pool: to.pool,
+            around_the_cache: &|_| None,
+            direct: None,
+        };
+        let reading = Reading {
+            files,
+            extents,
+            catalog: &Plain,
+            verify: Verify::Nothing,
+            decrypts: false,
+            readers,
+        };
+        read(&reading, &mut target, counters, cancel).map(drop)
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -180,7 +267,8 @@ impl<'f> DeviceLoad<'f> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
-        let numbers: Vec<usize> = self.numbers(tensors)?;
+        let all = self.selection.numbers()?;
+        let numbers: Vec<usize> = tensors.iter().filter_map(|&at| all.get(at).copied()).collect();
         let options = LoadOptions { map: false, ..*options };
         let loaded = load_counted(self.selection.file, &numbers, &options, counters, cancel)?;
         let data = loaded.iter().map(|tensor| match self.selection.file.entry(tensor.number()) {
@@ -198,53 +286,10 @@ impl<'f> DeviceLoad<'f> {
         let extents: Vec<Extent> = extents.collect();
         let places = tensors.iter().filter_map(|&tensor| self.layout.places.get(tensor).copied());
         let places: Vec<Place> = places.collect();
-        let mut target = ToDevice {
-            memory: to.memory,
-            blocks: &self.layout.blocks,
-            places: &places,
-            streams,
-            pool: to.pool,
-            around_the_cache: &|_| None,
-            direct: None,
-        };
-        let reading = Reading {
-            files: &files,
-            extents: &extents,
-            catalog: &Plain,
-            verify: Verify::Nothing,
-            decrypts: false,
-            readers: Some(1),
-        };
         // The bytes were counted when they were loaded.
-        read(&reading, &mut target, &Counters::default(), cancel)?;
+        let uncounted = Counters::default();
+        self.copy(&files, &extents, &places, to, streams, Some(1), &uncounted, cancel)?;
         Ok(loaded.into_iter().map(|tensor| tensor.header).collect())
-    }
-
-    /// The numbers of tensors in the file.
-    fn numbers(&self, tensors: &[usize]) -> Result<Vec<usize>> {
-        let numbers = tensors.iter().map(|&tensor| {
-            let entry = self.selection.entries.get(tensor);
-            let number = entry.and_then(|entry| self.selection.file.find(entry.name.stored()));
-            number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
-        });
-        numbers.collect()
-    }
-}
-
-/// The catalog of bytes that are only to be copied.
-struct Plain;
-
-impl Catalog for Plain {
-    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
-        Err(Error::Bug(format!("a header of copy {tensor}")))
-    }
-
-    fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn compare(&self, _: usize, _: &Digests) -> Result<()> {
-        Ok(())
     }
 }
 

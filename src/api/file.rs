@@ -1,5 +1,6 @@
 //! An open file, or the shards of a checkpoint: sources and a catalog.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -8,6 +9,7 @@ use crate::codec::crypt::{DecryptionOptions, Manifest};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry, Format};
+use crate::format::name_tree::NameTree;
 use crate::format::tensors::index;
 use crate::format::tensors::pair::PairId;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
@@ -20,7 +22,7 @@ pub struct TensorFile {
     sources: Mutex<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Catalog,
     /// What only `.tensors` files have.
-    own: Option<Own>,
+    own: Option<Arc<Own>>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -35,7 +37,7 @@ pub(super) struct Own {
     pub pair_id: Option<PairId>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// What headers must be, once the seal was found right.
-    pub sealed: OnceLock<(Manifest, Vec<[u8; 32]>)>,
+    pub sealed: OnceLock<(Manifest, HashMap<String, [u8; 32]>)>,
     pub key_fits: AtomicBool,
 }
 
@@ -46,7 +48,27 @@ impl TensorFile {
         catalog: Catalog,
         own: Option<Own>,
     ) -> Self {
-        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own }
+        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own: own.map(Arc::new) }
+    }
+
+    /// The same file with other tensors in it.
+    pub(super) fn with_entries(&self, entries: Vec<Entry>) -> Result<Self> {
+        let mut names = NameTree::default();
+        for (number, entry) in entries.iter().enumerate() {
+            names.insert(&entry.name, number).map_err(Error::InvalidArgument)?;
+        }
+        let catalog = Catalog {
+            format: self.format(),
+            entries: Arc::new(entries),
+            names,
+            metadata: self.metadata().to_vec(),
+        };
+        Ok(TensorFile {
+            uri: self.uri.clone(),
+            sources: Mutex::new(self.sources()),
+            catalog,
+            own: self.own.clone(),
+        })
     }
 
     /// Prologue and index as they are, if the file says that it is sealed.
@@ -56,6 +78,8 @@ impl TensorFile {
 
     /// Remembers the seal, and what stands for each header.
     pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<[u8; 32]>) {
+        let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
+        let digests = names.zip(digests).collect();
         // Headers are read again with their data, and whoever sends them may send others then.
         if let Some(own) = &self.own {
             own.sealed.get_or_init(|| (manifest, digests));
@@ -71,7 +95,7 @@ impl TensorFile {
     pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
         let sealed = self.own.as_ref().and_then(|own| own.sealed.get());
         let Some((manifest, digests)) = sealed else { return Ok(()) };
-        let expected = self.find(entry.name.stored()).and_then(|number| digests.get(number));
+        let expected = digests.get(entry.name.stored());
         if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
     }
 

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
 use super::selection::Selection;
+use super::slices::load_slices;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -64,8 +65,16 @@ pub fn load_counted(
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     selection.check(options.verify)?;
+    let sliced = selection.is_sliced();
+    let options = &LoadOptions { map: options.map && !sliced, ..*options };
     let mut memory = Memory::new(&selection, options)?;
-    let headers = memory.load(&selection, options, counters, cancel)?;
+    let headers = if sliced {
+        let bytes = memory.bytes()?.into_iter().map(to_fill).collect();
+        load_slices(&selection, bytes, options, counters, cancel)?;
+        no_headers(&selection)
+    } else {
+        memory.load(&selection, options, counters, cancel)?
+    };
     let buffers = selection.restore(memory.freeze()?);
     let loaded = numbers.iter().zip(headers).zip(buffers);
     let tensor = |((&number, header), memory)| {
@@ -126,6 +135,10 @@ pub fn load_into_uninit(
         }
     }
     let options = &LoadOptions { map: false, ..*options };
+    if selection.is_sliced() {
+        load_slices(&selection, destinations, options, counters, cancel)?;
+        return Ok(no_headers(&selection));
+    }
     if file.decryption().is_none() {
         let target = Host::new(destinations, Vec::new());
         return run(&selection, target, options, counters, cancel)?.0.into_kept();
@@ -143,6 +156,11 @@ pub fn load_into_uninit(
         bytes.into_iter().for_each(|bytes| bytes.fill(0));
     }
     loaded
+}
+
+/// Slices are loaded without headers.
+pub fn no_headers(selection: &Selection<'_>) -> Vec<KeptHeader> {
+    selection.entries.iter().map(|_| KeptHeader::none()).collect()
 }
 
 /// Reads to host memory. Gives the tensors that are still to be decrypted as a whole.

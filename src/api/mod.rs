@@ -11,6 +11,7 @@ mod parts;
 pub mod save;
 pub mod save_options;
 mod selection;
+pub mod slices;
 pub mod snapshot;
 pub mod tensor;
 pub mod typed;

@@ -57,7 +57,8 @@ impl<'f> Selection<'f> {
             file: entry.file,
             header_offset: entry.header_offset,
             data_offset: entry.data_offset,
-            data_len: entry.data_len,
+            // What a slice needs is planned by itself.
+            data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
         extents.collect()
     }
@@ -65,6 +66,20 @@ impl<'f> Selection<'f> {
     /// For each tensor its place in the caller's order.
     pub fn order(&self) -> &[usize] {
         &self.order
+    }
+
+    /// Their numbers in the file, in the order of the file.
+    pub fn numbers(&self) -> Result<Vec<usize>> {
+        let numbers = self.entries.iter().map(|entry| {
+            let number = self.file.find(entry.name.stored());
+            number.ok_or_else(|| Error::Bug(format!("no tensor `{}`", entry.name)))
+        });
+        numbers.collect()
+    }
+
+    /// Whether they are slices of tensors.
+    pub fn is_sliced(&self) -> bool {
+        self.entries.iter().any(|entry| entry.whole.is_some())
     }
 
     /// Puts one thing for each tensor into the caller's order.

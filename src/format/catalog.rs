@@ -1,6 +1,7 @@
 //! What a format makes of a file, or of several: tensors, and where their bytes lie. What loads
 //! knows nothing else of it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::dtype::DType;
@@ -76,6 +77,17 @@ pub struct Entry {
     pub data_offset: u64,
     /// Bytes of data in the file; zero for a tensor of the `meta` device.
     pub data_len: u64,
+    /// What this is a slice of: `shape` is the slice's then, and the rest that of the whole tensor.
+    pub whole: Option<Arc<Whole>>,
+}
+
+/// A tensor of which a slice is wanted.
+#[derive(Debug)]
+pub struct Whole {
+    /// Its dimensions.
+    pub shape: Box<[u64]>,
+    /// The range of indices in each of them.
+    pub slice: Box<[Range<u64>]>,
 }
 
 impl Entry {
@@ -91,7 +103,13 @@ impl Entry {
 
     /// The tensor was on the `meta` device: it has a size but no data.
     pub fn is_meta(&self) -> bool {
-        self.data_len == 0 && self.memory_len() != Some(0)
+        let shape = self.whole.as_ref().map_or(&self.shape, |whole| &whole.shape);
+        self.data_len == 0 && !shape.contains(&0)
+    }
+
+    /// Bytes of memory that are filled when it is loaded: none for a tensor of the `meta` device.
+    pub fn loaded_len(&self) -> u64 {
+        if self.is_meta() { 0 } else { self.memory_len().unwrap_or(u64::MAX) }
     }
 
     /// File position after the tensor's data.

@@ -101,6 +101,7 @@ pub fn parse(
             header_offset,
             data_offset,
             data_len,
+            whole: None,
         });
     }
     let data_end = data_at.saturating_add(end);

@@ -4,10 +4,12 @@ mod image;
 mod pack;
 mod partition;
 mod queue;
+mod runs;
 mod staging;
 
 pub use image::{Block, Large, Layout, Place};
 pub use pack::{MemoryRange, pack};
 pub use partition::{Batch, Extent, Limits, Segment, SegmentKind, partition};
 pub use queue::WorkQueue;
+pub use runs::Runs;
 pub use staging::{Copy, Staged, Staging, stage};

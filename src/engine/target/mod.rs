@@ -2,6 +2,7 @@
 
 pub mod device;
 pub mod direct;
+pub mod gather;
 pub mod host;
 
 use crate::cancel::Cancel;

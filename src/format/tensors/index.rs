@@ -182,7 +182,18 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
     let header_offset = cursor.u64("header offset")?;
     let data_offset = cursor.u64("data offset")?;
     let data_len = cursor.u64("data length")?;
-    Ok(Entry { name, kind, dtype, shape, long, file: 0, header_offset, data_offset, data_len })
+    Ok(Entry {
+        name,
+        kind,
+        dtype,
+        shape,
+        long,
+        file: 0,
+        header_offset,
+        data_offset,
+        data_len,
+        whole: None,
+    })
 }
 
 fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> {

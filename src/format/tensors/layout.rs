@@ -96,6 +96,7 @@ pub fn place(
             header_offset,
             data_offset,
             data_len,
+            whole: None,
         });
     }
     Ok(layout)

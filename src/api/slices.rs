@@ -1,0 +1,324 @@
+//! Slices of tensors: loads that read the bytes of the slices only.
+//!
+//! Runs of some length are read to where they go. Short ones are read with what lies between them,
+//! and so are pieces of encryption, which are decrypted as a whole. A tensor whose hashes are to be
+//! verified is read as a whole, and cut then.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::file::TensorFile;
+use super::headers::see_headers;
+use super::load::{LoadOptions, load_counted};
+use super::selection::Selection;
+use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
+use crate::codec::decrypt::Decryptor;
+use crate::codec::hash::{Digests, Verify};
+use crate::engine::plan::{Extent, Runs};
+use crate::engine::read::{Begun, Catalog as Codec, Reading, read};
+use crate::engine::target::gather::{Gather, Span};
+use crate::engine::target::host::Host;
+use crate::error::{Error, Result};
+use crate::format::catalog::{Entry, Whole};
+use crate::io::source::{Traits, borrowed};
+use crate::stats::Counters;
+
+/// Shorter runs are read together with what lies between them: what is planned for each is then small
+/// beside its bytes.
+const SHORT: u64 = 16 << 10;
+/// Bytes of tensors that are held as a whole while they are cut.
+pub const HELD: u64 = 256 << 20;
+
+/// A slice: a range of indices for each dimension.
+pub type Slice = Box<[Range<u64>]>;
+
+impl TensorFile {
+    /// The same file, with slices of some of its tensors as its only tensors, in the order given and
+    /// under the names of the tensors.
+    pub fn sliced(&self, slices: Vec<(usize, Slice)>) -> Result<Self> {
+        let entries = slices.into_iter().map(|(number, slice)| {
+            let entry = self.entry(number)?;
+            let shape: Box<[u64]> =
+                slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
+            if Runs::new(entry.dtype.size(), &entry.shape, &slice).is_none()
+                || entry.whole.is_some()
+            {
+                return Err(Error::InvalidArgument(format!(
+                    "{slice:?} is no slice of tensor `{}`, whose shape is {:?}",
+                    entry.name, entry.shape
+                )));
+            }
+            let whole = Some(Arc::new(Whole { shape: entry.shape.clone(), slice }));
+            Ok(Entry { shape, whole, ..entry.clone() })
+        });
+        self.with_entries(entries.collect::<Result<Vec<_>>>()?)
+    }
+}
+
+/// The runs of an entry that is a slice.
+fn runs_of(entry: &Entry) -> Result<Runs> {
+    let runs = match &entry.whole {
+        Some(whole) => Runs::new(entry.dtype.size(), &whole.shape, &whole.slice),
+        None => None,
+    };
+    runs.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
+}
+
+/// Loads slices, in the order of the file, each to memory of its length.
+pub fn load_slices(
+    selection: &Selection<'_>,
+    mut destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let file = selection.file;
+    for (entry, to) in selection.entries.iter().zip(&mut destinations) {
+        if entry.is_meta() {
+            to.fill(MaybeUninit::new(0));
+            *to = &mut [];
+        }
+    }
+    let runs: Vec<Runs> =
+        selection.entries.iter().map(|entry| runs_of(entry)).collect::<Result<_>>()?;
+    let verified = options.verify != Verify::Nothing;
+    let once = file.decryption().is_some() && !file.is_seekable();
+    if verified || once {
+        return cut_wholes(selection, &runs, destinations, options, counters, cancel);
+    }
+    if file.decryption().is_some() {
+        return gather_decrypted(selection, &runs, destinations, options, counters, cancel);
+    }
+    let sources = file.sources();
+    let files = borrowed(&sources);
+    let gap = Traits::of_all(&files).map_or(0, |traits| traits.merge_gap);
+    let (mut direct, mut to_direct) = (Vec::new(), Vec::new());
+    let (mut gathered, mut spans) = (Vec::new(), Vec::new());
+    for ((entry, runs), mut rest) in selection.entries.iter().zip(&runs).zip(destinations) {
+        let mut cut = |len: u64| {
+            let len = usize::try_from(len).ok()?;
+            let (now, later) = std::mem::take(&mut rest).split_at_mut_checked(len)?;
+            rest = later;
+            Some(now)
+        };
+        let bug = || Error::Bug(format!("the length of the slice of `{}`", entry.name));
+        // What is read front to back is read once, and so all in one way.
+        if runs.run() >= SHORT && file.is_seekable() {
+            for start in runs.starts() {
+                direct.push(extent(entry, &(start..start + runs.run())));
+                to_direct.push(cut(runs.run()).ok_or_else(bug)?);
+            }
+        } else if runs.total() > 0 {
+            for span in runs.spans(gap) {
+                let len = runs.before(span.end) - runs.before(span.start);
+                gathered.push(extent(entry, &span));
+                let to = cut(len).ok_or_else(bug)?;
+                spans.push(Span { start: span.start, runs, to });
+            }
+        }
+    }
+    let reading = |extents| Reading {
+        files: &files,
+        extents,
+        catalog: &Plain,
+        verify: Verify::Nothing,
+        decrypts: false,
+        readers: options.readers,
+    };
+    if !direct.is_empty() {
+        let mut target = Host::new(to_direct, Vec::new());
+        read(&reading(&direct), &mut target, counters, cancel)?;
+    }
+    if !gathered.is_empty() {
+        read(&reading(&gathered), &mut Gather::new(spans), counters, cancel)?;
+    }
+    Ok(())
+}
+
+/// The runs of a slice that are read by themselves to where they go, each as an extent and its place
+/// in the slice. None where it has to be brought together in host memory.
+pub fn direct_runs(
+    file: &TensorFile,
+    entry: &Entry,
+    verify: Verify,
+) -> Result<Option<Vec<(Extent, u64)>>> {
+    let runs = runs_of(entry)?;
+    let plain = verify == Verify::Nothing && file.decryption().is_none() && file.is_seekable();
+    if !plain || runs.run() < SHORT || entry.is_meta() {
+        return Ok(None);
+    }
+    let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
+    let extents = runs.starts().map(|start| extent(entry, &(start..start + runs.run())));
+    Ok(Some(extents.zip(places).collect()))
+}
+
+/// A range of a tensor's data.
+fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
+    let data_offset = entry.data_offset + range.start;
+    let data_len = range.end - range.start;
+    Extent { file: entry.file, header_offset: data_offset, data_offset, data_len }
+}
+
+/// Reads whole pieces of encryption, and takes from them what is wanted.
+fn gather_decrypted(
+    selection: &Selection<'_>,
+    runs: &[Runs],
+    destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let file = selection.file;
+    let Some(decryption) = file.decryption() else {
+        return Err(Error::Bug("decryption without a key".to_owned()));
+    };
+    let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries);
+    let numbers = selection.numbers()?;
+    let in_chunks = std::sync::atomic::AtomicBool::new(true);
+    see_headers(file, &numbers, cancel, &|tensor, header| {
+        if !decryptor.header(tensor, header, cancel)? {
+            in_chunks.store(false, std::sync::atomic::Ordering::Relaxed);
+        }
+        Ok(())
+    })?;
+    if !in_chunks.into_inner() {
+        return cut_wholes(selection, runs, destinations, options, counters, cancel);
+    }
+    let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
+    let bug = || Error::Bug("the length of a slice".to_owned());
+    for (tensor, ((entry, runs), mut rest)) in
+        selection.entries.iter().zip(runs).zip(destinations).enumerate()
+    {
+        for span in whole_pieces(&runs.spans(PIECE_LEN), entry.data_len) {
+            let len = runs.before(span.end) - runs.before(span.start);
+            let len = usize::try_from(len).map_err(|_| bug())?;
+            let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+            let (to, later) = cut.ok_or_else(bug)?;
+            rest = later;
+            extents.push(extent(entry, &span));
+            of.push((tensor, span.start));
+            spans.push(Span { start: span.start, runs, to });
+        }
+    }
+    let sources = file.sources();
+    let reading = Reading {
+        files: &borrowed(&sources),
+        extents: &extents,
+        catalog: &Sealed { decryptor: &decryptor, spans: &of },
+        verify: Verify::Nothing,
+        decrypts: true,
+        readers: options.readers,
+    };
+    read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
+}
+
+/// The pieces of encryption in which spans lie. Neighbours become one.
+fn whole_pieces(spans: &[Range<u64>], data_len: u64) -> Vec<Range<u64>> {
+    let mut pieces: Vec<Range<u64>> = Vec::with_capacity(spans.len());
+    for span in spans {
+        let start = span.start - span.start % PIECE_LEN;
+        let end = span.end.next_multiple_of(PIECE_LEN).min(data_len);
+        match pieces.last_mut().filter(|last| start <= last.end) {
+            Some(last) => last.end = end,
+            None => pieces.push(start..end),
+        }
+    }
+    pieces
+}
+
+/// Loads whole tensors, some at a time, and takes from them what is wanted.
+fn cut_wholes(
+    selection: &Selection<'_>,
+    runs: &[Runs],
+    destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let entries = selection.entries.iter().map(|entry| {
+        let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
+        Entry { shape, whole: None, ..(*entry).clone() }
+    });
+    let wholes = selection.file.with_entries(entries.collect())?;
+    let options = LoadOptions { map: false, ..*options };
+    let mut wanted = runs.iter().zip(destinations);
+    let mut from = 0;
+    while from < wholes.entries().len() {
+        let mut held = 0;
+        let more = wholes.entries().iter().skip(from).take_while(|entry| {
+            held += entry.data_len;
+            held <= HELD
+        });
+        let to = from + more.count().max(1);
+        let numbers: Vec<usize> = (from..to).collect();
+        for tensor in load_counted(&wholes, &numbers, &options, counters, cancel)? {
+            let bug = || Error::Bug("a slice beyond its tensor".to_owned());
+            let (runs, mut rest) = wanted.next().ok_or_else(bug)?;
+            for (at, len) in runs.within(&(0..u64::MAX)) {
+                if rest.is_empty() {
+                    // Of a tensor without data.
+                    break;
+                }
+                let (at, len) = (usize::try_from(at), usize::try_from(len));
+                let (at, len) = at.ok().zip(len.ok()).ok_or_else(bug)?;
+                let bytes = tensor.bytes().get(at..).and_then(|bytes| bytes.get(..len));
+                let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+                let (now, later) = cut.ok_or_else(bug)?;
+                for (slot, byte) in now.iter_mut().zip(bytes.ok_or_else(bug)?) {
+                    slot.write(*byte);
+                }
+                rest = later;
+            }
+        }
+        from = to;
+    }
+    Ok(())
+}
+
+/// Bytes that are only to be read.
+pub struct Plain;
+
+impl Codec for Plain {
+    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
+        Err(Error::Bug(format!("a header of {tensor}, which has none")))
+    }
+
+    fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn compare(&self, _: usize, _: &Digests) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Pieces of tensors whose headers have come.
+struct Sealed<'s> {
+    decryptor: &'s Decryptor<'s>,
+    /// For each span its tensor, and its position there.
+    spans: &'s [(usize, u64)],
+}
+
+impl Codec for Sealed<'_> {
+    fn header(&self, span: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
+        Plain.header(span, raw, cancel)
+    }
+
+    fn decrypt(
+        &self,
+        span: usize,
+        start: u64,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        let found = self.spans.get(span);
+        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {span}")))?;
+        self.decryptor.chunk(tensor, first + start, bytes, cancel)
+    }
+
+    fn compare(&self, _: usize, _: &Digests) -> Result<()> {
+        Ok(())
+    }
+}

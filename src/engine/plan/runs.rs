@@ -1,0 +1,207 @@
+//! Slices of tensors: which bytes of the whole they are, in row-major order.
+
+use std::ops::Range;
+
+/// The bytes of a slice within those of its tensor: runs of equal length, in rising order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Runs {
+    /// Bytes of a run.
+    run: u64,
+    /// Position of the first.
+    first: u64,
+    /// Bytes from one step to the next and the number of steps of each loop, the outermost first.
+    loops: Vec<(u64, u64)>,
+    /// Bytes of all runs.
+    total: u64,
+}
+
+impl Runs {
+    /// A range of indices for each dimension. `size`: bytes of an element. None if a range leaves its
+    /// dimension, there is not one for each, or the tensor has more than 2⁶⁴ − 1 bytes.
+    pub fn new(size: u64, shape: &[u64], slice: &[Range<u64>]) -> Option<Self> {
+        let fits =
+            |(&dim, range): (&u64, &Range<u64>)| range.start <= range.end && range.end <= dim;
+        if shape.len() != slice.len() || !shape.iter().zip(slice).all(fits) {
+            return None;
+        }
+        shape.iter().try_fold(size, |len, &dim| len.checked_mul(dim.max(1)))?;
+        let (mut run, mut first, mut stride) = (size, 0, size);
+        let (mut loops, mut total) = (Vec::new(), size);
+        let mut whole = true;
+        for (&dim, range) in shape.iter().zip(slice).rev() {
+            let count = range.end - range.start;
+            first += range.start * stride;
+            total *= count;
+            if whole {
+                run *= count;
+            } else if count != 1 {
+                loops.push((stride, count));
+            }
+            whole &= count == dim;
+            stride *= dim;
+        }
+        loops.reverse();
+        Some(if total == 0 {
+            Runs { run: 0, first: 0, loops: Vec::new(), total: 0 }
+        } else {
+            Runs { run, first, loops, total }
+        })
+    }
+
+    /// Bytes of the slice.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Bytes of each run; 0 if there are none.
+    pub fn run(&self) -> u64 {
+        self.run
+    }
+
+    /// How many runs there are.
+    fn count(&self) -> u64 {
+        self.total.checked_div(self.run).unwrap_or(0)
+    }
+
+    /// Where run number `index` begins.
+    fn start(&self, mut index: u64) -> u64 {
+        let mut at = self.first;
+        for &(stride, count) in self.loops.iter().rev() {
+            at += index % count * stride;
+            index /= count;
+        }
+        at
+    }
+
+    /// Where the runs begin.
+    pub fn starts(&self) -> impl Iterator<Item = u64> + '_ {
+        (0..self.count()).map(|index| self.start(index))
+    }
+
+    /// Bytes of the slice that lie before a position.
+    pub fn before(&self, position: u64) -> u64 {
+        let Some(mut rest) = position.checked_sub(self.first) else { return 0 };
+        let (mut inner, mut done) = (self.total, 0);
+        for &(stride, count) in &self.loops {
+            inner /= count;
+            let index = rest / stride;
+            if index >= count {
+                return done + count * inner;
+            }
+            done += index * inner;
+            rest %= stride;
+        }
+        done + rest.min(self.run)
+    }
+
+    /// Ranges that hold all runs, in rising order: gaps of at most `gap` bytes are part of them.
+    pub fn spans(&self, gap: u64) -> Vec<Range<u64>> {
+        let mut spans: Vec<Range<u64>> = Vec::new();
+        // What lies in one step of a loop is one span where all its gaps are short.
+        let mut step = self.run;
+        let mut inner = self.loops.len();
+        for &(stride, count) in self.loops.iter().rev() {
+            if stride - step > gap {
+                break;
+            }
+            step += (count - 1) * stride;
+            inner -= 1;
+        }
+        let outer = Runs {
+            run: step,
+            first: self.first,
+            loops: self.loops.iter().take(inner).copied().collect(),
+            total: self.loops.iter().take(inner).fold(step, |total, (_, count)| total * count),
+        };
+        for start in outer.starts() {
+            match spans.last_mut().filter(|last| start - last.end <= gap) {
+                Some(last) => last.end = start + step,
+                None => spans.push(start..start + step),
+            }
+        }
+        spans
+    }
+
+    /// Position and length of all that lies in a range, in rising order.
+    pub fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let (mut done, to) = (self.before(range.start), self.before(range.end));
+        std::iter::from_fn(move || {
+            let left = to.checked_sub(done).filter(|&left| left > 0)?;
+            let skip = done % self.run;
+            let len = (self.run - skip).min(left);
+            let found = (self.start(done / self.run) + skip, len);
+            done += len;
+            Some(found)
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The bytes of a slice, found one by one.
+    fn bytes(size: u64, shape: &[u64], slice: &[Range<u64>]) -> Vec<u64> {
+        let count: u64 = shape.iter().product();
+        let wanted = (0..count).filter(|&element| {
+            let mut rest = element;
+            shape.iter().zip(slice).rev().all(|(&dim, range)| {
+                let index = rest % dim;
+                rest /= dim;
+                range.contains(&index)
+            })
+        });
+        wanted.flat_map(|element| element * size..(element + 1) * size).collect()
+    }
+
+    fn slices() -> impl Strategy<Value = (u64, Vec<u64>, Vec<Range<u64>>)> {
+        let dims = proptest::collection::vec((0u64..5, 0u64..5, 0u64..5), 0..4);
+        (1u64..4, dims).prop_map(|(size, dims)| {
+            let shape = dims.iter().map(|&(dim, ..)| dim).collect();
+            let slice = dims.iter().map(|&(dim, a, b)| a.min(b).min(dim)..a.max(b).min(dim));
+            (size, shape, slice.collect())
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_bytes_of_the_slice((size, shape, slice) in slices(), gap in 0u64..9) {
+            let runs = Runs::new(size, &shape, &slice).unwrap();
+            let expected = bytes(size, &shape, &slice);
+            prop_assert_eq!(runs.total(), expected.len() as u64);
+            let all = runs.starts().flat_map(|at| at..at + runs.run()).collect::<Vec<_>>();
+            prop_assert_eq!(&all, &expected);
+            let end = size * shape.iter().product::<u64>();
+            for position in 0..end + 3 {
+                let before = expected.iter().filter(|&&at| at < position).count();
+                prop_assert_eq!(runs.before(position), before as u64);
+            }
+            let spans = runs.spans(gap);
+            prop_assert!(spans.windows(2).all(|pair| pair[1].start - pair[0].end > gap));
+            let mut found = Vec::new();
+            for span in spans {
+                prop_assert!(expected.contains(&span.start) && expected.contains(&(span.end - 1)));
+                let middle = span.start + (span.end - span.start) / 2;
+                for part in [span.start..middle, middle..span.end] {
+                    found.extend(runs.within(&part).flat_map(|(at, len)| at..at + len));
+                }
+            }
+            prop_assert_eq!(&found, &expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_slice_is_refused() {
+        let range = |start, end| Range { start, end };
+        for (shape, slice) in [
+            (&[4][..], &[range(0, 5)][..]),
+            (&[4], &[range(3, 2)]),
+            (&[4], &[]),
+            (&[1 << 63, 4], &[range(0, 1), range(0, 1)]),
+        ] {
+            assert_eq!(Runs::new(2, shape, slice), None, "{shape:?}");
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Parts of what is read, brought together in host memory: of slices whose runs are short, or that
+//! have to be decrypted with their neighbours.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use super::{Chunk, Lease, Target};
+use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
+use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
+use crate::engine::workers::Crew;
+use crate::error::{Error, Result};
+use crate::io::source::{ReadAt, Traits};
+use crate::mem::{Buffers, zeroed};
+
+/// The most bytes of a batch: each reader has one in memory.
+const MOST: u64 = 16 << 20;
+/// The most segments of a batch.
+const MAX_SEGMENTS: usize = 64 << 10;
+
+/// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
+pub struct Span<'a> {
+    /// The tensor's position of its first byte.
+    pub start: u64,
+    /// The runs of the tensor.
+    pub runs: &'a Runs,
+    /// Memory for those in the range that were not planned yet.
+    pub to: &'a mut [MaybeUninit<u8>],
+}
+
+/// Memory for slices.
+pub struct Gather<'a> {
+    spans: Vec<Span<'a>>,
+    /// Memory of batches that were read.
+    free: Mutex<Vec<Box<[u8]>>>,
+}
+
+impl<'a> Gather<'a> {
+    /// For spans, as the engine numbers them.
+    pub fn new(spans: Vec<Span<'a>>) -> Self {
+        Gather { spans, free: Mutex::default() }
+    }
+}
+
+/// Bytes of a batch that are wanted.
+pub struct Wanted<'a> {
+    /// Position in the batch of the byte at `range.start` of the tensor.
+    at: u64,
+    range: Range<u64>,
+    runs: &'a Runs,
+    to: &'a mut [MaybeUninit<u8>],
+}
+
+impl<'a> Target for Gather<'a> {
+    type Job = Vec<Wanted<'a>>;
+    type Turn<'t>
+        = ()
+    where
+        Self: 't;
+    type Lease<'t>
+        = Scratch<'a>
+    where
+        Self: 't;
+    type Bytes = &'static [u8];
+
+    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits {
+        let even = total.div_ceil(readers.most.max(1) as u64).max(1 << 20);
+        Limits {
+            len: even.min(source.request_len).min(MOST),
+            tapers: false,
+            merge_gap: source.merge_gap,
+            segments: MAX_SEGMENTS,
+            unit: if decrypts { PIECE_LEN } else { 1 },
+            apart: u64::MAX,
+        }
+    }
+
+    fn unit(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn takes_steps(&self) -> bool {
+        false
+    }
+
+    fn plan(&mut self, batch: &Batch) -> Result<Vec<Wanted<'a>>> {
+        let bug = || Error::Bug("a span without memory".to_owned());
+        let mut wanted = Vec::new();
+        let mut at = 0;
+        for segment in &batch.segments {
+            if let SegmentKind::Data { tensor, start } = segment.kind {
+                let Span { start: first, runs, to } = self.spans.get_mut(tensor).ok_or_else(bug)?;
+                let from = *first + start;
+                let range = from..from + segment.len;
+                let len = runs.before(range.end) - runs.before(range.start);
+                let len = usize::try_from(len).map_err(|_| bug())?;
+                let (now, later) = std::mem::take(to).split_at_mut_checked(len).ok_or_else(bug)?;
+                *to = later;
+                wanted.push(Wanted { at, range, runs: *runs, to: now });
+            }
+            at += segment.len;
+        }
+        Ok(wanted)
+    }
+
+    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
+        source.for_one_reader()
+    }
+
+    fn enter(&self) {}
+
+    fn acquire<'t>(
+        &'t self,
+        _turn: (),
+        batch: Batch,
+        wanted: Vec<Wanted<'a>>,
+        _idle: &dyn Fn() -> Result<bool>,
+        _cancel: &dyn Cancel,
+    ) -> Result<Scratch<'a>> {
+        let bug = |_| Error::Bug("a batch beyond memory".to_owned());
+        let len = usize::try_from(batch.len()).map_err(bug)?;
+        let known = {
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let found = free.iter().position(|bytes| bytes.len() >= len);
+            found.map(|at| free.swap_remove(at))
+        };
+        let bytes = match known {
+            Some(bytes) => bytes,
+            None => zeroed(len, || "parts of tensors".to_owned())?,
+        };
+        Ok(Scratch { segments: batch.segments, wanted, bytes, len })
+    }
+
+    fn withhold(&self, _lease: &mut Scratch<'a>, _tensor: usize) {}
+
+    fn commit(&self, lease: Scratch<'a>, _keep: bool) -> Result<Vec<&'static [u8]>> {
+        let bug = || Error::Bug("a run beyond its batch".to_owned());
+        for Wanted { at, range, runs, to } in lease.wanted {
+            let mut rest = to;
+            for (position, len) in runs.within(&range) {
+                let from = usize::try_from(at + position - range.start).map_err(|_| bug())?;
+                let len = usize::try_from(len).map_err(|_| bug())?;
+                let bytes = lease.bytes.get(from..).and_then(|bytes| bytes.get(..len));
+                let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+                let (now, later) = cut.ok_or_else(bug)?;
+                for (slot, byte) in now.iter_mut().zip(bytes.ok_or_else(bug)?) {
+                    slot.write(*byte);
+                }
+                rest = later;
+            }
+        }
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(lease.bytes);
+        Ok(Vec::new())
+    }
+}
+
+/// Memory for one batch.
+pub struct Scratch<'a> {
+    segments: Vec<Segment>,
+    wanted: Vec<Wanted<'a>>,
+    bytes: Box<[u8]>,
+    len: usize,
+}
+
+impl Lease for Scratch<'_> {
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
+        read(0, &mut Buffers::of(self.bytes.get_mut(..self.len).unwrap_or(&mut [])))
+    }
+
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+        let mut rest = &mut *self.bytes;
+        let mut chunks = Vec::with_capacity(self.segments.len());
+        for segment in &self.segments {
+            let len = usize::try_from(segment.len).unwrap_or(usize::MAX);
+            let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+            let (bytes, later) = cut.ok_or_else(|| Error::Bug("a short batch".to_owned()))?;
+            rest = later;
+            chunks.push(Chunk { kind: segment.kind, bytes });
+        }
+        Ok(chunks)
+    }
+}
