@@ -37,6 +37,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TORCH_VERSION", tensorizer_torch::TORCH_VERSION)?;
     module.add("DEFAULT_S3_READ_ENDPOINT", tensorizer::net::s3::DEFAULT_READ_ENDPOINT)?;
     module.add("DEFAULT_S3_WRITE_ENDPOINT", tensorizer::net::s3::DEFAULT_WRITE_ENDPOINT)?;
+    module.add("IN_FOLDERS", tensorizer::format::shards::IN_FOLDERS)?;
     module.add("MAX_DEPTH", tensorizer::format::name::MAX_DEPTH)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;

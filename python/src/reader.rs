@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
@@ -36,11 +37,21 @@ pub struct Reader {
     file: TensorFile,
     /// By number, as far as they were read.
     headers: Mutex<Vec<Option<KeptHeader>>>,
+    /// Whether loads are to end.
+    stopped: AtomicBool,
 }
 
 impl Reader {
     fn new(file: TensorFile) -> Self {
-        Reader { file, headers: Mutex::default() }
+        Reader { file, headers: Mutex::default(), stopped: AtomicBool::new(false) }
+    }
+
+    /// What loads ask whether to go on.
+    fn go_on(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return Err(Error::Closed(format!("the load of `{}` was given up", self.file.uri())));
+        }
+        signals()
     }
 
     /// Keeps headers, and gives their module indices.
@@ -121,6 +132,30 @@ impl Reader {
     fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Answer<()> {
         let options = Arc::clone(&decryption.0);
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
+    }
+
+    /// Ends loads that are under way on other threads, and refuses more.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// The same file with slices of some of its tensors as its only tensors: for each its number, and
+    /// first index and end in each dimension.
+    fn sliced(&self, slices: Vec<(usize, Vec<(u64, u64)>)>) -> Answer<Reader> {
+        let slices = slices.into_iter().map(|(number, ranges)| {
+            (number, ranges.into_iter().map(|(start, end)| start..end).collect())
+        });
+        Ok(Self::new(self.file.sliced(slices.collect())?))
+    }
+
+    /// The hashes that the file holds of tensors: algorithm and value, as messages show them.
+    fn hashes(
+        &self,
+        py: Python<'_>,
+        numbers: Vec<usize>,
+    ) -> Answer<Vec<Vec<(&'static str, String)>>> {
+        let headers = gil::without(py, || read_headers(&self.file, &numbers, &signals))?;
+        Ok(headers.iter().map(|header| header.hashes().collect()).collect())
     }
 
     fn close(&self, py: Python<'_>) {
@@ -288,7 +323,7 @@ impl Reader {
             let options = LoadOptions { readers, verify: verification(verify), map };
             let destination = Where { device, apart };
             let (loaded, headers) =
-                load_tensors(&self.file, &numbers, destination, &options, &signals)?;
+                load_tensors(&self.file, &numbers, destination, &options, &|| self.go_on())?;
             Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
         })?)
     }
@@ -308,7 +343,7 @@ impl Reader {
             let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
-                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &signals)
+                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &|| self.go_on())
             };
             // Some of the new bytes may be there, whatever failed.
             lent.changed()?;

@@ -27,7 +27,10 @@ from ._errors import (
     TruncatedError,
 )
 from .file.background import SaveFuture, save_async
+from .file.info import FileInfo, TensorInfo, info
+from .file.iterate import iterate
 from .file.load_and_save import load, save
+from .file.slices import TensorSlice
 from .serialization import (
     DecryptionParams,
     EncryptionParams,
@@ -45,6 +48,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "EncryptionParams",
+    "FileInfo",
     "FilterFuncType",
     "FormatError",
     "HashMismatchError",
@@ -52,11 +56,15 @@ __all__ = [
     "PairMismatchError",
     "SaveFuture",
     "TensorDeserializer",
+    "TensorInfo",
     "TensorSerializer",
+    "TensorSlice",
     "TensorType",
     "TruncatedError",
     "__version__",
     "cmake_prefix_path",
+    "info",
+    "iterate",
     "load",
     "release_pinned",
     "save",
@@ -76,6 +84,7 @@ for _public in (
     *(ClosedError, CryptographyError, DeviceError, DeviceMemoryError, FormatError),
     *(HashMismatchError, InvalidVersionError, PairMismatchError, TruncatedError),
     *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType),
+    *(FileInfo, TensorInfo, TensorSlice, info, iterate),
     *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),
 ):
     # Tracebacks, reprs and pickles name them as programs do.

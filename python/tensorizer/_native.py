@@ -29,6 +29,7 @@ if ".abi3.so" not in EXTENSION_SUFFIXES:
 from ._C import (  # noqa: E402
     DEFAULT_S3_READ_ENDPOINT,
     DEFAULT_S3_WRITE_ENDPOINT,
+    IN_FOLDERS,
     MAX_DEPTH,
     Decryption,
     Encryption,
@@ -57,6 +58,7 @@ if __version__ != VERSION:
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "IN_FOLDERS",
     "MAX_DEPTH",
     "Decryption",
     "Encryption",

@@ -7,6 +7,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::file::TensorFile;
 use super::headers::see_headers;
@@ -175,11 +176,12 @@ fn gather_decrypted(
         return Err(Error::Bug("decryption without a key".to_owned()));
     };
     let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries);
-    let numbers = selection.numbers()?;
-    let in_chunks = std::sync::atomic::AtomicBool::new(true);
-    see_headers(file, &numbers, cancel, &|tensor, header| {
+    let wholes = wholes(selection)?;
+    let numbers: Vec<usize> = (0..wholes.entries().len()).collect();
+    let in_chunks = AtomicBool::new(true);
+    see_headers(&wholes, &numbers, cancel, &|tensor, header| {
         if !decryptor.header(tensor, header, cancel)? {
-            in_chunks.store(false, std::sync::atomic::Ordering::Relaxed);
+            in_chunks.store(false, Ordering::Relaxed);
         }
         Ok(())
     })?;
@@ -228,6 +230,15 @@ fn whole_pieces(spans: &[Range<u64>], data_len: u64) -> Vec<Range<u64>> {
     pieces
 }
 
+/// The tensors of which slices are wanted, in the order of the file.
+fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
+    let entries = selection.entries.iter().map(|entry| {
+        let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
+        Entry { shape, whole: None, ..(*entry).clone() }
+    });
+    selection.file.with_entries(entries.collect())
+}
+
 /// Loads whole tensors, some at a time, and takes from them what is wanted.
 fn cut_wholes(
     selection: &Selection<'_>,
@@ -237,11 +248,7 @@ fn cut_wholes(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let entries = selection.entries.iter().map(|entry| {
-        let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
-        Entry { shape, whole: None, ..(*entry).clone() }
-    });
-    let wholes = selection.file.with_entries(entries.collect())?;
+    let wholes = wholes(selection)?;
     let options = LoadOptions { map: false, ..*options };
     let mut wanted = runs.iter().zip(destinations);
     let mut from = 0;

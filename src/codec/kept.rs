@@ -64,6 +64,11 @@ impl KeptHeader {
         (KeptHeader { module_index, hashes, covered: kept }, covered)
     }
 
+    /// What the header says: algorithm and value, as messages show them.
+    pub fn hashes(&self) -> impl Iterator<Item = (&'static str, String)> + '_ {
+        self.hashes.iter().map(|hash| (hash.algorithm.name(), hash.to_string()))
+    }
+
     /// The hashes after the header's covered bytes.
     pub fn begin(&self) -> StreamHash {
         match &self.covered {

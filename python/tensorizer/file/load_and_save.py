@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from .._types import FilterFuncType, Name
 from .arguments import resolve_device
 from .encryption import DecryptionParams, EncryptionParams
+from .slices import Index, Wanted
 from .tensor_file import TensorFile
 from .writer import TensorSerializer
 
@@ -29,6 +28,8 @@ def load(
     encryption: DecryptionParams | None = None,
     clone: bool = False,
     filter_func: FilterFuncType | None = None,
+    slices: Mapping[Name, tuple[int, int, int] | Index] | None = None,
+    out: Mapping[Name, torch.Tensor] | None = None,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -47,6 +48,12 @@ def load(
             is small writes others along. See :class:`TensorDeserializer`.
         filter_func: Called with each tensor's name; those for which it returns something false are
             left out.
+        slices: Load only a part of some tensors, and read only its bytes: by name ``(dimension,
+            start, end)``, or what goes into brackets, ``(slice(0, 10), ..., 3)``. See
+            :class:`TensorSlice`.
+        out: Fill these tensors, by name and wherever they are, instead of making new ones. They
+            have the dtype and shape of what is loaded, and are contiguous. Without ``names``, only
+            these are loaded. If the load fails half-way, they hold some of the new bytes.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -54,6 +61,7 @@ def load(
 
     Raises:
         KeyError: The file has no tensor of one of the names.
+        IndexError, TypeError: A slice is none of its tensor.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`TensorDeserializer`.
 
@@ -69,15 +77,23 @@ def load(
         clone=clone,
     ) as file:
         name_of = file.reader.name
+        if names is None and out is not None:
+            names = out
         numbers: dict[Name, int]
         if names is None:
-            numbers = {name_of(number): number for number in range(len(file))}
+            numbers = dict(zip(file.reader.names(range(len(file))), range(len(file)), strict=True))
         else:
-            numbers = {name: _find(file, name) for name in names}
+            numbers = {name: file.find(name) for name in names}
         if filter_func is not None:
             numbers = {name: n for name, n in numbers.items() if filter_func(name_of(n))}
-        in_order = sorted(set(numbers.values()))
-        loaded = {number: tensor for number, tensor, _ in file.load(in_order, place)}
+        wanted = Wanted(file, numbers, slices or {})
+        if out is None:
+            loaded = wanted.load(place)
+        else:
+            missing = [name for name in numbers if name not in out]
+            if missing:
+                raise KeyError(f"no tensor to load {missing[0]!r} into")
+            loaded = wanted.fill({numbers[name]: out[name] for name in numbers})
     return {name: loaded[number] for name, number in numbers.items()}
 
 
@@ -105,19 +121,3 @@ def save(
     """
     with TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes) as file:
         file.write_state_dict(tensors)
-
-
-def _find(file: TensorFile, name: Name) -> int:
-    """Return the number of a tensor, whose name may be given in the form that files store."""
-    path: Any = name
-    if isinstance(name, str) and name.startswith("\x1e"):
-        with contextlib.suppress(ValueError, RecursionError):
-            path = json.loads(name[1:])
-        steps = path if isinstance(path, list) and path else [None]
-        if not all(isinstance(step, (str, int)) and not isinstance(step, bool) for step in steps):
-            raise KeyError(f"Tensor {name!r} not found in {file.reader.uri}")
-        path = tuple(path)
-    number = file.reader.find(path)
-    if number is None:
-        raise KeyError(f"Tensor {name!r} not found in {file.reader.uri}")
-    return number

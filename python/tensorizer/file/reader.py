@@ -19,6 +19,7 @@ from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
 from .loaded import LoadedTensors
 from .names import LEFT_OUT, converted, nested, path_of, plain
+from .slices import TensorSlice
 from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
 
@@ -360,6 +361,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             torch_dtype = f"torch.{dtype}" if opaque else None
             yield self._loaded.modules[number], kind, name, array, opaque, torch_dtype
 
+    def slice(self, name: Name) -> TensorSlice:
+        """Return a tensor of which parts can be loaded: ``file.slice("weight")[:100]``.
+
+        For a lazy deserializer, whose file is open. Nothing is kept of what is loaded, and tensors
+        are no parameters.
+
+        Raises:
+            KeyError: There is no such tensor.
+
+        """
+        number = self._file.find(name)
+        if number not in self._selection:
+            raise KeyError(f"Tensor {name!r} not found in {self._file.reader.uri}")
+        return TensorSlice(self._file, number, lambda: self._device, self._file.verify)
+
     # Modules
 
     def load_into_module(
@@ -372,15 +388,18 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
+        In a file of another format, they are found by the names that ``state_dict()`` gives them.
+
         The module's parameters and buffers stay the objects that they are, with their class,
         their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
         ``meta`` device are replaced by objects of the same class with the same attributes. Where a
         tensor has the deserializer's device and the dtype of the file (or ``dtype=``), its memory
         is filled, with ``lazy_load=True`` directly: if that fails half-way, it holds some of the
         new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Those
-        that are tied stay tied where the file holds equal bytes. Tensors of the module that the
-        file lacks are left alone, and those that only the file has are registered under the
-        submodules that they name, with a warning. The file is closed.
+        that are tied stay tied where the file holds equal bytes, or only one of them. Tensors of
+        the module that the file lacks are left alone, and those that only the file has are
+        registered under the submodules that they name, with a warning (as buffers, where the file
+        does not say what they are). The file is closed.
 
         Args:
             m: A module of the structure that was saved, possibly without data
@@ -409,10 +428,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         chosen = [n for n in self._selection if filter_func is None or filter_func(name_of(n))]
         kinds = self._file.reader.kinds()
         names = [name_of(n) for n in chosen]
-        places = [
-            state.Place.find(m, name, TensorType(kinds[n]))
-            for name, n in zip(names, chosen, strict=True)
-        ]
+        if self._file.reader.format == "tensors":
+            places = [
+                state.Place.find(m, name, TensorType(kinds[n]))
+                for name, n in zip(names, chosen, strict=True)
+            ]
+        else:
+            places = [state.Place.find_in_state_dict(m, name) for name in names]
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
         state.check(m, places, [str(name) for name in names], shapes, everything)
@@ -420,7 +442,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
         self._load([number for _, number in rest], verify)
         loaded = [self._loaded[number] for _, number in rest]
-        state.assign([place for place, _ in rest], loaded, fill=not self._file.maps)
+        state.assign(m, [place for place, _ in rest], loaded, fill=not self._file.maps)
         self.close()
         return len(chosen)
 

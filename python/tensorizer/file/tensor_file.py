@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
+import json
 import mmap as memory_maps
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +16,8 @@ import torch
 
 from .._errors import CryptographyError
 from .._native import Reader
-from ..streams.addresses import open_address
+from .._types import Name
+from ..streams.addresses import open_model
 from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
@@ -63,7 +67,7 @@ class TensorFile:
         clone: bool = False,
         key_needed: bool = True,
     ) -> None:
-        opened = open_address(file_obj)
+        opened = open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
         self.bytes_read = 0
         self.maps = bool(mmap)
@@ -94,6 +98,17 @@ class TensorFile:
         if decryption is not None:
             self.reader.decrypt(decryption)
 
+    def sliced(self, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> TensorFile:
+        """Return the same file with slices of some of its tensors as its only tensors.
+
+        ``slices`` has a tensor's number, and first index and end in each dimension. What is
+        returned need not be closed.
+        """
+        part = copy.copy(self)
+        part.reader = self.reader.sliced(slices)
+        part._stream = None
+        return part
+
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
         reader: Reader | None = getattr(self, "reader", None)
@@ -116,6 +131,28 @@ class TensorFile:
 
     def __len__(self) -> int:
         return len(self.reader)
+
+    def find(self, name: Name) -> int:
+        """Return the number of a tensor, whose name may be given in the form that files store.
+
+        Raises:
+            KeyError: There is none of this name.
+
+        """
+        path: Any = name
+        if isinstance(name, str) and name.startswith("\x1e"):
+            with contextlib.suppress(ValueError, RecursionError):
+                path = json.loads(name[1:])
+            steps = path if isinstance(path, list) and path else [None]
+            if not all(
+                isinstance(step, (str, int)) and not isinstance(step, bool) for step in steps
+            ):
+                raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
+            path = tuple(path)
+        number = self.reader.find(path)
+        if number is None:
+            raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
+        return number
 
     # Loading
 

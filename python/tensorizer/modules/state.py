@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,28 @@ class Place:
             raise NotImplementedError(
                 f"{name!r} is part of a state dict, not of a module: use tree() or the mapping"
             )
+        return Place._of(root, name, kind)
+
+    @staticmethod
+    def find_in_state_dict(root: torch.nn.Module, name: Name) -> Place:
+        """Find the place of a tensor that a state dict names; nothing is changed.
+
+        Raises:
+            KeyError, NotImplementedError: See ``load_into_module``.
+
+        """
+        if not isinstance(name, str):
+            raise NotImplementedError(
+                f"{name!r} is part of a nested structure, not of a module: use tree() or the mapping"
+            )
+        # A tensor of the root has a name without a dot there.
+        place = Place._of(root, name if "." in name else f".{name}", TensorType.PARAM)
+        # A state dict does not say what its tensors are; what the module lacks becomes a buffer.
+        is_parameter = place.module._parameters.get(place.attribute) is not None
+        return place if is_parameter else replace(place, kind=TensorType.BUFFER)
+
+    @staticmethod
+    def _of(root: torch.nn.Module, name: str, kind: TensorType) -> Place:
         path, dot, attribute = name.rpartition(".")
         if not dot:
             raise ValueError(f"{name!r} names no module: expected a dot in front of the attribute")
@@ -115,7 +137,8 @@ def check(
     """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
 
     ``all_names`` are those of the whole file, if it must have all tensors of the module and no
-    others.
+    others; of tied tensors one is enough. Names are those of the file: in a state dict, tensors of
+    the root have names without a dot.
 
     Raises:
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
@@ -149,7 +172,7 @@ def check(
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
     if all_names is not None:
-        missing = sorted(_persistent(root).difference(all_names))
+        missing = _missing(root, set(all_names))
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
         wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
@@ -166,18 +189,28 @@ def check(
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _persistent(root: torch.nn.Module) -> set[str]:
-    return {
+def _missing(root: torch.nn.Module, names: set[str]) -> list[str]:
+    """Return what a file lacks of a module, apart from buffers that are not persistent."""
+    tied = {id(tensor) for _, name, _, _, tensor in walk(root) if name.removeprefix(".") in names}
+    return sorted(
         name
-        for _, name, _, place, _ in walk(root)
+        for _, name, _, place, tensor in walk(root)
         if place.attribute not in place.module._non_persistent_buffers_set
-    }
+        and name not in names
+        and id(tensor) not in tied
+    )
 
 
-def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter], fill: bool) -> None:
+def assign(
+    root: torch.nn.Module,
+    places: Sequence[Place],
+    tensors: Sequence[torch.nn.Parameter],
+    fill: bool,
+) -> None:
     """Give parameters and buffers what was loaded.
 
     Args:
+        root: The module in which they are.
         places: Where.
         tensors: What, for each of them.
         fill: Whether memory that fits is filled, instead of being replaced.
@@ -199,6 +232,12 @@ def assign(places: Sequence[Place], tensors: Sequence[torch.nn.Parameter], fill:
         else:
             # Tied until now, and different in the file.
             place.set(_like(old, tensor))
+    # Those that the file has under another of their names only.
+    replaced = {number: new for number, (_, new) in first.items() if id(new) != number}
+    if replaced:
+        for _, _, _, place, other in list(walk(root)):
+            if id(other) in replaced:
+                place.set(replaced[id(other)])
 
 
 def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool) -> torch.Tensor:

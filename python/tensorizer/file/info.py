@@ -1,0 +1,107 @@
+"""What a file holds, without its data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .._types import Name
+from .encryption import DecryptionParams
+from .tensor_file import TensorFile
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a file.
+
+    Attributes:
+        name: Its name; a tuple of keys and indices in a nested structure.
+        dtype: The name of its dtype without ``torch.``: one that torch may lack, such as
+            ``float6_e2m3fn_x4``.
+        shape: Its dimensions.
+        nbytes: Bytes that it takes in memory.
+        file: The path or address of the file that it is in, of several.
+        hashes: The hashes that the file holds of it, ``"CRC32"`` in decimal and ``"SHA256"`` in
+            hexadecimal; None if they were not asked for.
+
+    """
+
+    name: Name
+    dtype: str
+    shape: torch.Size
+    nbytes: int
+    file: str
+    hashes: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of tensors, or a checkpoint of several.
+
+    Attributes:
+        uri: The path or address.
+        format: ``"tensors"``, ``"safetensors"`` or ``"torch"``.
+        version: The data version of a ``.tensors`` file; None for other formats.
+        encrypted: Whether the tensors' data are encrypted.
+        files: The path or address of each file: several for the shards of a checkpoint.
+        tensors: The tensors by name, in the order of the file.
+        metadata: What the file says beside its tensors, names and values.
+        nbytes: Bytes that all tensors take in memory.
+
+    """
+
+    uri: str
+    format: str
+    version: int | None
+    encrypted: bool
+    files: tuple[str, ...]
+    tensors: Mapping[Name, TensorInfo] = field(repr=False)
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+def info(
+    uri: str | os.PathLike[Any] | Any,
+    *,
+    hashes: bool = False,
+    encryption: DecryptionParams | None = None,
+) -> FileInfo:
+    """Return what a file holds. Its tensors' data are not read.
+
+    Args:
+        uri: What :class:`tensorizer.TensorDeserializer` opens. A file object is closed.
+        hashes: Read the hashes of every tensor too, which lie in front of its data.
+        encryption: Check the seal of an encrypted file. Names and shapes need no key.
+
+    Raises:
+        OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
+
+    """
+    with TensorFile(uri, encryption=encryption, key_needed=False) as file:
+        reader = file.reader
+        every = range(len(file))
+        files = tuple(reader.files())
+        found = reader.hashes(every) if hashes else [None] * len(file)
+        tensors: dict[Name, TensorInfo] = {}
+        rows = zip(
+            reader.names(every), reader.memory_lens(), reader.file_numbers(), found, strict=True
+        )
+        for number, (name, nbytes, place, of_tensor) in enumerate(rows):
+            dtype, shape, _ = reader.describe(number)
+            known = None if of_tensor is None else MappingProxyType(dict(of_tensor))
+            tensors[name] = TensorInfo(name, dtype, torch.Size(shape), nbytes, files[place], known)
+        return FileInfo(
+            uri=reader.uri,
+            format=reader.format,
+            version=reader.version,
+            encrypted=reader.encrypted,
+            files=files,
+            tensors=MappingProxyType(tensors),
+            metadata=MappingProxyType(dict(reader.metadata)),
+            nbytes=sum(reader.memory_lens()),
+        )

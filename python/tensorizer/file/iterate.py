@@ -1,0 +1,189 @@
+"""Tensors one by one, while the next are on their way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from .._types import FilterFuncType, Name
+from .arguments import resolve_device
+from .encryption import DecryptionParams
+from .tensor_file import TensorFile, in_batches
+
+#: Smaller tensors on the CPU get memory of their own: they come in blocks of up to 64 MiB, which
+#: one that the caller keeps would keep.
+_SMALL = 1 << 20
+
+
+def iterate(
+    uri: str | os.PathLike[Any] | Any,
+    device: torch.device | str | None = None,
+    *,
+    buffer_bytes: int = 1 << 30,
+    dtype: torch.dtype | None = None,
+    verify_hash: bool | str = False,
+    num_readers: int | None = None,
+    encryption: DecryptionParams | None = None,
+    filter_func: FilterFuncType | None = None,
+) -> Iterator[tuple[Name, torch.Tensor]]:
+    """Yield the names and tensors of a file one by one, in its order.
+
+    The next tensors are read while the caller uses this one: at most ``buffer_bytes`` bytes of
+    them are loaded or on their way at a time, or one tensor that is larger. Tensors are the
+    caller's, and nothing of this keeps them. The file is opened at the call, and closed with the
+    iterator. On CUDA they are for the stream that is current when the next one is asked for.
+
+    Args:
+        uri: What :class:`tensorizer.TensorDeserializer` opens; the shards of a checkpoint come one
+            after another. A file object is closed.
+        device: Where the tensors go; None for torch's default device.
+        buffer_bytes: The most bytes that are held for the caller.
+        dtype: Cast floating-point tensors.
+        verify_hash: Compare every tensor with the hashes in the file.
+        num_readers: Threads that read at once.
+        encryption: What an encrypted file is decrypted with.
+        filter_func: Called with each tensor's name; those for which it returns something false are
+            passed over.
+
+    Raises:
+        ValueError: ``buffer_bytes`` is not positive.
+        OSError, ValueError, HashMismatchError, CryptographyError: See
+            :class:`tensorizer.TensorDeserializer`; what is found out while reading is raised by the
+            iterator.
+
+    """
+    if buffer_bytes < 1:
+        raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
+    place = resolve_device(torch.get_default_device() if device is None else device)
+    file = TensorFile(
+        uri,
+        dtype=dtype,
+        num_readers=num_readers,
+        verify_hash=verify_hash,
+        encryption=encryption,
+        clone=True,
+    )
+    try:
+        names = file.reader.names(range(len(file)))
+        wanted = [n for n, name in enumerate(names) if filter_func is None or filter_func(name)]
+    except BaseException:
+        file.close()
+        raise
+    return _Iterator(file, names, wanted, place, buffer_bytes)
+
+
+class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
+    """Loads batches on a thread, one ahead of the one that is handed out."""
+
+    def __init__(
+        self,
+        file: TensorFile,
+        names: Sequence[Name],
+        wanted: Iterable[int],
+        device: torch.device,
+        buffer_bytes: int,
+    ) -> None:
+        self._file, self._names, self._device, self._most = file, names, device, buffer_bytes
+        lens = file.reader.memory_lens()
+        self._size = lens.__getitem__
+        self._batches = in_batches(wanted, self._size, max(1, buffer_bytes // 2))
+        self._ready: deque[tuple[Name, torch.Tensor]] = deque()
+        self._held = 0
+        self._next: list[int] | None = next(self._batches, None)
+        self._coming: Future[list[tuple[Name, torch.Tensor]]] | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> tuple[Name, torch.Tensor]:
+        if self._process != os.getpid():
+            raise RuntimeError("this iterator belongs to the process that made it")
+        if not self._ready:
+            self._held = 0
+            if self._next is None and self._coming is None:
+                self.close()
+                raise StopIteration
+            self._begin()
+            try:
+                self._arrive()
+            except BaseException:
+                self.close()
+                raise
+        if self._next is not None and self._held + self._bytes(self._next) <= self._most:
+            self._begin()
+        return self._ready.popleft()
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(map(self._size, numbers))
+
+    def _begin(self) -> None:
+        """Have the next batch loaded, unless one is on its way."""
+        if self._coming is not None or self._next is None:
+            return
+        numbers, self._next = self._next, next(self._batches, None)
+        self._coming = Future()
+        stream = None
+        if self._device.type == "cuda":
+            # Memory that is taken on a stream is used again by the next work on it.
+            stream = torch.cuda.current_stream(self._device)
+        arguments = (self._coming, numbers, stream, torch.is_inference_mode_enabled())
+        thread = threading.Thread(target=self._load, args=arguments, name="tensorizer-iterate")
+        thread.daemon = True
+        self._thread = thread
+        thread.start()
+
+    def _load(
+        self,
+        future: Future[list[tuple[Name, torch.Tensor]]],
+        numbers: list[int],
+        stream: Any,
+        inference: bool,
+    ) -> None:
+        try:
+            with torch.inference_mode(inference), _current(stream):
+                loaded = self._file.load(numbers, self._device)
+                future.set_result([(self._names[n], self._own(tensor)) for n, tensor, _ in loaded])
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in memory that it shares with no other."""
+        small = tensor.device.type == "cpu" and tensor.nbytes < _SMALL
+        return tensor.clone() if small else tensor
+
+    def _arrive(self) -> None:
+        """Wait for the batch that is on its way."""
+        assert self._coming is not None
+        batch = self._coming.result()
+        self._coming = None
+        self._held = sum(tensor.nbytes for _, tensor in batch)
+        self._ready.extend(batch)
+
+    def close(self) -> None:
+        """End the load that is under way, and close the file. Closing again does nothing."""
+        self._batches = iter(())
+        self._next = None
+        self._ready.clear()
+        self._file.reader.stop()
+        thread, self._thread, self._coming = self._thread, None, None
+        if thread is not None and self._process == os.getpid():
+            thread.join()
+        self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):
+            self.close()
+
+
+def _current(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a CUDA stream is the current one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
