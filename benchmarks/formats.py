@@ -35,6 +35,8 @@ def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> Non
     """Measure, in a process of its own; send what was found, or the text of an error."""
     from format_engines import once
 
+    # Otherwise the locks that tqdm makes, which fastsafetensors imports, have names that are left.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         pipe.send(once(*arguments))
     except BaseException:
