@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch check-aarch64 \
-  lint bench bench-quick gpu gpu-toy build wheels clean
+  lint bench bench-formats bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -100,8 +100,12 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
+bench-formats: $(STAMPS)/built $(STAMPS)/bench
+	$(BIN)/python benchmarks/formats.py $(FORMATS)
+
 bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py --quick
+	$(BIN)/python benchmarks/formats.py --quick
 	$(MAKE) gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
@@ -157,7 +161,7 @@ $(STAMPS)/lint: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(BIN)/python -m pip install --quiet safetensors runai-model-streamer fastsafetensors matplotlib rich redis hiredis
+	$(BIN)/python -m pip install --quiet safetensors "runai-model-streamer[s3]" fastsafetensors matplotlib rich redis hiredis
 	touch $@
 
 # The old package in an environment of its own, which borrows torch from the other one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -10,6 +11,9 @@ import torch
 @dataclass(frozen=True)
 class Model:
     """Tensors of one dtype and size; bytes come from a seed."""
+
+    #: Of each tensor.
+    rows: ClassVar[int] = 32
 
     name: str
     count: int
@@ -22,7 +26,9 @@ class Model:
         block = torch.randint(-(2**62), 2**62, (self.count * each // 4,), generator=generator)
         flat = block.view(torch.float16)
         return {
-            f"model.layers.{i}.mlp.down_proj.weight": flat[i * each : (i + 1) * each].view(32, -1)
+            f"model.layers.{i}.mlp.down_proj.weight": flat[i * each : (i + 1) * each].view(
+                self.rows, -1
+            )
             for i in range(self.count)
         }
 

@@ -29,7 +29,7 @@ import torch
 from cases import FULL, QUICK
 from engines import checksum, load_http, load_ours, load_runai, warm_up
 from limits import fresh
-from run import describe, forget, prepare, record, warm
+from run import describe, files_of, forget, prepare, record, warm
 from serve import server
 
 HERE = Path(__file__).resolve().parent
@@ -106,12 +106,12 @@ def measure(source: Source, folder: Path, rounds: int) -> list[dict[str, object]
     engines += [engine for engine in source.beside if is_installed(engine)]
     found: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
     if not source.cold:
-        warm(folder, MODEL)
+        warm(files_of(folder, MODEL))
     order = random.Random(17)
     for round_ in range(rounds):
         for engine in order.sample(engines, len(engines)):
             if source.cold:
-                forget(folder, MODEL)
+                forget(files_of(folder, MODEL))
             found[engine].append(in_process(source.name, engine, folder, verify=round_ == 0))
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
     rows = []

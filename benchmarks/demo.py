@@ -78,14 +78,14 @@ def compare(folder: Path, state: dict[str, torch.Tensor], progress: Progress) ->
     """Load the same weights with every engine, each in a process of its own."""
     sys.path.insert(0, str(HERE))
     from engines import checksum
-    from run import OLD_PYTHON, warm
+    from run import OLD_PYTHON, files_of, warm
     from safetensors.torch import save_file
 
     save_file(state, folder / "model.safetensors")
     torch.save(state, folder / "model.pt")
     (folder / "model.json").write_text(json.dumps(checksum(state)))
     tensorizer.save(state, folder / "model.tensors")
-    warm(folder, "model")
+    warm(files_of(folder, "model"))
     table = Table(title="Loading the same weights to the CPU, every byte touched and compared")
     for column in ("engine", "seconds", "GB/s", "times as long as ours", "peak memory"):
         table.add_column(column, justify="left" if column == "engine" else "right")

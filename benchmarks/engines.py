@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import checkpoints
+import peers
 from cases import FULL, QUICK, Model
 
 
@@ -121,13 +122,11 @@ def load_redis(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(f"{path}.safetensors")
+    return peers.safetensors([f"{path}.safetensors"])
 
 
 def load_torch(path: Path, **options) -> dict[str, torch.Tensor]:
-    return torch.load(f"{path}.pt", weights_only=True, **options)
+    return peers.torch_load([f"{path}.pt"], **options)
 
 
 def load_checkpoint(path: Path, ours: bool = True) -> dict[str, torch.Tensor]:
@@ -164,19 +163,7 @@ def save_checkpoint(engine: str, out: str, model: Model) -> dict[str, object]:
 
 
 def load_runai(path: Path) -> dict[str, torch.Tensor]:
-    from runai_model_streamer import SafetensorsStreamer
-
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_file(f"{path}.safetensors")
-        return dict(streamer.get_tensors())
-
-
-def load_fastsafetensors(path: Path) -> dict[str, torch.Tensor]:
-    from fastsafetensors import fastsafe_open
-
-    with fastsafe_open(filenames=[f"{path}.safetensors"], nogds=True, device="cpu") as file:
-        # The memory is gone when the file is closed, so this engine must copy to be compared.
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    return peers.run_ai([f"{path}.safetensors"])
 
 
 LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
@@ -203,7 +190,7 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "torch.load": load_torch,
     "torch.load mmap": lambda path: load_torch(path, mmap=True),
     "run:ai": load_runai,
-    "fastsafetensors": load_fastsafetensors,
+    "fastsafetensors": lambda path: peers.fastsafetensors([f"{path}.safetensors"]),
 }
 OPENERS = {
     "ours index": load_ours_lazily,
@@ -315,12 +302,8 @@ def warm_up(engine: str) -> None:
     if "2.12.1" in engine or "ours" in engine:
         module = importlib.import_module("tensorizer")
         assert module.__version__.startswith("2.12.1") == ("2.12.1" in engine), module.__file__
-    elif "run:ai" in engine:
-        importlib.import_module("runai_model_streamer")
-    elif "fast" in engine:
-        importlib.import_module("fastsafetensors")
-    elif "safetensors" in engine:
-        importlib.import_module("safetensors.torch")
+    else:
+        peers.import_for(engine)
 
 
 def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]:

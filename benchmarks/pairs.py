@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 from cases import CASES, FULL, Case
-from run import HERE, forget, prepare, run, warm
+from run import HERE, files_of, forget, prepare, run, warm
 from serve import server
 
 HERE_PYTHON = str(HERE.parent / "python")
@@ -26,7 +26,7 @@ def once(tree: str, engine: str, case: Case, folder: Path) -> float:
     """Measure one row once, with the package of a tree."""
     os.environ["PYTHONPATH"] = tree
     if case.cold:
-        forget(folder, case.model)
+        forget(files_of(folder, case.model))
     found = run("engines.py", engine, folder, case.model, quick=False)
     assert found["verified"], (tree, engine)
     return float(found["seconds"])  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def main() -> None:
             os.environ["BENCHMARK_SERVER"] = host
             for engine in engines:
                 if not case.cold:
-                    warm(folder, case.model)
+                    warm(files_of(folder, case.model))
                 times: dict[str, list[float]] = {given.other: [], HERE_PYTHON: []}
                 for number in range(given.rounds):
                     turns = list(times)[:: 1 if number % 2 else -1]

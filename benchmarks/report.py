@@ -53,11 +53,11 @@ def table(case: Case, rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def newest(folder: Path) -> tuple[dict[str, dict], list[dict]]:
+def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
     """Return, by case, the machine of the newest record that has it, and those rows."""
     machines: dict[str, dict] = {}
     found: dict[str, list[dict]] = {}
-    texts = (path.read_text().splitlines() for path in folder.glob("*.jsonl"))
+    texts = (path.read_text().splitlines() for path in folder.glob(pattern))
     records = [[json.loads(line) for line in lines] for lines in texts]
     for machine, *rows in sorted(records, key=lambda record: record[0]["date"]):
         for case in {row["case"] for row in rows}:
@@ -68,7 +68,8 @@ def newest(folder: Path) -> tuple[dict[str, dict], list[dict]]:
 
 def render(folder: Path) -> None:
     """Renew the part of the README that is between the two marks, and the plot."""
-    machines, rows = newest(folder)
+    # Records of other programs begin with their names.
+    machines, rows = newest(folder, "[0-9]*.jsonl")
     machine = max(machines.values(), key=lambda machine: machine["date"])
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     out = [

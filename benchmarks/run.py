@@ -56,18 +56,23 @@ def prepare(folder: Path, models: dict[str, Model]) -> None:
         Path(f"{path}.json").write_text(json.dumps(checksum(tensors)))
 
 
-def forget(folder: Path, model: str) -> None:
-    """Take the files of a model out of the page cache."""
+def files_of(folder: Path, model: str) -> list[Path]:
+    """Return the files of a model, in every format."""
+    return list(folder.glob(f"{model}.*"))
+
+
+def forget(paths: list[Path]) -> None:
+    """Take files out of the page cache."""
     os.sync()
-    for path in folder.glob(f"{model}.*"):
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def warm(folder: Path, model: str) -> None:
-    """Bring the files of a model into the page cache."""
-    for path in folder.glob(f"{model}.*"):
+def warm(paths: list[Path]) -> None:
+    """Bring files into the page cache."""
+    for path in paths:
         with path.open("rb") as file:
             while file.read(64 << 20):
                 pass
@@ -92,34 +97,38 @@ def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str
     todo = [("engines.py", engine) for engine in case.engines]
     todo += [("limits.py", limit) for limit in case.limits]
     results: dict[str, list[dict[str, object]]] = {name: [] for _, name in todo}
+    files = files_of(folder, case.model)
     if not case.cold:
-        warm(folder, case.model)
+        warm(files)
     for round_ in range(rounds):
         for script, name in todo:
             if case.cold:
-                forget(folder, case.model)
+                forget(files)
             results[name].append(run(script, name, folder, case.model, quick))
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
-    rows = []
-    for _, name in todo:
-        seconds = sorted(float(r["seconds"]) for r in results[name])
-        # Before every byte was touched: for a mapping this says little.
-        calls = sorted(float(r.get("load_seconds", r["seconds"])) for r in results[name])
-        row = {
-            "case": case.name,
-            "engine": name,
-            "limit": name in case.limits,
-            "n": rounds,
-            "min": seconds[0],
-            "median": seconds[len(seconds) // 2],
-            "max": seconds[-1],
-            "call_median": calls[len(calls) // 2],
-            "bytes": results[name][0].get("bytes", 0),
-            "extra_bytes": max(int(r.get("extra_bytes", 0)) for r in results[name]),
-            "cpu_seconds": min(float(r.get("cpu_seconds", 0)) for r in results[name]),
-        }
-        rows.append(row)
-    return rows
+    return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
+
+
+def summary(
+    case: str, engine: str, limit: bool, results: list[dict[str, object]]
+) -> dict[str, object]:
+    """Return what is recorded of the runs of one engine."""
+    seconds = sorted(float(r["seconds"]) for r in results)
+    # Before every byte was touched: for a mapping this says little.
+    calls = sorted(float(r.get("load_seconds", r["seconds"])) for r in results)
+    return {
+        "case": case,
+        "engine": engine,
+        "limit": limit,
+        "n": len(results),
+        "min": seconds[0],
+        "median": seconds[len(seconds) // 2],
+        "max": seconds[-1],
+        "call_median": calls[len(calls) // 2],
+        "bytes": results[0].get("bytes", 0),
+        "extra_bytes": max(int(r.get("extra_bytes", 0)) for r in results),
+        "cpu_seconds": min(float(r.get("cpu_seconds", 0)) for r in results),
+    }
 
 
 def describe() -> dict[str, object]:
@@ -140,11 +149,11 @@ def describe() -> dict[str, object]:
     }
 
 
-def record(machine: dict[str, object], rows: list[dict[str, object]]) -> Path:
+def record(machine: dict[str, object], rows: list[dict[str, object]], prefix: str = "") -> Path:
     """Keep the figures of one run in a file of their own."""
     target = HERE / "records" / f"{os.cpu_count()}-core-{platform.machine()}"
     target.mkdir(parents=True, exist_ok=True)
-    stem = f"{str(machine['date'])[:10]}-{machine['commit']}"
+    stem = f"{prefix}{str(machine['date'])[:10]}-{machine['commit']}"
     names = (f"{stem}.jsonl", *(f"{stem}-{number}.jsonl" for number in range(2, 100)))
     path = next(target / name for name in names if not (target / name).exists())
     lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]

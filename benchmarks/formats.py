@@ -1,0 +1,137 @@
+"""Measure the reading of safetensors and torch checkpoints beside what others read them with.
+
+    python benchmarks/formats.py [--quick] [--rounds N] [--only CASE ...] [--record]
+
+CASE may be a pattern, as ``'large*'``. ``--record`` keeps the figures and the report under
+``benchmarks/records``. ``--quick`` uses toy sizes and one round, to try the programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from cases import FULL, QUICK
+from format_cases import CASES, Case
+from format_files import local, one_file, prepare
+from format_report import PREFIX, case_table, write
+from machine import version
+from run import HERE, describe, forget, record, summary, warm
+from serve import server
+
+#: Seconds that one run of an engine may take.
+TIMEOUT = 600
+
+
+def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> None:
+    """Measure, in a process of its own; send what was found, or the text of an error."""
+    from format_engines import once
+
+    # Otherwise the locks that tqdm makes, which fastsafetensors imports, have names that are left.
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        pipe.send(once(*arguments))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    pipe.close()
+    sys.stdout.flush()
+    # Freeing memory is not part of what is measured.
+    os._exit(0)
+
+
+def run(engine: str, *arguments: object) -> Mapping[str, object]:
+    """Run an engine once, in a process that begins with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, (engine, *arguments)))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv() if receiver.poll(TIMEOUT) else f"nothing after {TIMEOUT} seconds"
+    except EOFError:
+        process.join()
+        found = f"ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if isinstance(found, str):
+        raise RuntimeError(f"{engine} failed:\n{found[-2000:]}")
+    if not found["verified"]:
+        raise RuntimeError(f"{engine} loaded other bytes than were written")
+    return found
+
+
+def measure(
+    case: Case, folder: Path, address: str, rounds: int, quick: bool
+) -> list[dict[str, object]]:
+    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
+    paths = local(folder, case)
+    if case.limits:
+        paths = list({*paths, one_file(folder, case)})
+    results: dict[str, list] = {name: [] for name in (*case.engines, *case.limits)}
+    if not case.cold:
+        warm(paths)
+    for round_ in range(rounds):
+        for name, found in results.items():
+            if case.cold:
+                forget(paths)
+            found.append(run(name, case, folder, address, quick))
+        print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
+    return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
+
+
+def chosen(only: list[str]) -> list[Case]:
+    """Return the cases that were asked for."""
+    for pattern in only:
+        if not fnmatch.filter([case.name for case in CASES], pattern):
+            raise SystemExit(f"no case is named {pattern}")
+    return [
+        case
+        for case in CASES
+        if not only or any(fnmatch.fnmatchcase(case.name, pattern) for pattern in only)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    if options.quick and options.record:
+        parser.error("toy sizes are not recorded")
+    rounds = options.rounds or (1 if options.quick else 5)
+    folder = HERE / "data" / ("quick" if options.quick else "full")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    prepare(folder, QUICK if options.quick else FULL)
+    machine = describe()
+    package = "runai-model-streamer-s3"
+    machine["versions"] = {**machine["versions"], package: version(package)}  # type: ignore[dict-item]
+    rows: list[dict[str, object]] = []
+    for case in chosen(options.only):
+        print(f"{case.name}: {case.title}")
+        with server("nginx", folder) if case.scheme else contextlib.nullcontext("-") as address:
+            if address is None:
+                print("nginx is not installed: not measured")
+                continue
+            mine = measure(case, folder, address, rounds, options.quick)
+        rows += mine
+        print(case_table(case, mine))
+    if not options.record:
+        return
+    path = record(machine, rows, PREFIX)
+    print(f"recorded in {path} and {write(path.parent, str(machine['date']))}")
+
+
+if __name__ == "__main__":
+    main()
