@@ -23,8 +23,8 @@ class TensorSlice:
 
     Only the bytes of the part are read: ranges of the first dimension as they lie in the file,
     parts of others in runs, together with what lies between them where that is cheaper. Of
-    encrypted tensors whole pieces of 2 MiB are read. With ``verify_hash`` the whole tensor is read and
-    verified, as its hashes are those of the whole.
+    encrypted tensors whole pieces of 2 MiB are read. With ``verify_hash`` the whole tensor is read
+    and verified, as its hashes are those of the whole.
 
     Indices are integers, slices with steps of at least 1, and ``...``, as torch has them; a step
     beyond 1 reads what lies between.

@@ -46,7 +46,7 @@ class Place:
         """
         if not isinstance(name, str):
             raise NotImplementedError(
-                f"{name!r} is part of a nested structure, not of a module: use tree() or the mapping"
+                f"{name!r} is part of a nested structure, not of a module: use tree()"
             )
         # A tensor of the root has a name without a dot there.
         place = Place._of(root, name if "." in name else f".{name}", TensorType.PARAM)
