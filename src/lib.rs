@@ -75,12 +75,13 @@ pub use half;
 #[doc(hidden)]
 pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
+pub use api::head::Opening;
 #[doc(hidden)]
 pub use api::headers::read_headers;
-pub use api::load::{LoadOptions, load, load_into};
+pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
-pub use api::open::Opening;
+pub use api::load_options::LoadOptions;
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 #[doc(hidden)]

@@ -51,7 +51,7 @@ def _run(
         source.check_key(*hint)
         if not redis_target.is_meant(options.target):
             _copy(source, options.target, encryption, options)
-        elif params is None and encryption is None and options.alignment is None:
+        elif _is_stored_as_it_is(source, params, encryption, options):
             redis_target.store(source, options.target)
         else:
             with redis_target.changed(options.target) as file:
@@ -72,6 +72,17 @@ def _run(
         bytes_per_second=round(rate),
     )
     return 0
+
+
+def _is_stored_as_it_is(
+    source: File,
+    params: DecryptionParams | None,
+    encryption: EncryptionParams | None,
+    options: argparse.Namespace,
+) -> bool:
+    """Tell whether the bytes of a file are what a server is to have."""
+    same = params is None and encryption is None and options.alignment is None
+    return same and source.reader.format == "tensors"
 
 
 def _copy(

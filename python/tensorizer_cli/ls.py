@@ -24,16 +24,26 @@ def run(options: argparse.Namespace) -> int:
         encrypted = ", encrypted" if file.reader.encrypted else ""
         report.finding(
             f"{plural(len(file), 'tensor')}, {size(file.total)}, "
-            f"data version {file.reader.version}{encrypted}"
+            f"{_format(file)}{encrypted}"
         )
         report.result(
             file=file.shown,
+            format=file.reader.format,
+            files=file.reader.files(),
+            metadata=dict(file.reader.metadata),
             version=file.reader.version,
             encrypted=file.reader.encrypted,
             bytes=file.total,
             tensors=rows,
         )
     return 0
+
+
+def _format(file: File) -> str:
+    if file.reader.version is not None:
+        return f"data version {file.reader.version}"
+    count = len(file.reader.files())
+    return file.reader.format if count == 1 else f"{file.reader.format}, {count} files"
 
 
 def _rows(file: File) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
         Progress(file.total, options) as progress,
     ):
         file.check_key()
+        # A file of a format without hashes is refused, and not damaged.
+        file.load([], "all")
         if file.reader.encrypted and file.reader.seekable:
             _check_fit(file)
         for batch in _batches(file):

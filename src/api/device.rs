@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
-use super::load::{LoadOptions, load_counted, no_headers};
+use super::load::{load_counted, no_headers};
+use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slices::{HELD, Plain, direct_runs};
 use crate::cancel::Cancel;

@@ -4,7 +4,6 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::file::{Own, TensorFile};
-use super::open::Opening;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
@@ -15,6 +14,16 @@ use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use crate::format::tensors::{index, pair};
 use crate::io::source::{Prefixed, ReadAt, read_exact_at};
 use crate::mem::Buffers;
+
+/// How files are opened.
+#[derive(Clone, Copy)]
+pub struct Opening<'c> {
+    /// Ends the call: a named pipe is waited for.
+    pub cancel: &'c dyn Cancel,
+    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
+    /// pickle, which only Python reads, so that such files are refused elsewhere.
+    pub storages: bool,
+}
 
 /// A source of which the first bytes were read.
 pub struct Head {

@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
+use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slices::load_slices;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
-use crate::codec::hash::Verify;
 use crate::engine::plan::{Extent, Large, Layout};
 use crate::engine::read::{Reading, read};
 use crate::engine::target::host::{Host, Image, Span};
@@ -21,22 +21,6 @@ use crate::format::catalog::{Entry, Format};
 use crate::io::source::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
-
-/// How to load. The default reads with the source's own number of readers and verifies nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct LoadOptions {
-    /// Threads that read at once, where the source allows more than one.
-    pub readers: Option<usize>,
-    /// Which stored hashes every tensor is compared with.
-    pub verify: Verify,
-    /// Whether tensors are used in place in a private, copy-on-write mapping of their file, whose
-    /// bytes come into memory when they are first touched. Other sources than files, and tensors
-    /// whose data are not aligned, are read in any case.
-    ///
-    /// Such a file must not be written to or cut short while such tensors live: they would show
-    /// other bytes, or touching them would end the process (SIGBUS).
-    pub map: bool,
-}
 
 /// Tensors in a mapped `.tensors` file are used in place from this alignment on, or their element
 /// size's; code that torch generates assumes as much. Other formats promise their element size's at
@@ -70,7 +54,7 @@ pub fn load_counted(
     let mut memory = Memory::new(&selection, options)?;
     let headers = if sliced {
         let bytes = memory.bytes()?.into_iter().map(to_fill).collect();
-        load_slices(&selection, bytes, options, counters, cancel)?;
+        load_slices(&selection, bytes, options, counters, cancel, &load_counted)?;
         no_headers(&selection)
     } else {
         memory.load(&selection, options, counters, cancel)?
@@ -136,7 +120,7 @@ pub fn load_into_uninit(
     }
     let options = &LoadOptions { map: false, ..*options };
     if selection.is_sliced() {
-        load_slices(&selection, destinations, options, counters, cancel)?;
+        load_slices(&selection, destinations, options, counters, cancel, &load_counted)?;
         return Ok(no_headers(&selection));
     }
     if file.decryption().is_none() {

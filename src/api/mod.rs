@@ -3,10 +3,11 @@
 pub mod device;
 pub mod file;
 mod folder;
-mod head;
+pub mod head;
 pub mod headers;
 pub mod load;
-pub mod open;
+pub mod load_options;
+mod open;
 mod parts;
 pub mod save;
 pub mod save_options;

@@ -7,23 +7,13 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::folder;
-use super::head::Head;
+use super::head::{Head, Opening};
 use super::parts::open_parts;
 use crate::cancel::{Cancel, Never};
 use crate::error::{Error, Result};
 use crate::format::shards;
 use crate::io::source::address::{self, Address};
 use crate::io::source::{FileSource, Pipe, PipeSource, ReadAt};
-
-/// How files are opened.
-#[derive(Clone, Copy)]
-pub struct Opening<'c> {
-    /// Ends the call: a named pipe is waited for.
-    pub cancel: &'c dyn Cancel,
-    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
-    /// pickle, which only Python reads, so that such files are refused elsewhere.
-    pub storages: bool,
-}
 
 impl TensorFile {
     /// Opens a local path: a file, the index of shards, or a folder that holds one of these.

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::head::{Head, Part, malformed};
-use super::open::Opening;
+use super::head::{Head, Opening, Part, malformed};
 use crate::engine::workers;
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry};

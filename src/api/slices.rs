@@ -11,8 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::file::TensorFile;
 use super::headers::see_headers;
-use super::load::{LoadOptions, load_counted};
+use super::load_options::LoadOptions;
 use super::selection::Selection;
+use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::Decryptor;
@@ -31,6 +32,10 @@ use crate::stats::Counters;
 const SHORT: u64 = 16 << 10;
 /// Bytes of tensors that are held as a whole while they are cut.
 pub const HELD: u64 = 256 << 20;
+
+/// How whole tensors are loaded.
+pub type LoadWhole<'l> =
+    &'l dyn Fn(&TensorFile, &[usize], &LoadOptions, &Counters, &dyn Cancel) -> Result<Vec<Tensor>>;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -74,6 +79,7 @@ pub fn load_slices(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
+    load_whole: LoadWhole<'_>,
 ) -> Result<()> {
     let file = selection.file;
     for (entry, to) in selection.entries.iter().zip(&mut destinations) {
@@ -87,35 +93,48 @@ pub fn load_slices(
     let verified = options.verify != Verify::Nothing;
     let once = file.decryption().is_some() && !file.is_seekable();
     if verified || once {
-        return cut_wholes(selection, &runs, destinations, options, counters, cancel);
+        return cut_wholes(selection, &runs, destinations, options, counters, cancel, load_whole);
     }
     if file.decryption().is_some() {
-        return gather_decrypted(selection, &runs, destinations, options, counters, cancel);
+        return gather_decrypted(
+            selection,
+            &runs,
+            destinations,
+            options,
+            counters,
+            cancel,
+            load_whole,
+        );
     }
+    read_plain(selection, &runs, destinations, options, counters, cancel)
+}
+
+/// Reads long runs to where they go, and short ones with what lies between them.
+fn read_plain(
+    selection: &Selection<'_>,
+    runs: &[Runs],
+    destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let file = selection.file;
     let sources = file.sources();
     let files = borrowed(&sources);
     let gap = Traits::of_all(&files).map_or(0, |traits| traits.merge_gap);
     let (mut direct, mut to_direct) = (Vec::new(), Vec::new());
     let (mut gathered, mut spans) = (Vec::new(), Vec::new());
-    for ((entry, runs), mut rest) in selection.entries.iter().zip(&runs).zip(destinations) {
-        let mut cut = |len: u64| {
-            let len = usize::try_from(len).ok()?;
-            let (now, later) = std::mem::take(&mut rest).split_at_mut_checked(len)?;
-            rest = later;
-            Some(now)
-        };
-        let bug = || Error::Bug(format!("the length of the slice of `{}`", entry.name));
+    for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
         // What is read front to back is read once, and so all in one way.
         if runs.run() >= SHORT && file.is_seekable() {
             for start in runs.starts() {
                 direct.push(extent(entry, &(start..start + runs.run())));
-                to_direct.push(cut(runs.run()).ok_or_else(bug)?);
+                to_direct.push(cut(&mut rest, runs.run())?);
             }
         } else if runs.total() > 0 {
             for span in runs.spans(gap) {
-                let len = runs.before(span.end) - runs.before(span.start);
+                let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
                 gathered.push(extent(entry, &span));
-                let to = cut(len).ok_or_else(bug)?;
                 spans.push(Span { start: span.start, runs, to });
             }
         }
@@ -136,6 +155,15 @@ pub fn load_slices(
         read(&reading(&gathered), &mut Gather::new(spans), counters, cancel)?;
     }
     Ok(())
+}
+
+/// The first bytes of what is left of a slice's memory.
+fn cut<'a>(rest: &mut &'a mut [MaybeUninit<u8>], len: u64) -> Result<&'a mut [MaybeUninit<u8>]> {
+    let bug = || Error::Bug("a slice beyond its memory".to_owned());
+    let len = usize::try_from(len).map_err(|_| bug())?;
+    let (now, later) = std::mem::take(rest).split_at_mut_checked(len).ok_or_else(bug)?;
+    *rest = later;
+    Ok(now)
 }
 
 /// The runs of a slice that are read by themselves to where they go, each as an extent and its place
@@ -170,6 +198,7 @@ fn gather_decrypted(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
+    load_whole: LoadWhole<'_>,
 ) -> Result<()> {
     let file = selection.file;
     let Some(decryption) = file.decryption() else {
@@ -186,19 +215,14 @@ fn gather_decrypted(
         Ok(())
     })?;
     if !in_chunks.into_inner() {
-        return cut_wholes(selection, runs, destinations, options, counters, cancel);
+        return cut_wholes(selection, runs, destinations, options, counters, cancel, load_whole);
     }
     let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
-    let bug = || Error::Bug("the length of a slice".to_owned());
     for (tensor, ((entry, runs), mut rest)) in
         selection.entries.iter().zip(runs).zip(destinations).enumerate()
     {
         for span in whole_pieces(&runs.spans(PIECE_LEN), entry.data_len) {
-            let len = runs.before(span.end) - runs.before(span.start);
-            let len = usize::try_from(len).map_err(|_| bug())?;
-            let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
-            let (to, later) = cut.ok_or_else(bug)?;
-            rest = later;
+            let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
             extents.push(extent(entry, &span));
             of.push((tensor, span.start));
             spans.push(Span { start: span.start, runs, to });
@@ -247,6 +271,7 @@ fn cut_wholes(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
+    load_whole: LoadWhole<'_>,
 ) -> Result<()> {
     let wholes = wholes(selection)?;
     let options = LoadOptions { map: false, ..*options };
@@ -260,7 +285,7 @@ fn cut_wholes(
         });
         let to = from + more.count().max(1);
         let numbers: Vec<usize> = (from..to).collect();
-        for tensor in load_counted(&wholes, &numbers, &options, counters, cancel)? {
+        for tensor in load_whole(&wholes, &numbers, &options, counters, cancel)? {
             let bug = || Error::Bug("a slice beyond its tensor".to_owned());
             let (runs, mut rest) = wanted.next().ok_or_else(bug)?;
             for (at, len) in runs.within(&(0..u64::MAX)) {
@@ -268,15 +293,12 @@ fn cut_wholes(
                     // Of a tensor without data.
                     break;
                 }
-                let (at, len) = (usize::try_from(at), usize::try_from(len));
-                let (at, len) = at.ok().zip(len.ok()).ok_or_else(bug)?;
-                let bytes = tensor.bytes().get(at..).and_then(|bytes| bytes.get(..len));
-                let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
-                let (now, later) = cut.ok_or_else(bug)?;
-                for (slot, byte) in now.iter_mut().zip(bytes.ok_or_else(bug)?) {
+                let now = cut(&mut rest, len)?;
+                let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
+                let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;
+                for (slot, byte) in now.iter_mut().zip(bytes) {
                     slot.write(*byte);
                 }
-                rest = later;
             }
         }
         from = to;

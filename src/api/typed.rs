@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::file::TensorFile;
-use super::load::{LoadOptions, load, load_into};
+use super::load::{load, load_into};
+use super::load_options::LoadOptions;
 use super::save::save;
 use super::save_options::{SaveOptions, SaveTensor};
 use super::tensor::{Element, Tensor, dtype_of, expect};

@@ -8,5 +8,6 @@ pub mod pace;
 pub mod plan;
 pub mod read;
 pub mod target;
+mod way;
 pub mod workers;
 pub mod write;

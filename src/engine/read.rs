@@ -12,6 +12,7 @@ use super::order::{Job, LARGE, jobs, only_tensor};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
+use super::way::Way;
 use super::workers::{self, Control, Crew};
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
@@ -122,7 +123,7 @@ pub fn read<T: Target>(
     let target = pass.target;
     workers::run_adapting(crew, cancel, |control, number| {
         started.fetch_max(number + 1, Ordering::Relaxed);
-        let way = Way { target, files: what.files, alone: crew.most > 1, open: None };
+        let way = Way::new(target, what.files, crew.most > 1);
         pass.work(number, way, control)
     })?;
     counters.threads(started.into_inner().min(crew.most));
@@ -168,31 +169,6 @@ fn crew(traits: &Traits, local: bool, what: &Reading<'_>) -> Result<Crew> {
         // Who waits for a disk has use for all of them from the first byte on.
         Cached::Little => Crew::fixed(crew.most),
     })
-}
-
-/// How one reader gets to the files.
-struct Way<'r, T> {
-    target: &'r T,
-    files: &'r [&'r dyn ReadAt],
-    /// Whether to look for a way of its own, where that is faster.
-    alone: bool,
-    /// That to the file that was read last, if there is one.
-    open: Option<(usize, Option<Box<dyn ReadAt>>)>,
-}
-
-impl<T: Target> Way<'_, T> {
-    fn to(&mut self, file: usize) -> Result<&dyn ReadAt> {
-        let shared = self.files.get(file).copied();
-        let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
-        if !self.alone {
-            return Ok(shared);
-        }
-        if self.open.as_ref().is_none_or(|(open, _)| *open != file) {
-            self.open = Some((file, self.target.reader(shared)));
-        }
-        let own = self.open.as_ref().and_then(|(_, own)| own.as_deref());
-        Ok(own.unwrap_or(shared))
-    }
 }
 
 /// What the readers of one call share.

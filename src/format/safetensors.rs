@@ -70,37 +70,21 @@ pub fn parse(
     for (key, info) in tensors {
         let name = Name::from_key(&key).map_err(|what| Malformed::new(at, what))?;
         let fail = |what: String| Malformed::new(at, format!("tensor `{name}`: {what}"));
+        let (dtype, shape) = info.placed(end).map_err(fail)?;
         let (from, to) = info.data_offsets;
-        if from != end || to < from {
-            return Err(fail(format!(
-                "expected its data from byte {end} of the data on, found {from} to {to}: they overlap \
-                 others, or leave a hole"
-            )));
-        }
-        let (dtype, shape) = info.of_torch().map_err(fail)?;
-        let len = checked_len(dtype, &shape)
-            .ok_or_else(|| fail(format!("shape {shape:?} of {dtype} is too large")))?;
-        if to - from != len {
-            let found = to - from;
-            return Err(fail(format!(
-                "expected {len} bytes of data for shape {shape:?} of {dtype}, found {found}"
-            )));
-        }
         end = to;
         let data_offset = data_at.checked_add(from).filter(|at| i64::try_from(*at).is_ok());
         let data_offset = data_offset.ok_or_else(|| fail(format!("data at byte {from}")))?;
-        let (header_offset, data_len) = (data_offset, len);
-        let (kind, long) = (TensorKind::StateDict, false);
         entries.push(Entry {
             name,
-            kind,
+            kind: TensorKind::StateDict,
             dtype,
             shape,
-            long,
+            long: false,
             file,
-            header_offset,
+            header_offset: data_offset,
             data_offset,
-            data_len,
+            data_len: to - from,
             whole: None,
         });
     }
@@ -130,6 +114,27 @@ struct Info<'j> {
 }
 
 impl Info<'_> {
+    /// Type and shape, of data that begin at `end` and fit them.
+    fn placed(&self, end: u64) -> Result<(DType, Box<[u64]>), String> {
+        let (from, to) = self.data_offsets;
+        if from != end || to < from {
+            return Err(format!(
+                "expected its data from byte {end} of the data on, found {from} to {to}: they \
+                 overlap others, or leave a hole"
+            ));
+        }
+        let (dtype, shape) = self.of_torch()?;
+        let len = checked_len(dtype, &shape)
+            .ok_or_else(|| format!("shape {shape:?} of {dtype} is too large"))?;
+        let found = to - from;
+        if found != len {
+            return Err(format!(
+                "expected {len} bytes of data for shape {shape:?} of {dtype}, found {found}"
+            ));
+        }
+        Ok((dtype, shape))
+    }
+
     /// Type and shape in torch, whose elements may be several of the values here.
     fn of_torch(&self) -> Result<(DType, Box<[u64]>), String> {
         let (dtype, values) = DType::from_safetensors(&self.dtype)

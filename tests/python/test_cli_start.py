@@ -173,7 +173,9 @@ def test_results_as_json(tmp_path, path, capsys):
 
     status, found = run("ls", "--json", other)
     assert status == 0
-    assert list(found) == ["file", "version", "encrypted", "bytes", "tensors"]
+    assert list(found) == [
+        *("file", "format", "files", "metadata", "version", "encrypted", "bytes", "tensors")
+    ]
     assert (found["file"], found["encrypted"], found["bytes"]) == (other, False, 40)
     assert found["tensors"][2] == {
         "name": ["c", "d", 0],

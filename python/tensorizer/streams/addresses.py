@@ -30,7 +30,8 @@ def open_model(file_obj: Any) -> Any:
     """
     if not is_address(file_obj):
         return file_obj
-    folder = file_obj.startswith(_FOLDERS) and "?" not in file_obj
+    named = file_obj.partition("://")[2].strip("/")
+    folder = bool(named) and file_obj.startswith(_FOLDERS) and "?" not in file_obj
     try:
         if not (folder and file_obj.endswith("/")):
             return open_stream(file_obj)

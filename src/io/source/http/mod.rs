@@ -122,8 +122,19 @@ fn open_named(
         }
     };
     if !reply.ranges {
-        let stream =
-            sequential::Body::new(named, tls, clients, options, reply.identity, shown.clone());
+        let (folder, like, known) = (named.beside(""), shown.clone(), options.clone());
+        let opens_beside: sequential::Beside = Box::new(move |name, cancel| match &folder {
+            Some(folder) => beside(folder, tls, &like, &known, name, cancel),
+            None => Ok(None),
+        });
+        let stream = sequential::Body::new(
+            named,
+            opens_beside,
+            clients,
+            options,
+            reply.identity,
+            shown.clone(),
+        );
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
     Ok(Arc::new(HttpSource {

@@ -16,11 +16,14 @@ use crate::error::Error;
 use crate::io::net::{Failure, NetOptions, Tries};
 use crate::io::source::{ReadAt, Stream};
 
+/// Opens a file beside this one.
+pub type Beside = Box<dyn Fn(&str, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>, Error> + Send>;
+
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
 pub struct Body {
     named: Named,
-    tls: bool,
+    beside: Beside,
     clients: Clients,
     options: NetOptions,
     identity: Identity,
@@ -36,7 +39,7 @@ pub struct Body {
 impl Body {
     pub fn new(
         named: Named,
-        tls: bool,
+        beside: Beside,
         clients: Clients,
         options: NetOptions,
         identity: Identity,
@@ -44,7 +47,7 @@ impl Body {
     ) -> Self {
         Body {
             named,
-            tls,
+            beside,
             clients,
             options,
             identity,
@@ -124,6 +127,6 @@ impl Stream for Body {
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>, Error> {
-        super::beside(&self.named, self.tls, &self.shown, &self.options, name, cancel)
+        (self.beside)(name, cancel)
     }
 }

@@ -1,0 +1,281 @@
+"""Slices of tensors: their bytes, and only theirs, from every format, source and device."""
+
+import contextlib
+import io
+import random
+
+import pytest
+import tensorizer
+import torch
+from servers import Nginx
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+KEY = bytes(range(32))
+
+
+def make():
+    torch.manual_seed(11)
+    return {
+        "rows": torch.randn(3000, 501),
+        "wide": torch.randn(60, 70_001).to(torch.bfloat16),
+        "thin": torch.arange(2_000_001, dtype=torch.int16).reshape(-1, 3),
+        "cube": torch.randint(0, 99, (20, 30, 401), dtype=torch.int64),
+        "scalar": torch.tensor(7.5),
+        "empty": torch.zeros(0, 4),
+        "small": torch.arange(30, dtype=torch.uint8).reshape(5, 6),
+    }
+
+
+TENSORS = make()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slices")
+    with_meta = {**TENSORS, "meta": torch.empty(5, 3, device="meta")}
+    tensorizer.save(with_meta, folder / "plain.tensors")
+    encryption = EncryptionParams(KEY, manifest=True)
+    tensorizer.save(with_meta, folder / "sealed.tensors", encryption=encryption)
+    safetensors.save_file(TENSORS, folder / "f.safetensors")
+    return folder
+
+
+OPEN = {
+    "plain": ("plain.tensors", {}),
+    "verified": ("plain.tensors", {"verify_hash": True}),
+    "encrypted": ("sealed.tensors", {"encryption": DecryptionParams.from_key(KEY)}),
+    "encrypted, verified": (
+        "sealed.tensors",
+        {"encryption": DecryptionParams.from_key(KEY), "verify_hash": True},
+    ),
+    "safetensors": ("f.safetensors", {}),
+}
+
+
+def random_index(shape, rng):
+    """Return an index as torch takes it, not of integers alone."""
+    steps = []
+    for dim in shape:
+        a, b = sorted((rng.randint(-1, dim + 1), rng.randint(-1, dim + 1)))
+        whole = rng.random() < 0.4
+        steps.append(slice(None) if whole else slice(max(a, 0), b, rng.choice([1, 1, 1, 3])))
+        if dim and rng.random() < 0.15:
+            steps[-1] = rng.randrange(-dim, dim)
+    if len(steps) > 1 and rng.random() < 0.3:
+        del steps[rng.randrange(len(steps)) :]
+    return (*steps, ...)
+
+
+@pytest.mark.parametrize("how", OPEN)
+@pytest.mark.parametrize("device", ["host", "stand-in"])
+def test_slices_are_those_of_the_whole(files, monkeypatch, how, device):
+    name, options = OPEN[how]
+    if device == "stand-in":
+        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
+    rng = random.Random(f"{how} {device}")
+    for _ in range(12):
+        chosen = rng.sample(sorted(TENSORS), 3)
+        slices = {n: random_index(TENSORS[n].shape, rng) for n in chosen}
+        loaded = tensorizer.load(files / name, names=list(TENSORS), slices=slices, **options)
+        for key, tensor in TENSORS.items():
+            expected = tensor[slices[key]] if key in slices else tensor
+            assert loaded[key].dtype == expected.dtype
+            assert loaded[key].shape == expected.shape, (key, slices[key])
+            assert torch.equal(loaded[key], expected), (key, slices.get(key))
+    tensorizer.release_pinned()
+
+
+@pytest.mark.parametrize("how", OPEN)
+@pytest.mark.parametrize("device", ["host", "stand-in"])
+def test_slices_are_loaded_in_place(files, monkeypatch, how, device):
+    name, options = OPEN[how]
+    if device == "stand-in":
+        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
+    out = {
+        "rows": torch.zeros(7, 501),
+        "wide": torch.zeros(60, 40_000, dtype=torch.bfloat16),
+        "cube": torch.zeros(30, 2, dtype=torch.int64),
+        "small": torch.zeros(5, 6, dtype=torch.uint8),
+    }
+    before = {key: tensor.data_ptr() for key, tensor in out.items()}
+    slices = {
+        "rows": (0, 100, 107),
+        "wide": (1, 30_001, None),
+        "cube": (3, slice(None), slice(5, 7)),
+    }
+    loaded = tensorizer.load(files / name, slices=slices, out=out, **options)
+    assert {key: tensor.data_ptr() for key, tensor in loaded.items()} == before
+    assert torch.equal(out["rows"], TENSORS["rows"][100:107])
+    assert torch.equal(out["wide"], TENSORS["wide"][:, 30_001:])
+    assert torch.equal(out["cube"], TENSORS["cube"][3, :, 5:7])
+    assert torch.equal(out["small"], TENSORS["small"])
+    tensorizer.release_pinned()
+
+
+def test_a_tensor_of_an_open_file_is_sliced(files):
+    with TensorDeserializer(files / "f.safetensors", "cpu", lazy_load=True) as file:
+        part = file.slice("cube")
+        assert (part.shape, part.dtype) == (torch.Size([20, 30, 401]), torch.int64)
+        assert repr(part) == "<TensorSlice of 'cube': torch.int64 [20, 30, 401]>"
+        cube = TENSORS["cube"]
+        assert torch.equal(part[3:5, ..., 7], cube[3:5, ..., 7])
+        assert torch.equal(part[-1], cube[-1])
+        assert torch.equal(part[...], cube)
+        assert torch.equal(part[::7, 1:30:2, 400:], cube[::7, 1:30:2, 400:])
+        assert torch.equal(file.slice("scalar")[...], TENSORS["scalar"])
+        assert torch.equal(file.slice("scalar")[()], TENSORS["scalar"])
+        for index, error in [
+            ((0, 0, 0, 0), IndexError),
+            (20, IndexError),
+            (-21, IndexError),
+            ((..., ...), IndexError),
+            (slice(None, None, -1), ValueError),
+            ("a", TypeError),
+            (True, TypeError),
+            (torch.tensor([1]), TypeError),
+            (None, TypeError),
+        ]:
+            with pytest.raises(error):
+                part[index]
+        with pytest.raises(KeyError, match="'nothing'"):
+            file.slice("nothing")
+    with pytest.raises(tensorizer.ClosedError):
+        part[0]
+
+
+def test_meta_tensors_are_zeros(files):
+    loaded = tensorizer.load(files / "plain.tensors", "cpu", slices={"meta": (0, 1, 3)})
+    assert torch.equal(loaded["meta"], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("slices", "error", "text"),
+    [
+        ({"none": (0, 0, 1)}, KeyError, "not among the tensors"),
+        ({"rows": (2, 0, 1)}, IndexError, "'rows': dimension 2 of a tensor of 2"),
+        ({"rows": (0, 1, 2, 3)}, IndexError, "'rows': too many indices"),
+        ({"rows": ("a", 0, 1)}, TypeError, "'rows'"),
+        ({"scalar": (0, 0, 1)}, IndexError, "'scalar'"),
+    ],
+)
+def test_what_is_no_slice_is_refused(files, slices, error, text):
+    with pytest.raises(error, match=text):
+        tensorizer.load(files / "f.safetensors", "cpu", slices=slices)
+
+
+def test_what_does_not_fit_in_place_is_refused_and_nothing_is_touched(files):
+    path = files / "f.safetensors"
+    for given, slices in [
+        (torch.zeros(8, 501), (0, 100, 107)),
+        (torch.zeros(7, 501, dtype=torch.float64), (0, 100, 107)),
+        (torch.zeros(501, 7).t(), (0, 100, 107)),
+        (torch.zeros(501), (0, 0, 1)),
+        (torch.zeros(4, 501), slice(0, 8, 2)),
+    ]:
+        with pytest.raises(ValueError, match="rows"):
+            tensorizer.load(path, slices={"rows": slices}, out={"rows": given})
+        assert not given.any()
+    with pytest.raises(KeyError, match="no tensor to load 'cube' into"):
+        tensorizer.load(path, names=["cube"], out={"rows": torch.zeros(3000, 501)})
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        self.count += len(data)
+        return data
+
+
+def test_only_the_bytes_of_a_slice_are_read(files):
+    data = (files / "f.safetensors").read_bytes()
+
+    def read(**slices):
+        file = Counting(data)
+        names = list(slices)
+        loaded = tensorizer.load(file, "cpu", names=names, slices=slices)
+        for name, tensor in loaded.items():
+            assert tensor.numel()
+            assert torch.equal(tensor, TENSORS[name][slices[name]])
+        wanted = sum(tensor.nbytes for tensor in loaded.values())
+        return file.count - 4096, wanted
+
+    # Rows as they lie; columns with gaps that are too wide to be read over.
+    count, wanted = read(rows=slice(10, 20))
+    assert count <= wanted
+    count, wanted = read(wide=(slice(None), slice(100, 9000)))
+    assert count <= wanted
+    # Short runs with what lies between them.
+    count, wanted = read(thin=(slice(50, 60_000), 1))
+    assert wanted * 3 <= count + 4096 <= wanted * 3 + 4096
+
+
+def test_only_the_pieces_of_an_encrypted_tensor_are_read(files):
+    file = Counting((files / "sealed.tensors").read_bytes())
+    opened = TensorDeserializer(
+        file, "cpu", lazy_load=True, encryption=DecryptionParams.from_key(KEY)
+    )
+    with contextlib.closing(opened):
+        before = file.count
+        part = opened.slice("rows")[2000:2010]
+        assert torch.equal(part, TENSORS["rows"][2000:2010])
+        # Its header, with tags, and one or two pieces; the key is tried on the smallest tensor.
+        assert file.count - before <= 2 * (2 << 20) + (64 << 10)
+        assert TENSORS["rows"].nbytes > 2 * (2 << 20) + (64 << 10)
+
+
+def test_a_change_in_a_piece_of_a_slice_is_found(files, tmp_path):
+    data = bytearray((files / "sealed.tensors").read_bytes())
+    info = tensorizer.info(files / "sealed.tensors")
+    assert info.encrypted
+    with TensorDeserializer(
+        files / "sealed.tensors", "cpu", lazy_load=True, encryption=DecryptionParams.from_key(KEY)
+    ) as file:
+        number = list(file.keys()).index("rows")
+        at = file._file.reader.offsets()[number][1]
+    data[at + 5_000_000] ^= 1
+    path = tmp_path / "changed.tensors"
+    path.write_bytes(data)
+    encryption = DecryptionParams.from_key(KEY)
+    rows = 5_000_000 // (501 * 4)
+    with pytest.raises(tensorizer.CryptographyError, match="`rows`"):
+        tensorizer.load(
+            path, "cpu", slices={"rows": (0, rows, rows + 1)}, names=["rows"], encryption=encryption
+        )
+    # Other pieces are as they were.
+    loaded = tensorizer.load(
+        path, "cpu", slices={"rows": (0, 0, 10)}, names=["rows"], encryption=encryption
+    )
+    assert torch.equal(loaded["rows"], TENSORS["rows"][:10])
+
+
+def test_slices_of_a_server_and_of_a_pipe(files, tmp_path_factory, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    try:
+        (server.root / "f.safetensors").write_bytes((files / "f.safetensors").read_bytes())
+        slices = {"rows": (0, 5, 9), "thin": (1, 0, 2), "cube": (2, 7, 9)}
+        loaded = tensorizer.load(f"{server.http}/f.safetensors", "cpu", slices=slices)
+    finally:
+        server.stop()
+    expected = {
+        **TENSORS,
+        "rows": TENSORS["rows"][5:9],
+        "thin": TENSORS["thin"][:, :2],
+        "cube": TENSORS["cube"][..., 7:9],
+    }
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+    class Pipe(io.BytesIO):
+        def seekable(self):
+            return False
+
+    pipe = Pipe((files / "f.safetensors").read_bytes())
+    loaded = tensorizer.load(pipe, "cpu", names=["rows", "thin", "cube"], slices=slices)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
