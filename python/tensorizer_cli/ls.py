@@ -23,8 +23,7 @@ def run(options: argparse.Namespace) -> int:
             report.finding(line)
         encrypted = ", encrypted" if file.reader.encrypted else ""
         report.finding(
-            f"{plural(len(file), 'tensor')}, {size(file.total)}, "
-            f"{_format(file)}{encrypted}"
+            f"{plural(len(file), 'tensor')}, {size(file.total)}, {_format(file)}{encrypted}"
         )
         report.result(
             file=file.shown,

@@ -63,9 +63,10 @@ impl TensorFile {
     }
 }
 
-/// The runs of an entry that is a slice.
+/// The runs of an entry that is a slice; none if the tensor has no data.
 fn runs_of(entry: &Entry) -> Result<Runs> {
     let runs = match &entry.whole {
+        Some(_) if entry.is_meta() => Runs::new(1, &[0], std::slice::from_ref(&(0..0))),
         Some(whole) => Runs::new(entry.dtype.size(), &whole.shape, &whole.slice),
         None => None,
     };
@@ -289,10 +290,6 @@ fn cut_wholes(
             let bug = || Error::Bug("a slice beyond its tensor".to_owned());
             let (runs, mut rest) = wanted.next().ok_or_else(bug)?;
             for (at, len) in runs.within(&(0..u64::MAX)) {
-                if rest.is_empty() {
-                    // Of a tensor without data.
-                    break;
-                }
                 let now = cut(&mut rest, len)?;
                 let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
                 let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;

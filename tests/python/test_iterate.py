@@ -28,12 +28,13 @@ def paths(tmp_path_factory, tensors):
     return folder
 
 
-@pytest.mark.parametrize("file", ["f.tensors", "f.safetensors"])
 @pytest.mark.parametrize("buffer_bytes", [1, 100_000, 1 << 20, 1 << 40])
-@pytest.mark.parametrize("device", ["host", "stand-in"])
-def test_all_come_in_the_order_of_the_file(
-    paths, tensors, monkeypatch, file, buffer_bytes, device
-):
+@pytest.mark.parametrize(
+    ("file", "device"),
+    [("f.tensors", "host"), ("f.tensors", "stand-in"), ("f.safetensors", "host")],
+)
+def test_all_come_in_the_order_of_the_file(paths, monkeypatch, file, buffer_bytes, device):
+    tensors = safetensors.load_file(paths / "f.safetensors")
     if device == "stand-in":
         monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
     found = list(tensorizer.iterate(paths / file, buffer_bytes=buffer_bytes))
@@ -93,20 +94,16 @@ print(total, peak() - before)
 
 def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
     data = (paths / "f.safetensors").read_bytes()
-    asked = []
-
-    def note(number, start, end):
-        asked.append(start)
-
-    with FaultServer(data, note) as server:
-        iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=1 << 20)
+    with FaultServer(data) as server:
+        iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=4 << 20)
         next(iterator)
         deadline = time.monotonic() + 30
-        while len(asked) < 3 and time.monotonic() < deadline:
+        while len(server.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         # The head, the first batch, and the second, for which nobody has asked yet.
+        asked = [start for start, _, _ in server.requests]
         assert len(asked) >= 3
-        assert max(asked) < 3 << 20
+        assert 1 << 20 < max(asked) < 5 << 20
         names = [name for name, _ in iterator]
     assert len(names) == len(tensors) - 1
 
@@ -126,6 +123,7 @@ def test_nothing_is_left_of_an_iterator_that_is_given_up(paths):
     def threads():
         return [t for t in threading.enumerate() if t.name == "tensorizer-iterate"]
 
+    gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     for end in ("close", "forget"):
         iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=1 << 20)
@@ -137,25 +135,23 @@ def test_nothing_is_left_of_an_iterator_that_is_given_up(paths):
         del iterator
         gc.collect()
         assert not threads()
-        assert len(os.listdir("/proc/self/fd")) == files
+        assert len(os.listdir("/proc/self/fd")) <= files
     assert next(tensorizer.iterate(paths / "f.tensors", "cpu"))[0] == "t.000"
 
 
 def test_a_load_that_hangs_is_given_up(paths):
     data = (paths / "f.safetensors").read_bytes()
-    hang = threading.Event()
 
     def script(number, start, end):
-        if start > 1 << 20:
-            hang.wait(60)
+        return ("stall", 10) if number else None
 
     with FaultServer(data, script) as server:
         iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=1 << 20)
         next(iterator)
         begun = time.monotonic()
         iterator.close()
+        # A server may be silent for a minute before it is given up.
         assert time.monotonic() - begun < 20
-        hang.set()
 
 
 def test_errors_come_where_they_are(tmp_path, tensors):

@@ -21,6 +21,8 @@ from .tensor_file import TensorFile, in_batches
 #: one that the caller keeps would keep.
 _SMALL = 1 << 20
 
+_Batch = list[tuple[Name, torch.Tensor]]
+
 
 def iterate(
     uri: str | os.PathLike[Any] | Any,
@@ -97,7 +99,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         self._ready: deque[tuple[Name, torch.Tensor]] = deque()
         self._held = 0
         self._next: list[int] | None = next(self._batches, None)
-        self._coming: Future[list[tuple[Name, torch.Tensor]]] | None = None
+        self._coming: Future[_Batch] | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
@@ -135,30 +137,12 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         if self._device.type == "cuda":
             # Memory that is taken on a stream is used again by the next work on it.
             stream = torch.cuda.current_stream(self._device)
-        arguments = (self._coming, numbers, stream, torch.is_inference_mode_enabled())
-        thread = threading.Thread(target=self._load, args=arguments, name="tensorizer-iterate")
-        thread.daemon = True
+        names = [self._names[number] for number in numbers]
+        work = (self._file, numbers, names, self._device, stream, self._coming)
+        # It knows nothing of this object, which goes when its caller lets it go.
+        thread = threading.Thread(target=_load, args=work, name="tensorizer-iterate", daemon=True)
         self._thread = thread
         thread.start()
-
-    def _load(
-        self,
-        future: Future[list[tuple[Name, torch.Tensor]]],
-        numbers: list[int],
-        stream: Any,
-        inference: bool,
-    ) -> None:
-        try:
-            with torch.inference_mode(inference), _current(stream):
-                loaded = self._file.load(numbers, self._device)
-                future.set_result([(self._names[n], self._own(tensor)) for n, tensor, _ in loaded])
-        except BaseException as error:
-            future.set_exception(error)
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in memory that it shares with no other."""
-        small = tensor.device.type == "cpu" and tensor.nbytes < _SMALL
-        return tensor.clone() if small else tensor
 
     def _arrive(self) -> None:
         """Wait for the batch that is on its way."""
@@ -184,6 +168,24 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
             self.close()
 
 
-def _current(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a CUDA stream is the current one."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+def _load(
+    file: TensorFile,
+    numbers: Sequence[int],
+    names: Sequence[Name],
+    device: torch.device,
+    stream: Any,
+    future: Future[_Batch],
+) -> None:
+    """Load tensors on a thread of their own."""
+    try:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            tensors = [_own(tensor) for _, tensor, _ in file.load(numbers, device)]
+        future.set_result(list(zip(names, tensors, strict=True)))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in memory that it shares with no other."""
+    small = tensor.device.type == "cpu" and tensor.nbytes < _SMALL
+    return tensor.clone() if small else tensor

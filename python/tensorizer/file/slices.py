@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -155,24 +155,25 @@ class Wanted:
             self._file.fill([tensors[number] for number in self._whole], self._whole)
         if self._sliced:
             part = self._part()
-            shapes = (part.reader.describe(at)[1] for at in range(len(part)))
-            lent = [
-                _with_ones(tensors[number], self._parts[number][1], shape)
-                for number, shape in zip(self._sliced, shapes, strict=True)
-            ]
+            lent = []
+            for at, number in enumerate(self._sliced):
+                tensor = _with_ones(tensors[number], self._parts[number][1])
+                shape = part.reader.describe(at)[1]
+                if list(tensor.shape) != shape:
+                    raise ValueError(
+                        f"the slice of {self._file.reader.name(number)!r} has the shape {shape}, "
+                        f"the tensor to load into {list(tensors[number].shape)}"
+                    )
+                lent.append(tensor)
             part.fill(lent, range(len(part)))
         return dict(tensors)
 
 
-def _with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], shape: Sequence[int]) -> torch.Tensor:
+def _with_ones(tensor: torch.Tensor, rest: tuple[Any, ...]) -> torch.Tensor:
     """Return a tensor with the dimensions of one index that its slice has dropped."""
     for dim, step in enumerate(rest):
-        if not isinstance(step, slice):
-            tensor = tensor.unsqueeze(dim) if dim <= tensor.dim() else tensor
-    if list(tensor.shape) != list(shape):
-        raise ValueError(
-            f"expected a tensor of {list(shape)} to load into, found {list(tensor.shape)}"
-        )
+        if not isinstance(step, slice) and dim <= tensor.dim():
+            tensor = tensor.unsqueeze(dim)
     return tensor
 
 
