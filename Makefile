@@ -32,7 +32,7 @@ OTHER_VENV := $(CURDIR)/.venv-$(OTHER)
 test-other-torch: $(STAMPS)/old
 	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
 	$(OTHER_VENV)/bin/python -m pip install --quiet "torch==$(OTHER).*" numpy psutil pytest \
-	  pytest-timeout pytest-xdist safetensors "setuptools>=77,<82" "setuptools-rust>=1.12" wheel cmake "moto[server]>=5"
+	  pytest-timeout pytest-xdist "safetensors>=0.8" "setuptools>=77,<82" "setuptools-rust>=1.12" wheel cmake "moto[server]>=5"
 	VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps \
 	  --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
@@ -146,7 +146,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil safetensors "transformers>=5" \
+	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
 	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*"
 	touch $@
 

@@ -245,3 +245,76 @@ impl<'de> Deserialize<'de> for Strings {
         from.deserialize_map(Pairs)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Map, Value, json};
+
+    use super::*;
+
+    /// Types with the bits of a value.
+    const SOME: [(&str, u64); 6] =
+        [("U8", 8), ("F32", 32), ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("BOOL", 8)];
+
+    #[test]
+    fn fields_that_nobody_reads_are_json_as_well() {
+        let with = |field: &[u8]| {
+            let mut json = br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1],"x":"#.to_vec();
+            json.extend(field);
+            json.extend(b"}}");
+            parse(&json, 0, 0, None).map(|_| ())
+        };
+        with(br#"{"a":[null,true,1.5e3,"b"]}"#).unwrap();
+        let deep = [vec![b'['; 5_000], vec![b']'; 5_000]].concat();
+        for field in [&b"\"\xff\""[..], br#""\ud800""#, b"1e999", &deep] {
+            with(field).unwrap_err();
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn tensors_lie_one_behind_another(
+            tensors in proptest::collection::btree_map(
+                ".{0,6}",
+                (0..SOME.len(), proptest::collection::vec(0u64..5, 0..4)),
+                0..8,
+            ),
+            change in proptest::option::of((0usize..8, 0usize..2, 0u64..40)),
+        ) {
+            let mut header = Map::new();
+            let mut end = 0;
+            for (name, (dtype, dims)) in tensors.iter().filter(|(name, _)| *name != METADATA) {
+                let (dtype, bits) = SOME[*dtype];
+                // Rows of whole elements of torch.
+                let shape: Vec<u64> = dims.iter().copied().chain([8]).collect();
+                let len = shape.iter().product::<u64>() * bits / 8;
+                let info =
+                    json!({ "dtype": dtype, "shape": shape, "data_offsets": [end, end + len] });
+                header.insert(name.clone(), info);
+                end += len;
+            }
+            let mut changed = false;
+            if let Some((number, which, to)) = change
+                && let Some(info) = header.values_mut().nth(number)
+            {
+                changed = info["data_offsets"][which] != to;
+                info["data_offsets"][which] = to.into();
+            }
+            let text = Value::Object(header.clone()).to_string();
+            let data_at = 100 + LENGTH_LEN + text.len() as u64;
+            let found = parse(text.as_bytes(), 100, 3, Some(data_at + end));
+            prop_assert_eq!(found.is_err(), changed, "{}", text);
+            prop_assert!(parse(text.as_bytes(), 100, 3, Some(data_at + end + 1)).is_err());
+            if let Ok(header) = found {
+                prop_assert_eq!(header.entries.len(), tensors.len());
+                let ends = header.entries.iter().map(Entry::end);
+                let begins = header.entries.iter().map(|entry| entry.data_offset);
+                prop_assert!([data_at].into_iter().chain(ends).eq(begins.chain([data_at + end])));
+                prop_assert!(header.entries.iter().all(|e| e.memory_len() == Some(e.data_len)));
+                prop_assert!(header.entries.iter().all(|e| e.file == 3));
+            }
+        }
+    }
+}

@@ -86,3 +86,57 @@ struct Raw {
     metadata: Option<serde_json::Map<String, Value>>,
     weight_map: Strings,
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn names_of_files() {
+        for good in ["a.safetensors", "a/b.safetensors", "a b", "ümlaut", "..a", "a..", "...", "~"]
+        {
+            assert_eq!(what_is_wrong_with(good), None, "{good}");
+        }
+        for bad in [
+            "", ".", "..", "/a", "a/", "a//b", "./a", "../a", "a/../b", "a/..", "C:a", "a\\b",
+            "s3://b/k", "a?b", "a#b", "%2e", "a\0", ".\t./a", ".\n./a", "a\x1b", "a\u{85}",
+        ] {
+            assert!(what_is_wrong_with(bad).is_some(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_safetensors_file_is_none() {
+        for len in [0x7b_u64, 0x0a7b, 0x7b20, 0x7b09, 0x7b_2020] {
+            let mut bytes = len.to_le_bytes().to_vec();
+            bytes.extend(br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#);
+            assert!(super::super::safetensors::begins(&bytes));
+            assert!(!begins(&bytes), "{len:#x}");
+        }
+        for json in [r#"{"weight_map":{"a":"b"}}"#, " \n{\n  \"metadata\": {}", "\t{\"a\": 1}"] {
+            assert!(begins(json.as_bytes()), "{json}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_tensor_has_its_file(
+            map in proptest::collection::btree_map(".{0,5}", "[a-c/.]{0,4}", 0..9),
+        ) {
+            let json = serde_json::json!({ "weight_map": map }).to_string();
+            let good = !map.is_empty() && map.values().all(|file| what_is_wrong_with(file).is_none());
+            let found = parse(json.as_bytes());
+            prop_assert_eq!(found.is_ok(), good);
+            if let Ok(index) = found {
+                prop_assert!(index.files.is_sorted_by(|a, b| a < b));
+                prop_assert_eq!(index.tensors.len(), map.len());
+                for (tensor, file) in &map {
+                    prop_assert_eq!(index.files.get(index.tensors[tensor]), Some(file));
+                }
+            }
+        }
+    }
+}
