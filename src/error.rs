@@ -201,6 +201,22 @@ impl std::fmt::Display for Shown<'_> {
     }
 }
 
+/// Text that may be long, in a message: its beginning, and how long it is.
+pub struct Brief<'t>(pub &'t str);
+
+impl std::fmt::Display for Brief<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        const MOST: usize = 200;
+        match self.0.char_indices().nth(MOST) {
+            None => Shown(self.0).fmt(f),
+            Some((end, _)) => {
+                let (start, _) = self.0.split_at(end);
+                write!(f, "{}... ({} bytes)", Shown(start), self.0.len())
+            }
+        }
+    }
+}
+
 /// What is wrong with some bytes, before it is known which file they came from.
 #[derive(Debug)]
 pub struct Malformed {

@@ -25,6 +25,7 @@ pub fn find(folder: &Path) -> Result<PathBuf> {
     for entry in fs::read_dir(folder).map_err(refused)? {
         names.extend(entry.map_err(refused)?.file_name().into_string());
     }
+    names.sort_unstable();
     for ending in ENDINGS {
         let mut found = names.iter().filter(|name| name.ends_with(ending));
         match (found.next(), found.next()) {
@@ -44,7 +45,11 @@ pub fn find(folder: &Path) -> Result<PathBuf> {
 /// Opens an address for reading, with the options of the environment. Where there is nothing, or the
 /// address ends with a slash, it is the beginning of the address of one of [`IN_FOLDERS`].
 pub fn open_address(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
-    let is_missing = |error: &Error| matches!(error, Error::Io { error, .. } if error.kind() == ErrorKind::NotFound);
+    // Servers that may not say what they have refuse what there is not.
+    let is_missing = |error: &Error| {
+        let missing = [ErrorKind::NotFound, ErrorKind::PermissionDenied];
+        matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))
+    };
     if !uri.ends_with('/') {
         match address::open(uri, cancel) {
             Err(error) if is_missing(&error) && !uri.contains('?') => {

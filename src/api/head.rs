@@ -137,7 +137,18 @@ impl Head {
         }
         let start = self.first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
-        let found = safetensors::parse(json, base, file, traits.len).map_err(|e| e.of(uri))?;
+        let found = safetensors::parse(json, base, file).map_err(|e| e.of(uri))?;
+        if let Some(size) = traits.len.filter(|&size| size < found.end) {
+            let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
+            return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
+        }
+        if let Some(size) = traits.len.filter(|&size| size > found.end) {
+            let what = format!(
+                "expected the file to end with its data at byte {}, found {size} bytes",
+                found.end
+            );
+            return Err(Error::Format { uri: uri.to_owned(), offset: found.end, what });
+        }
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // Front to back only, and some of the data were read already.

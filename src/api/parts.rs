@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::file::TensorFile;
 use super::head::{Head, Opening, Part, malformed};
 use crate::engine::workers;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Brief, Error, Result};
 use crate::format::catalog::{Catalog, Entry};
+use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, Index, MAX_LEN};
 
@@ -20,6 +21,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
     let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
     let parts = open_all(&head, &index, &uri, opening)?;
+    let promised = promised(&index, &uri)?;
     let mut sources = Vec::with_capacity(parts.len());
     let mut entries: Vec<Entry> = Vec::new();
     let mut metadata: BTreeMap<String, String> = BTreeMap::new();
@@ -31,7 +33,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     for (file, part) in parts.into_iter().enumerate() {
         // Where two files hold a tensor, the index says which of them counts.
         let elsewhere = |entry: &Entry| {
-            index.tensors.get(entry.name.stored()).is_some_and(|&promised| promised != file)
+            promised.get(entry.name.stored()).is_some_and(|&promised| promised != file)
         };
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
         metadata.extend(part.metadata);
@@ -49,26 +51,35 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let metadata = metadata.into_iter().collect();
     let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
     if format.names_tensors() {
-        check_all_are_there(&index, &catalog, &uri)?;
+        check_all_are_there(&promised, &index, &catalog.names, &uri)?;
     }
     Ok(TensorFile::new(uri, sources, catalog, None))
 }
 
-fn check_all_are_there(index: &Index, catalog: &Catalog, uri: &str) -> Result<()> {
-    for (name, file) in &index.tensors {
-        let stored =
-            crate::format::name::Name::from_key(name).map_err(|what| malformed(uri, what))?;
-        if catalog.names.find(stored.stored()).is_none() {
-            let shard = index.files.get(*file).map_or("", String::as_str);
-            let what = format!(
-                "expected tensor `{}` in `{}`, which does not hold it",
-                Shown(name),
-                Shown(shard)
-            );
-            return Err(malformed(uri, what));
-        }
-    }
-    Ok(())
+/// The file of each tensor that the index names, by the stored form of its name.
+fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
+    let tensors = index.tensors.iter().map(|(name, &file)| {
+        let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;
+        Ok((name.stored().to_owned(), file))
+    });
+    tensors.collect()
+}
+
+fn check_all_are_there(
+    promised: &BTreeMap<String, usize>,
+    index: &Index,
+    names: &NameTree,
+    uri: &str,
+) -> Result<()> {
+    let missing = promised.iter().find(|(name, _)| names.find(name).is_none());
+    let Some((name, &file)) = missing else { return Ok(()) };
+    let shard = index.files.get(file).map_or("", String::as_str);
+    let what = format!(
+        "expected tensor `{}` in `{}`, which does not hold it",
+        Brief(name.trim_start_matches('\u{1e}')),
+        Brief(shard)
+    );
+    Err(malformed(uri, what))
 }
 
 /// Opens all files, several at once, in the order of their numbers.

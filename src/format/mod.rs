@@ -6,6 +6,7 @@
 pub mod bytes;
 pub mod catalog;
 pub mod dtype;
+mod json;
 pub mod name;
 pub mod name_tree;
 mod path;

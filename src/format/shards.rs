@@ -4,10 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
-use serde_json::Value;
 
-use super::safetensors::Strings;
-use crate::error::{Malformed, Shown};
+use super::json::Scalar;
+use super::safetensors::{self, Strings};
+use crate::error::{Brief, Malformed};
 
 /// Bytes of the longest index that is read, as of a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
@@ -32,19 +32,21 @@ pub struct Index {
 
 /// Whether a file that begins so may be one.
 pub fn begins(bytes: &[u8]) -> bool {
-    bytes.trim_ascii_start().starts_with(b"{")
+    // The length of a safetensors header may begin like text.
+    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::begins(bytes)
 }
 
 /// Reads an index.
 pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
+    let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
     let raw: Raw =
-        serde_json::from_slice(json).map_err(|e| malformed(Shown(&e.to_string()).to_string()))?;
+        serde_json::from_str(text).map_err(|e| malformed(Brief(&e.to_string()).to_string()))?;
     let names: BTreeSet<&String> = raw.weight_map.0.iter().map(|(_, file)| file).collect();
     let mut files = Vec::with_capacity(names.len());
     for name in names {
         if let Some(what) = what_is_wrong_with(name) {
-            return Err(malformed(format!("the file name `{}` {what}", Shown(name))));
+            return Err(malformed(format!("the file name `{}` {what}", Brief(name))));
         }
         files.push(name.clone());
     }
@@ -54,14 +56,8 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     let number = |name: String| files.binary_search(&name).unwrap_or(usize::MAX);
     let tensors = raw.weight_map.0.into_iter().map(|(tensor, file)| (tensor, number(file)));
     let tensors = tensors.collect();
-    let metadata = raw.metadata.unwrap_or_default().into_iter().filter_map(|(name, value)| {
-        let value = match value {
-            Value::String(text) => text,
-            Value::Number(_) | Value::Bool(_) => value.to_string(),
-            _ => return None,
-        };
-        Some((name, value))
-    });
+    let metadata = raw.metadata.into_iter().flatten();
+    let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
     Ok(Index { metadata: metadata.collect(), files, tensors })
 }
 
@@ -74,7 +70,7 @@ fn what_is_wrong_with(name: &str) -> Option<&'static str> {
         Some("is not one of a file beside the index")
     } else if steps.any(|step| matches!(step, "" | "." | "..")) {
         Some("leads out of the folder of the index")
-    } else if name.contains(['\0', '?', '#', '%']) {
+    } else if name.contains(|c: char| c.is_control() || "?#%".contains(c)) {
         Some("has a character that names of shards may not have")
     } else {
         None
@@ -83,7 +79,7 @@ fn what_is_wrong_with(name: &str) -> Option<&'static str> {
 
 #[derive(Deserialize)]
 struct Raw {
-    metadata: Option<serde_json::Map<String, Value>>,
+    metadata: Option<BTreeMap<String, Scalar>>,
     weight_map: Strings,
 }
 

@@ -138,7 +138,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
             # Memory that is taken on a stream is used again by the next work on it.
             stream = torch.cuda.current_stream(self._device)
         names = [self._names[number] for number in numbers]
-        work = (self._file, numbers, names, self._device, stream, self._coming)
+        work = (self._file, numbers, names, (self._device, stream), self._coming)
         # It knows nothing of this object, which goes when its caller lets it go.
         thread = threading.Thread(target=_load, args=work, name="tensorizer-iterate", daemon=True)
         self._thread = thread
@@ -172,11 +172,11 @@ def _load(
     file: TensorFile,
     numbers: Sequence[int],
     names: Sequence[Name],
-    device: torch.device,
-    stream: Any,
+    place: tuple[torch.device, Any],
     future: Future[_Batch],
 ) -> None:
-    """Load tensors on a thread of their own."""
+    """Load tensors on a thread of their own, for a device and its current stream."""
+    device, stream = place
     try:
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             tensors = [_own(tensor) for _, tensor, _ in file.load(numbers, device)]

@@ -35,13 +35,15 @@ def open_model(file_obj: Any) -> Any:
     try:
         if not (folder and file_obj.endswith("/")):
             return open_stream(file_obj)
-        missing = FileNotFoundError(f"expected one of {', '.join(IN_FOLDERS)} in `{file_obj}`")
-    except FileNotFoundError as error:
+        missing: OSError = FileNotFoundError(
+            f"expected one of {', '.join(IN_FOLDERS)} in `{file_obj}`"
+        )
+    except (FileNotFoundError, PermissionError) as error:
         if not folder:
             raise
         missing = error
     for name in IN_FOLDERS:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             return open_stream(f"{file_obj.rstrip('/')}/{name}")
     raise missing
 

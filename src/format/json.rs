@@ -1,0 +1,67 @@
+//! Parts of JSON that the formats of others have in common.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+
+/// A value that nobody wants, which is well-formed all the same, and not nested too deeply.
+pub struct Discarded;
+
+impl<'de> Deserialize<'de> for Discarded {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        Scalar::deserialize(from).map(|_| Discarded)
+    }
+}
+
+/// A string, a number or a truth value as text; None for anything else.
+pub struct Scalar(pub Option<String>);
+
+impl<'de> Deserialize<'de> for Scalar {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Any)
+    }
+}
+
+struct Any;
+
+impl<'de> Visitor<'de> for Any {
+    type Value = Scalar;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Scalar, E> {
+        Ok(Scalar(Some(value.to_string())))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
+        Ok(Scalar(Some(value.to_string())))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Scalar, E> {
+        Ok(Scalar(Some(value.to_string())))
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
+        Ok(Scalar(Some(value.to_string())))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Scalar, E> {
+        Ok(Scalar(Some(value.to_owned())))
+    }
+
+    fn visit_unit<E>(self) -> Result<Scalar, E> {
+        Ok(Scalar(None))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Scalar, A::Error> {
+        while seq.next_element::<Discarded>()?.is_some() {}
+        Ok(Scalar(None))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Scalar, A::Error> {
+        while map.next_entry::<Discarded, Discarded>()?.is_some() {}
+        Ok(Scalar(None))
+    }
+}
