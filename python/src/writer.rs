@@ -10,10 +10,11 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
+use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::sink::{FileSink, WriteAt};
-use tensorizer::{Pair, SaveOptions};
-use tensorizer_torch::exchange::borrow;
+use tensorizer::{Pair, SaveOptions, SaveTensor};
+use tensorizer_torch::exchange::{Lent, borrow};
 use tensorizer_torch::tensor::{Devices, one_to_save};
 
 use crate::crypt::Encryption;
@@ -159,17 +160,23 @@ impl Writer {
     ) -> Answer<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
+        self.with(py, move |writer| writer.write(to_save(&lent, names, kinds, modules)?, &signals))
+    }
+
+    /// Writes lent tensors as all of a safetensors file, with names and values of its metadata.
+    fn write_safetensors(
+        &self,
+        py: Python<'_>,
+        handle: &Handle,
+        names: Vec<Bound<'_, PyAny>>,
+        metadata: Vec<(String, String)>,
+    ) -> Answer<()> {
+        let lent = borrow(&handle.0)?;
+        let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.with(py, move |writer| {
-            let tensors = lent.list()?;
-            let mut devices = Devices::default();
-            let items = names.into_iter().zip(kinds).zip(modules).enumerate();
-            let items = items.map(|(at, ((name, kind), module_index))| {
-                let kind = TensorKind::from_u8(kind).ok_or_else(|| {
-                    Error::InvalidArgument(format!("{kind} is not a tensor type"))
-                })?;
-                one_to_save(name, kind, module_index, tensors, at, &mut devices)
-            });
-            writer.write(items.collect::<Result<_>>()?, &signals)
+            let count = names.len();
+            let tensors = to_save(&lent, names, vec![2; count], vec![0; count])?;
+            writer.write_safetensors(tensors, &metadata, &signals)
         })
     }
 
@@ -203,4 +210,22 @@ impl Writer {
             Ok(())
         })
     }
+}
+
+/// Lent tensors, with what is to be said of each.
+fn to_save(
+    lent: &Lent,
+    names: Vec<Name>,
+    kinds: Vec<u8>,
+    modules: Vec<u16>,
+) -> Result<Vec<SaveTensor<'_>>> {
+    let tensors = lent.list()?;
+    let mut devices = Devices::default();
+    let items = names.into_iter().zip(kinds).zip(modules).enumerate();
+    let items = items.map(|(at, ((name, kind), module_index))| {
+        let kind = TensorKind::from_u8(kind);
+        let kind = kind.ok_or_else(|| Error::InvalidArgument("not a tensor type".to_owned()))?;
+        one_to_save(name, kind, module_index, tensors, at, &mut devices)
+    });
+    items.collect()
 }

@@ -11,6 +11,7 @@ mod open;
 mod parts;
 pub mod save;
 pub mod save_options;
+mod save_safetensors;
 mod selection;
 pub mod slices;
 pub mod snapshot;

@@ -37,9 +37,9 @@ pub struct Writer {
     maker: Maker,
     sink: Option<Box<dyn WriteAt>>,
     uri: String,
-    base: u64,
-    options: SaveOptions,
-    entries: Vec<Entry>,
+    pub(super) base: u64,
+    pub(super) options: SaveOptions,
+    pub(super) entries: Vec<Entry>,
     /// Bytes of their entries in the index, without tags.
     entries_len: u64,
     /// What stands for their headers in a manifest and in the file's identity.
@@ -47,11 +47,13 @@ pub struct Writer {
     names: NameTree,
     index_len: u64,
     shown: Shown,
-    end: u64,
+    pub(super) end: u64,
     version: u32,
-    tensor_bytes: u64,
-    progress: Arc<AtomicU64>,
-    failed: bool,
+    pub(super) tensor_bytes: u64,
+    pub(super) progress: Arc<AtomicU64>,
+    pub(super) failed: bool,
+    /// A file of another format, which is written as a whole and has no index at its end.
+    pub(super) foreign: bool,
 }
 
 /// The index in a file that shows early, as it was written last.
@@ -92,6 +94,7 @@ impl Writer {
             tensor_bytes: 0,
             progress: Arc::default(),
             failed: false,
+            foreign: false,
         })
     }
 
@@ -129,7 +132,7 @@ impl Writer {
 
     /// Position after the last byte of the file, its end mark included.
     pub fn end(&self) -> u64 {
-        self.end + END_MARK.len() as u64
+        if self.foreign { self.end } else { self.end + END_MARK.len() as u64 }
     }
 
     /// Writes tensors after those written before.
@@ -138,6 +141,9 @@ impl Writer {
     /// only be dropped.
     pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
         self.usable()?;
+        if self.foreign {
+            return Err(Error::InvalidArgument(format!("`{}` was written as a whole", self.uri)));
+        }
         self.check_names(&tensors)?;
         self.failed = true;
         let (placed, sources): (Vec<Placed>, Vec<(u16, Origin<'_>)>) = tensors
@@ -160,7 +166,7 @@ impl Writer {
             .collect();
         let options = WriteOptions {
             threads: self.options.threads,
-            hashes: self.options.hashes,
+            hashes: Some(self.options.hashes),
             encryption: self.options.encryption.as_deref(),
             named: self.options.pair.is_some(),
         };
@@ -205,10 +211,12 @@ impl Writer {
         }
         self.usable()?;
         self.failed = true;
-        if self.index_len == 0 {
-            self.reserve_index(MIN_INDEX_LEN)?;
+        if !self.foreign {
+            if self.index_len == 0 {
+                self.reserve_index(MIN_INDEX_LEN)?;
+            }
+            self.write_index(cancel)?;
         }
-        self.write_index(cancel)?;
         let end = self.end();
         if let Some(mut sink) = self.sink.take() {
             publish(&mut *sink, end)?;
@@ -227,7 +235,7 @@ impl Writer {
         self.sink = None;
     }
 
-    fn usable(&self) -> Result<()> {
+    pub(super) fn usable(&self) -> Result<()> {
         self.maker.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
@@ -235,7 +243,7 @@ impl Writer {
         self.sink().map(drop)
     }
 
-    fn sink(&self) -> Result<&dyn WriteAt> {
+    pub(super) fn sink(&self) -> Result<&dyn WriteAt> {
         self.sink
             .as_deref()
             .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))

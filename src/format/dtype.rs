@@ -12,18 +12,27 @@ struct Row {
     size: u8,
     /// The numpy string of plain types; opaque ones are stored as `V<size>` and their name.
     plain: Option<&'static str>,
-    /// What safetensors calls it, and how many of its values there make an element here.
-    safetensors: Option<(&'static str, u8)>,
+    /// What it is in safetensors.
+    safetensors: Option<Safetensors>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Safetensors {
+    name: &'static str,
+    /// How many of its values make an element here.
+    values: u8,
+    /// Its place among the types there, in whose falling order data are written.
+    rank: u8,
 }
 
 impl Row {
-    const fn in_safetensors(self, name: &'static str) -> Row {
-        self.packed(name, 1)
+    const fn in_safetensors(self, name: &'static str, rank: u8) -> Row {
+        self.packed(name, 1, rank)
     }
 
-    const fn packed(self, name: &'static str, values: u8) -> Row {
+    const fn packed(self, name: &'static str, values: u8, rank: u8) -> Row {
         let Row { name: own, code, size, plain, .. } = self;
-        Row { name: own, code, size, plain, safetensors: Some((name, values)) }
+        Row { name: own, code, size, plain, safetensors: Some(Safetensors { name, values, rank }) }
     }
 }
 
@@ -37,31 +46,31 @@ const fn opaque(name: &'static str, code: i8, size: u8) -> Row {
 
 /// `code` is the value of `c10::ScalarType`, which torch keeps stable because it serialises it.
 static TABLE: [Row; 41] = [
-    plain("uint8", 0, 1, "|u1").in_safetensors("U8"),
-    plain("int8", 1, 1, "|i1").in_safetensors("I8"),
-    plain("int16", 2, 2, "<i2").in_safetensors("I16"),
-    plain("int32", 3, 4, "<i4").in_safetensors("I32"),
-    plain("int64", 4, 8, "<i8").in_safetensors("I64"),
-    plain("float16", 5, 2, "<f2").in_safetensors("F16"),
-    plain("float32", 6, 4, "<f4").in_safetensors("F32"),
-    plain("float64", 7, 8, "<f8").in_safetensors("F64"),
+    plain("uint8", 0, 1, "|u1").in_safetensors("U8", 4),
+    plain("int8", 1, 1, "|i1").in_safetensors("I8", 5),
+    plain("int16", 2, 2, "<i2").in_safetensors("I16", 11),
+    plain("int32", 3, 4, "<i4").in_safetensors("I32", 15),
+    plain("int64", 4, 8, "<i8").in_safetensors("I64", 20),
+    plain("float16", 5, 2, "<f2").in_safetensors("F16", 13),
+    plain("float32", 6, 4, "<f4").in_safetensors("F32", 17),
+    plain("float64", 7, 8, "<f8").in_safetensors("F64", 19),
     opaque("complex32", 8, 4),
-    plain("complex64", 9, 8, "<c8").in_safetensors("C64"),
+    plain("complex64", 9, 8, "<c8").in_safetensors("C64", 18),
     plain("complex128", 10, 16, "<c16"),
-    plain("bool", 11, 1, "|b1").in_safetensors("BOOL"),
-    opaque("bfloat16", 15, 2).in_safetensors("BF16"),
+    plain("bool", 11, 1, "|b1").in_safetensors("BOOL", 0),
+    opaque("bfloat16", 15, 2).in_safetensors("BF16", 14),
     opaque("bits1x8", 18, 1),
     opaque("bits2x4", 19, 1),
     opaque("bits4x2", 20, 1),
     opaque("bits8", 21, 1),
     opaque("bits16", 22, 2),
-    opaque("float8_e5m2", 23, 1).in_safetensors("F8_E5M2"),
-    opaque("float8_e4m3fn", 24, 1).in_safetensors("F8_E4M3"),
-    opaque("float8_e5m2fnuz", 25, 1).in_safetensors("F8_E5M2FNUZ"),
-    opaque("float8_e4m3fnuz", 26, 1).in_safetensors("F8_E4M3FNUZ"),
-    plain("uint16", 27, 2, "<u2").in_safetensors("U16"),
-    plain("uint32", 28, 4, "<u4").in_safetensors("U32"),
-    plain("uint64", 29, 8, "<u8").in_safetensors("U64"),
+    opaque("float8_e5m2", 23, 1).in_safetensors("F8_E5M2", 6),
+    opaque("float8_e4m3fn", 24, 1).in_safetensors("F8_E4M3", 7),
+    opaque("float8_e5m2fnuz", 25, 1).in_safetensors("F8_E5M2FNUZ", 10),
+    opaque("float8_e4m3fnuz", 26, 1).in_safetensors("F8_E4M3FNUZ", 9),
+    plain("uint16", 27, 2, "<u2").in_safetensors("U16", 12),
+    plain("uint32", 28, 4, "<u4").in_safetensors("U32", 16),
+    plain("uint64", 29, 8, "<u8").in_safetensors("U64", 21),
     opaque("uint1", 30, 1),
     opaque("uint2", 31, 1),
     opaque("uint3", 32, 1),
@@ -76,14 +85,14 @@ static TABLE: [Row; 41] = [
     opaque("int5", 41, 1),
     opaque("int6", 42, 1),
     opaque("int7", 43, 1),
-    opaque("float8_e8m0fnu", 44, 1).in_safetensors("F8_E8M0"),
-    opaque("float4_e2m1fn_x2", 45, 1).packed("F4", 2),
+    opaque("float8_e8m0fnu", 44, 1).in_safetensors("F8_E8M0", 8),
+    opaque("float4_e2m1fn_x2", 45, 1).packed("F4", 2, 1),
 ];
 
 /// Types of safetensors that torch has not: four values in three bytes.
 static BEYOND_TORCH: [Row; 2] = [
-    opaque("float6_e2m3fn_x4", -1, 3).packed("F6_E2M3", 4),
-    opaque("float6_e3m2fn_x4", -2, 3).packed("F6_E3M2", 4),
+    opaque("float6_e2m3fn_x4", -1, 3).packed("F6_E2M3", 4, 2),
+    opaque("float6_e3m2fn_x4", -2, 3).packed("F6_E3M2", 4, 3),
 ];
 
 impl DType {
@@ -105,14 +114,19 @@ impl DType {
     /// The type that safetensors calls so, and how many values of it make one element.
     pub fn from_safetensors(name: &str) -> Option<(Self, u64)> {
         TABLE.iter().chain(&BEYOND_TORCH).find_map(|row| {
-            let (_, values) = row.safetensors.filter(|(known, _)| *known == name)?;
-            Some((DType(row), u64::from(values)))
+            let found = row.safetensors.filter(|known| known.name == name)?;
+            Some((DType(row), u64::from(found.values)))
         })
     }
 
     /// What safetensors calls it, and how many values of it make one element.
     pub fn safetensors(self) -> Option<(&'static str, u64)> {
-        self.0.safetensors.map(|(name, values)| (name, u64::from(values)))
+        self.0.safetensors.map(|found| (found.name, u64::from(found.values)))
+    }
+
+    /// Its place among the types of safetensors, in whose falling order data are written there.
+    pub fn rank_in_safetensors(self) -> Option<u8> {
+        self.0.safetensors.map(|found| found.rank)
     }
 
     /// Whether torch has tensors of this type.

@@ -95,6 +95,15 @@ impl Name {
         &self.0
     }
 
+    /// The string that the name is, if it is one and no path.
+    pub fn key(&self) -> Option<String> {
+        let mut steps = self.components();
+        match (steps.next(), steps.next()) {
+            (Some(Component::Key(key)), None) => String::from_utf8(key.into()).ok(),
+            _ => None,
+        }
+    }
+
     /// The path, read step by step, where it is stored as one.
     pub fn path(&self) -> Option<impl Iterator<Item = Component> + '_> {
         // A name was read to its end when it was made, so that no step fails here.

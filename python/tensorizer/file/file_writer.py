@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from .._native import Writer
+from .._native import Handle, Writer
 from .._types import Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
@@ -96,6 +96,17 @@ class FileWriter:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Write tensors, each with its name, what it is, and the index of the owning module."""
+        numbers = [int(kind) for kind in kinds]
+        self._write(
+            names, tensors, lambda writer, handle: writer.write(handle, names, numbers, modules)
+        )
+
+    def _write(
+        self,
+        names: Sequence[Name],
+        tensors: Sequence[torch.Tensor],
+        write: Callable[[Writer, Handle], None],
+    ) -> None:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
         for name, tensor in zip(names, tensors, strict=True):
@@ -103,12 +114,23 @@ class FileWriter:
                 raise NotImplementedError(f"{name!r} is a {why}")
         handle = lend(tensors)
         try:
-            self._writer.write(handle, names, [int(kind) for kind in kinds], modules)
+            write(self._writer, handle)
             self._complete = True
         finally:
             # What was refused before anything was written leaves what is there.
             self._complete = self._complete and not self._writer.failed
         self.total_tensor_bytes = self._writer.total_tensor_bytes
+
+    def write_safetensors(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        metadata: Sequence[tuple[str, str]],
+    ) -> None:
+        """Write all tensors of a safetensors file, and its metadata as names and values."""
+        self._write(
+            names, tensors, lambda writer, handle: writer.write_safetensors(handle, names, metadata)
+        )
 
     def write_leaves(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors of nested mappings and sequences."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._types import FilterFuncType, Name
+from . import to_safetensors
 from .arguments import resolve_device
 from .encryption import DecryptionParams, EncryptionParams
 from .slices import Index, Wanted
@@ -104,6 +105,9 @@ def save(
     alignment: int = 64,
     encryption: EncryptionParams | None = None,
     hashes: str = "all",
+    format: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -114,10 +118,26 @@ def save(
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         encryption: A key to encrypt the tensors' data with.
         hashes: Which hashes of each tensor to store; see :class:`TensorSerializer`.
+        format: ``"tensors"`` or ``"safetensors"``; None for the latter where ``uri`` is a path or
+            an address that ends with ``.safetensors``. Such files hold tensors by name, which share
+            no memory, and neither hashes nor encryption.
+        metadata: Of a safetensors file: strings by name.
+        max_shard_size: Split a safetensors file that would have more bytes of tensors, as in
+            ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
+            ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
+            which is written last.
 
     Raises:
+        FileExistsError: Shards would replace others, or be hidden by a file.
         OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
 
     """
+    if to_safetensors.is_meant(uri, format):
+        if encryption is not None or hashes != "all":
+            raise ValueError("safetensors files have neither encryption nor hashes")
+        to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size)
+        return
+    if metadata is not None or max_shard_size is not None:
+        raise ValueError("metadata= and max_shard_size= are for safetensors files")
     with TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes) as file:
         file.write_state_dict(tensors)

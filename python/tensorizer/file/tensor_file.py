@@ -10,7 +10,7 @@ import mmap as memory_maps
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ from .encryption import DecryptionParams, native_decryption
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
+
+#: What tensors are known by.
+_Key = TypeVar("_Key", int, str)
 
 
 class TensorFile:
@@ -229,10 +232,10 @@ class TensorFile:
 
 
 def in_batches(
-    numbers: Iterable[int], length: Callable[[int], int], most: int
-) -> Iterator[list[int]]:
+    numbers: Iterable[_Key], length: Callable[[_Key], int], most: int
+) -> Iterator[list[_Key]]:
     """Split tensors into lists of at most so many bytes together, or of one tensor."""
-    batch: list[int] = []
+    batch: list[_Key] = []
     size = 0
     for number in numbers:
         if batch and size + length(number) > most:

@@ -26,7 +26,8 @@ pub struct Pass<'p> {
     pub manifest: Option<Manifest>,
     /// Whether headers get a digest where there is no manifest.
     pub named: bool,
-    pub hashes: Hashes,
+    /// Those in headers, if there are headers.
+    pub hashes: Option<Hashes>,
     /// Those of large tensors.
     pub pool: HashPool<Waiting<'p>>,
     pub backlog: &'p Backlog,
@@ -51,7 +52,7 @@ impl<'p> Pass<'p> {
 
     /// Whether there is a SHA-256 among the hashes.
     pub fn has_sha(&self) -> bool {
-        self.hashes == Hashes::All
+        self.hashes == Some(Hashes::All)
     }
 
     /// Writes chunks that follow each other in the file. A small tensor comes whole: it is hashed
@@ -59,12 +60,13 @@ impl<'p> Pass<'p> {
     /// header is written when the pool has hashed all of them.
     pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
         let sealed = chunks.iter().map(|chunk| self.sealed(chunk)).collect::<Result<Vec<_>>>()?;
-        let headers = self.headers_of_small(&chunks)?;
+        let plain = self.hashes.is_none();
+        let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
         let mut runs: Vec<Run<'_>> = Vec::new();
         for (chunk, sealed) in chunks.iter().zip(&sealed) {
             let item = self.item(chunk.tensor)?;
-            if !item.is_large() {
+            if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 append(&mut runs, item.entry.header_offset, header);
             }
@@ -76,6 +78,9 @@ impl<'p> Pass<'p> {
         }
         let len: u64 = chunks.iter().map(|chunk| chunk.bytes.as_ref().len() as u64).sum();
         self.progress.fetch_add(len, Ordering::Relaxed);
+        if plain {
+            return self.settle(control);
+        }
         self.counters.time(Stage::Hash, || -> Result<()> {
             for Chunk { tensor, start, bytes } in chunks {
                 if self.item(tensor)?.is_large() {
@@ -162,7 +167,9 @@ impl<'p> Pass<'p> {
     fn draft(&self, tensor: usize) -> Result<Draft> {
         let item = self.item(tensor)?;
         let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
-        Draft::new(item.entry, item.module_index, self.hashes, crypt_len)
+        let hashes =
+            self.hashes.ok_or_else(|| Error::Bug("a header of a plain file".to_owned()))?;
+        Draft::new(item.entry, item.module_index, hashes, crypt_len)
     }
 
     /// A header with everything in it. Its data were encrypted before.

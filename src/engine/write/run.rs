@@ -30,8 +30,8 @@ const INLINE_LEN: u64 = 1 << 20;
 pub struct WriteOptions<'o> {
     /// Threads that hash and write at once.
     pub threads: Option<usize>,
-    /// Which hashes to store.
-    pub hashes: Hashes,
+    /// Which hashes to store; None for a format whose tensors have no headers.
+    pub hashes: Option<Hashes>,
     /// Encrypt the tensors' data.
     pub encryption: Option<&'o EncryptionOptions>,
     /// Whether the headers together are to name the file.
@@ -54,7 +54,7 @@ pub fn write_tensors(
     if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
         wanted = wanted.min(sink.places().max(1));
     }
-    let sha = options.hashes == Hashes::All;
+    let sha = options.hashes == Some(Hashes::All);
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
     let jobs = jobs(items, in_turns, buffer_len()?);
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
@@ -64,7 +64,8 @@ pub fn write_tensors(
         options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
     };
     let manifest = options.encryption.filter(|options| options.manifest);
-    let lens = items.iter().map(|item| item.is_large().then_some(item.entry.data_len));
+    let headers = options.hashes.is_some();
+    let large = |item: &Item<'_>| (headers && item.is_large()).then_some(item.entry.data_len);
     let pass = Pass {
         sink,
         items,
@@ -72,7 +73,7 @@ pub fn write_tensors(
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
-        pool: HashPool::new(lens, sha),
+        pool: HashPool::new(items.iter().map(large), sha),
         backlog: &backlog,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
         progress,

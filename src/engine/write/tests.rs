@@ -134,7 +134,12 @@ fn written(
             Item { entry, module_index: 0, origin }
         })
         .collect();
-    let options = WriteOptions { threads: Some(threads), hashes, encryption: None, named: false };
+    let options = WriteOptions {
+        threads: Some(threads),
+        hashes: Some(hashes),
+        encryption: None,
+        named: false,
+    };
     let progress = AtomicU64::new(0);
     write_tensors(&sink, &items, &options, &progress, &Never)?;
     let all: u64 = tensors.entries.iter().map(|entry| entry.data_len).sum();

@@ -1,7 +1,4 @@
-//! `.safetensors` files: eight bytes with the length of a header, the header in JSON, data.
-//!
-//! What the library of that name refuses is refused: data must follow each other without holes or
-//! overlaps, and fill the file.
+//! Headers as they are read.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -9,19 +6,13 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use super::TensorKind;
-use super::catalog::{Entry, MAX_DIMS, checked_len};
-use super::dtype::DType;
-use super::json::Discarded;
-use super::name::Name;
+use super::{LENGTH_LEN, METADATA};
 use crate::error::{Brief, Malformed};
-
-/// Bytes of the length in front of the header.
-pub const LENGTH_LEN: u64 = size_of::<u64>() as u64;
-/// Bytes of the longest header that is read, as in the library.
-pub const MAX_HEADER_LEN: u64 = 100_000_000;
-/// Where a header holds strings instead of a tensor.
-const METADATA: &str = "__metadata__";
+use crate::format::TensorKind;
+use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
+use crate::format::dtype::DType;
+use crate::format::json::Discarded;
+use crate::format::name::Name;
 
 /// What a header says.
 #[derive(Debug, Default)]
@@ -32,25 +23,6 @@ pub struct Header {
     pub metadata: Vec<(String, String)>,
     /// Where the data end, and the file.
     pub end: u64,
-}
-
-/// Whether a file that begins so is one, whatever its header's length.
-pub fn begins(bytes: &[u8]) -> bool {
-    // No header is as long as 2⁴⁰ bytes.
-    matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
-}
-
-/// The length of the header, from the first bytes of a file at `base`.
-pub fn header_len(bytes: &[u8], base: u64) -> Result<u64, Malformed> {
-    let short = || Malformed::new(base, "a safetensors file begins with the length of its header");
-    let len = u64::from_le_bytes(*bytes.first_chunk().ok_or_else(short)?);
-    if len > MAX_HEADER_LEN {
-        let what = format!(
-            "expected a safetensors header of at most {MAX_HEADER_LEN} bytes, found one of {len}"
-        );
-        return Err(Malformed::new(base, what));
-    }
-    Ok(len)
 }
 
 /// Reads a header that lies at `base + 8` of file number `file`.
@@ -256,7 +228,7 @@ impl<'de: 'j, 'j> Deserialize<'de> for Raw<'j> {
 struct Text<'j>(#[serde(borrow)] Cow<'j, str>);
 
 /// Names and values, no name twice.
-pub(super) struct Strings(pub Vec<(String, String)>);
+pub(in crate::format) struct Strings(pub Vec<(String, String)>);
 
 impl<'de> Deserialize<'de> for Strings {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {

@@ -1,0 +1,163 @@
+"""Writing safetensors files, in one piece or in shards with their index."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..streams.open import open_stream
+from .file_writer import FileWriter
+from .tensor_file import in_batches
+
+ENDING = ".safetensors"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save_safetensors(
+    tensors: Mapping[Any, Any],
+    uri: str | os.PathLike[Any] | Any,
+    metadata: Mapping[str, str] | None,
+    max_shard_size: int | str | None,
+) -> None:
+    """Save tensors as a safetensors file, or as several with an index.
+
+    Raises:
+        TypeError: What is given is not tensors by name, or metadata are not strings.
+        ValueError: Tensors share memory, or safetensors has no place for one.
+        FileExistsError: Shards would replace others one by one, or be hidden by one file.
+        OSError, NotImplementedError: See :class:`tensorizer.TensorSerializer`.
+
+    """
+    named = _checked(tensors)
+    pairs = _pairs(metadata)
+    _refuse_shared(named)
+    shards = [list(named)]
+    if max_shard_size is not None:
+        sizes = {name: tensor.nbytes for name, tensor in named.items()}
+        shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
+    if len(shards) < 2:  # noqa: PLR2004
+        _write(uri, named, pairs)
+        return
+    stem, folder = _stem(uri)
+    index = f"{stem}{ENDING}.index.json"
+    for path in (index, f"{stem}{ENDING}"):
+        if _exists(path):
+            raise FileExistsError(
+                f"{path} exists: what is there would be replaced shard by shard, or be found "
+                "instead of the shards; remove it first, or save under another name"
+            )
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        path = f"{stem}-{number:05}-of-{len(shards):05}{ENDING}"
+        _write(path, {name: named[name] for name in names}, pairs)
+        weight_map.update(dict.fromkeys(names, path[len(folder) :]))
+    total = sum(tensor.nbytes for tensor in named.values())
+    text = json.dumps(
+        {"metadata": {**dict(pairs), "total_size": total}, "weight_map": weight_map},
+        indent=2,
+        sort_keys=True,
+    )
+    with open_stream(index, "wb") as file:
+        file.write(f"{text}\n".encode())
+
+
+def _write(uri: Any, tensors: Mapping[str, torch.Tensor], pairs: list[tuple[str, str]]) -> None:
+    with FileWriter(uri) as file:
+        file.write_safetensors(list(tensors), list(tensors.values()), pairs)
+
+
+def _checked(tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"expected tensors by name, found {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                "safetensors files hold tensors by name, and nothing nested: found "
+                f"{type(tensor).__name__} at {name!r}"
+            )
+    return dict(tensors)
+
+
+def _pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    pairs = list((metadata or {}).items())
+    for name, value in pairs:
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"metadata are strings by name, found {value!r} at {name!r}")
+    return pairs
+
+
+def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that share memory, which a file would hold twice, and a load not share."""
+    ranges = sorted(
+        (str(tensor.device), *_extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel()
+    )
+    for one, other in itertools.pairwise(ranges):
+        if one[0] == other[0] and other[1] < one[2]:
+            raise ValueError(
+                f"{one[3]!r} and {other[3]!r} share memory, and safetensors cannot say so: leave "
+                "one of them out (load_into_module keeps the ties of a module), save clones, or "
+                "save a .tensors file"
+            )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor, and of that behind its last."""
+    last = sum(
+        (dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _bytes(size: int | str) -> int:
+    """Return a number of bytes, which may be given as ``"5GB"``."""
+    if isinstance(size, str):
+        found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", size.strip())
+        unit = _UNITS.get(found[2].upper()) if found else None
+        if found is None or unit is None:
+            raise ValueError(f"expected bytes as in 5000000000, '5GB' or '4GiB', found {size!r}")
+        size = int(found[1]) * unit
+    if size < 1:
+        raise ValueError(f"max_shard_size must be positive, not {size}")
+    return size
+
+
+def _stem(uri: Any) -> tuple[str, str]:
+    """Return what the names of shards begin with, and the part of it that is their folder."""
+    if not isinstance(uri, (str, bytes, os.PathLike)):
+        raise TypeError(f"shards need a path or an address, found {type(uri).__name__}")
+    path = os.fsdecode(uri)
+    if not path.endswith(ENDING):
+        raise ValueError(f"shards are named after a file that ends with {ENDING}, found {path!r}")
+    stem = path.removesuffix(ENDING)
+    return stem, stem[: stem.rfind("/") + 1]
+
+
+def _exists(path: str) -> bool:
+    try:
+        with open_stream(path):
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def is_meant(uri: Any, format: str | None) -> bool:
+    """Tell whether a file is to be a safetensors file, by what is said or by its name.
+
+    Raises:
+        ValueError: The format is none that can be written.
+
+    """
+    if format not in (None, "tensors", "safetensors"):
+        raise ValueError(f"format must be 'tensors' or 'safetensors', not {format!r}")
+    if format is None and isinstance(uri, (str, bytes, os.PathLike)):
+        return os.fsdecode(uri).partition("?")[0].endswith(ENDING)
+    return format == "safetensors"

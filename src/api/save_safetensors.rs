@@ -1,0 +1,68 @@
+//! Files of safetensors: written as a whole, as that format has its header first.
+
+use std::io::IoSlice;
+
+use super::save::Writer;
+use super::save_options::SaveTensor;
+use crate::cancel::Cancel;
+use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
+use crate::error::{Error, Result};
+use crate::format::safetensors::{Layout, Placed};
+use crate::io::sink::write_all_at;
+
+impl Writer {
+    /// Writes all tensors of a safetensors file, with names and values of its metadata. Nothing may
+    /// have been written before, and nothing can be after.
+    pub fn write_safetensors(
+        &mut self,
+        tensors: Vec<SaveTensor<'_>>,
+        metadata: &[(String, String)],
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        self.usable()?;
+        if self.foreign || !self.entries.is_empty() {
+            let what = format!("`{}` has tensors already: all of them go together", self.uri());
+            return Err(Error::InvalidArgument(what));
+        }
+        if self.options.encryption.is_some() {
+            let what = "safetensors files are not encrypted: expected a .tensors file".to_owned();
+            return Err(Error::InvalidArgument(what));
+        }
+        let placed = tensors.iter().map(|tensor| {
+            if matches!(tensor.data, Origin::Meta) {
+                let what =
+                    format!("tensor `{}` is on the meta device, and has no data", tensor.name);
+                return Err(Error::InvalidArgument(what));
+            }
+            let (name, dtype) = (tensor.name.clone(), tensor.dtype);
+            Ok(Placed { name, dtype, shape: tensor.shape.clone() })
+        });
+        let placed = placed.collect::<Result<Vec<_>>>()?;
+        let layout = Layout::new(placed, metadata, self.base).map_err(Error::InvalidArgument)?;
+        self.failed = true;
+        self.foreign = true;
+        self.end = layout.end;
+        let mut sources: Vec<Option<Origin<'_>>> =
+            tensors.into_iter().map(|tensor| Some(tensor.data)).collect();
+        let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
+            let origin = sources.get_mut(number).and_then(Option::take);
+            let origin = origin.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
+            Ok(Item { entry, module_index: 0, origin })
+        });
+        let items = items.collect::<Result<Vec<_>>>()?;
+        let options = WriteOptions {
+            threads: self.options.threads,
+            hashes: None,
+            encryption: None,
+            named: false,
+        };
+        let sink = self.sink()?;
+        let head = self.base.saturating_add(layout.head.len() as u64);
+        sink.reserve(head, layout.end)?;
+        write_all_at(sink, self.base, &mut [IoSlice::new(&layout.head)], cancel)?;
+        write_tensors(sink, &items, &options, &self.progress, cancel)?;
+        self.tensor_bytes = layout.end.saturating_sub(head);
+        self.failed = false;
+        Ok(())
+    }
+}

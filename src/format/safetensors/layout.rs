@@ -1,0 +1,145 @@
+//! Where a save puts each tensor.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{MAX_HEADER_LEN, METADATA};
+use crate::format::TensorKind;
+use crate::format::catalog::{Entry, checked_len};
+use crate::format::dtype::DType;
+use crate::format::name::Name;
+
+/// A tensor about to be placed.
+#[derive(Debug, Clone)]
+pub struct Placed {
+    /// Its name, which is a plain string.
+    pub name: Name,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+}
+
+impl Placed {
+    fn too_large(&self) -> String {
+        let Placed { name, dtype, shape } = self;
+        format!("tensor `{name}`: shape {shape:?} of {dtype} is too large")
+    }
+
+    fn len(&self) -> Result<u64, String> {
+        checked_len(self.dtype, &self.shape).ok_or_else(|| self.too_large())
+    }
+
+    /// What the header says of it.
+    fn described(&self, start: u64, end: u64) -> Result<String, String> {
+        let none = || format!("tensor `{}`: safetensors has no {}", self.name, self.dtype);
+        let (dtype, values) = self.dtype.safetensors().ok_or_else(none)?;
+        let mut shape = self.shape.clone();
+        if values > 1 {
+            let last = shape.last_mut().ok_or_else(none)?;
+            *last = last.checked_mul(values).ok_or_else(|| self.too_large())?;
+        }
+        let (dtype, shape) = (to_json(dtype)?, to_json(&shape)?);
+        Ok(format!(r#"{{"dtype":{dtype},"shape":{shape},"data_offsets":[{start},{end}]}}"#))
+    }
+}
+
+/// Tensors with their names and numbers, in the order of a file.
+fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>, String> {
+    let mut sorted = Vec::with_capacity(tensors.len());
+    for (number, tensor) in tensors.into_iter().enumerate() {
+        let (name, dtype) = (&tensor.name, tensor.dtype);
+        let key = name.key().ok_or_else(|| {
+            format!("tensor `{name}`: names of nested structures have no place in safetensors")
+        })?;
+        if key == METADATA {
+            return Err(format!("`{METADATA}` is no name for a tensor in safetensors"));
+        }
+        let rank = dtype.rank_in_safetensors();
+        let rank = rank.ok_or_else(|| format!("tensor `{name}`: safetensors has no {dtype}"))?;
+        sorted.push((Reverse(rank), key, number, tensor));
+    }
+    sorted.sort_by(|one, other| (one.0, &one.1).cmp(&(other.0, &other.1)));
+    Ok(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)).collect())
+}
+
+/// A file about to be written.
+#[derive(Debug)]
+pub struct Layout {
+    /// Length and header.
+    pub head: Vec<u8>,
+    /// The tensors, in the order of their data: larger elements first, then by name.
+    pub entries: Vec<Entry>,
+    /// For each of them its number among those given.
+    pub order: Vec<usize>,
+    /// Where the data end, and the file.
+    pub end: u64,
+}
+
+impl Layout {
+    /// A file at position `base`, byte for byte as the library writes it, except that metadata are
+    /// sorted by name. Says what cannot be written.
+    pub fn new(
+        tensors: Vec<Placed>,
+        metadata: &[(String, String)],
+        base: u64,
+    ) -> Result<Self, String> {
+        let sorted = sorted(tensors)?;
+        let mut json = String::from("{");
+        if !metadata.is_empty() {
+            let metadata: BTreeMap<&String, &String> =
+                metadata.iter().map(|(name, value)| (name, value)).collect();
+            json += &format!("{}:{},", to_json(METADATA)?, to_json(&metadata)?);
+        }
+        let (mut entries, mut order, mut end) = (Vec::new(), Vec::new(), 0u64);
+        let mut names = BTreeSet::new();
+        for (key, number, tensor) in sorted {
+            let (start, len) = (end, tensor.len()?);
+            end = end.checked_add(len).ok_or_else(|| tensor.too_large())?;
+            json += &format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
+            let Placed { name, dtype, shape } = tensor;
+            if !names.insert(key) {
+                return Err(format!("tensor `{name}` is given twice"));
+            }
+            order.push(number);
+            entries.push(Entry {
+                name,
+                kind: TensorKind::StateDict,
+                dtype,
+                shape: shape.into(),
+                long: false,
+                file: 0,
+                header_offset: start,
+                data_offset: start,
+                data_len: len,
+                whole: None,
+            });
+        }
+        if json.ends_with(',') {
+            json.pop();
+        }
+        json.push('}');
+        // Data begin at a multiple of eight bytes.
+        let len = json.len().next_multiple_of(size_of::<u64>());
+        if len as u64 > MAX_HEADER_LEN {
+            return Err(format!("names and shapes need a header of {len} bytes: too long"));
+        }
+        let mut head = (len as u64).to_le_bytes().to_vec();
+        head.extend(json.into_bytes());
+        head.resize(len + size_of::<u64>(), b' ');
+        let data_at = base.saturating_add(head.len() as u64);
+        for entry in &mut entries {
+            entry.data_offset = entry.data_offset.saturating_add(data_at);
+            entry.header_offset = entry.data_offset;
+        }
+        let end = data_at.saturating_add(end);
+        if i64::try_from(end).is_err() {
+            return Err(format!("{end} bytes are too many for a file"));
+        }
+        Ok(Layout { head, entries, order, end })
+    }
+}
+
+fn to_json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String, String> {
+    serde_json::to_string(value).map_err(|e| e.to_string())
+}

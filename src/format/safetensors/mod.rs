@@ -1,0 +1,39 @@
+//! `.safetensors` files: eight bytes with the length of a header, the header in JSON, data.
+//!
+//! What the library of that name refuses is refused: data must follow each other without holes or
+//! overlaps, and fill the file.
+
+mod header;
+mod layout;
+
+pub(super) use header::Strings;
+pub use header::{Header, parse};
+pub use layout::{Layout, Placed};
+
+use crate::error::Malformed;
+
+/// Bytes of the length in front of the header.
+pub const LENGTH_LEN: u64 = size_of::<u64>() as u64;
+/// Bytes of the longest header that is read, as in the library.
+pub const MAX_HEADER_LEN: u64 = 100_000_000;
+/// Where a header holds strings instead of a tensor.
+const METADATA: &str = "__metadata__";
+
+/// Whether a file that begins so is one, whatever its header's length.
+pub fn begins(bytes: &[u8]) -> bool {
+    // No header is as long as 2⁴⁰ bytes.
+    matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
+}
+
+/// The length of the header, from the first bytes of a file at `base`.
+pub fn header_len(bytes: &[u8], base: u64) -> Result<u64, Malformed> {
+    let short = || Malformed::new(base, "a safetensors file begins with the length of its header");
+    let len = u64::from_le_bytes(*bytes.first_chunk().ok_or_else(short)?);
+    if len > MAX_HEADER_LEN {
+        let what = format!(
+            "expected a safetensors header of at most {MAX_HEADER_LEN} bytes, found one of {len}"
+        );
+        return Err(Malformed::new(base, what));
+    }
+    Ok(len)
+}

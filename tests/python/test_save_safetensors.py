@@ -1,0 +1,179 @@
+"""Writing safetensors files: byte for byte as the library writes them."""
+
+import io
+import json
+import os
+
+import pytest
+import tensorizer
+import torch
+from servers import Moto
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.float16),
+    *(torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64),
+    *(torch.int64, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2),
+]
+
+
+def make():
+    torch.manual_seed(2)
+    tensors = {
+        f"{number % 7}.{str(dtype).removeprefix('torch.')}": torch.randint(
+            0, 2 if dtype is torch.bool else 255, (3, 16), dtype=torch.uint8
+        ).view(dtype)
+        for number, dtype in enumerate(DTYPES)
+    }
+    tensors["scalar"] = torch.tensor(1.5)
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors['odd "name" \n\t\\ ü \x7f'] = torch.arange(5)
+    tensors["large"] = torch.randn(900, 1001)
+    return tensors
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+@pytest.mark.parametrize("tensors", [make(), {}, {"a": torch.ones(1)}], ids=["all", "none", "one"])
+def test_files_are_those_of_the_library(tmp_path, tensors, metadata):
+    safetensors.save_file(tensors, tmp_path / "theirs", metadata=metadata)
+    tensorizer.save(tensors, tmp_path / "ours.safetensors", metadata=metadata)
+    expected = (tmp_path / "theirs").read_bytes()
+    assert (tmp_path / "ours.safetensors").read_bytes() == expected
+    file = io.BytesIO()
+    file.close = lambda: None
+    tensorizer.save(tensors, file, format="safetensors", metadata=metadata)
+    assert file.getvalue() == expected
+    assert sorted(os.listdir(tmp_path)) == ["ours.safetensors", "theirs"]
+
+
+def test_metadata_are_sorted(tmp_path):
+    metadata = {f"{i}": "ü\n" * i for i in (3, 1, 2)}
+    path = tmp_path / "f.safetensors"
+    tensorizer.save({"a": torch.ones(2)}, path, metadata=metadata)
+    assert list(tensorizer.info(path).metadata) == ["1", "2", "3"]
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == metadata
+
+
+def test_tensors_of_any_order_in_memory(tmp_path):
+    tensors = {
+        "t": torch.arange(12).reshape(3, 4).t(),
+        "step": torch.arange(20)[::3],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "conj": torch.tensor([1 + 2j]).to(torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    path = tmp_path / "f.safetensors"
+    tensorizer.save(tensors, path)
+    loaded = safetensors.load_file(path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_from_a_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    tensors = make()
+    tensorizer.save(tensors, tmp_path / "f.safetensors")
+    assert tensorizer.stats()["device"] == "fake"
+    safetensors.save_file(tensors, tmp_path / "theirs")
+    assert (tmp_path / "f.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    tensorizer.release_pinned()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "text"),
+    [
+        ([torch.ones(1)], {}, TypeError, "tensors by name"),
+        ({"a": {"b": torch.ones(1)}}, {}, TypeError, "nothing nested: found dict at 'a'"),
+        ({("a", 0): torch.ones(1)}, {}, TypeError, "nothing nested"),
+        ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "metadata are strings"),
+        ({"a": torch.ones(1)}, {"format": "zip"}, ValueError, "format must be"),
+        ({"a": torch.ones(1)}, {"hashes": "crc32"}, ValueError, "neither encryption nor hashes"),
+        ({"a": torch.ones(1)}, {"max_shard_size": 0}, ValueError, "must be positive"),
+        ({"a": torch.ones(1)}, {"max_shard_size": "5 parsecs"}, ValueError, "expected bytes as in"),
+        ({"__metadata__": torch.ones(1)}, {}, ValueError, "no name for a tensor"),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, {}, ValueError, "has no torch.complex128"),
+        ({"a": torch.ones(1, device="meta")}, {}, ValueError, "`a` is on the meta device"),
+        ({"a": torch.ones(2, 2).to_sparse()}, {}, NotImplementedError, "a"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, tensors, options, error, text):
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(error, match=text):
+        tensorizer.save(tensors, path, **options)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["f.safetensors"]
+
+
+def test_tensors_that_share_memory_are_refused(tmp_path):
+    base = torch.arange(10)
+    for tensors in [
+        {"a": base, "b": base},
+        {"a": base, "b": base[2:4]},
+        {"a": base[:5], "b": base[4:]},
+        {"a": base[::2], "b": base[1::2]},
+    ]:
+        with pytest.raises(ValueError, match=r"'[ab]' and '[ab]' share memory"):
+            tensorizer.save(tensors, tmp_path / "f.safetensors")
+    # Neighbours share a storage, and no byte.
+    tensorizer.save({"a": base[:5], "b": base[5:]}, tmp_path / "f.safetensors")
+    assert torch.equal(tensorizer.load(tmp_path / "f.safetensors", "cpu")["b"], base[5:])
+
+
+def test_metadata_and_shards_are_for_safetensors(tmp_path):
+    for options in ({"metadata": {}}, {"max_shard_size": 5}):
+        with pytest.raises(ValueError, match="are for safetensors files"):
+            tensorizer.save({"a": torch.ones(1)}, tmp_path / "f.tensors", **options)
+    tensorizer.save({"a": torch.ones(1)}, tmp_path / "f.safetensors", format="tensors")
+    assert tensorizer.info(tmp_path / "f.safetensors").format == "tensors"
+
+
+def test_shards(tmp_path):
+    tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(10)}
+    path = tmp_path / "model.safetensors"
+    tensorizer.save(tensors, path, max_shard_size="12KB", metadata={"format": "pt"})
+    names = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert sorted(os.listdir(tmp_path)) == [*names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"format": "pt", "total_size": 40_000}
+    assert index["weight_map"] == {f"t{i}": names[i // 3] for i in range(10)}
+    assert list(safetensors.load_file(tmp_path / names[1])) == ["t3", "t4", "t5"]
+    loaded = tensorizer.load(tmp_path, "cpu")
+    assert list(loaded) == list(tensors)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(FileExistsError, match="index.json exists"):
+        tensorizer.save(tensors, path, max_shard_size=12_000)
+    with pytest.raises(TypeError, match="shards need a path"):
+        tensorizer.save(tensors, io.BytesIO(), format="safetensors", max_shard_size=12_000)
+    with pytest.raises(ValueError, match=r"ends with \.safetensors"):
+        tensorizer.save(tensors, tmp_path / "f", format="safetensors", max_shard_size=12_000)
+
+
+def test_few_bytes_are_one_file_whatever_is_allowed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensorizer.save({"a": torch.ones(4)}, path, max_shard_size="5GB")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    with pytest.raises(FileExistsError, match="model.safetensors exists"):
+        tensorizer.save(tensors, path, max_shard_size=16)
+
+
+def test_to_s3(monkeypatch):
+    server = Moto()
+    try:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.host}")
+        server.client().create_bucket(Bucket="bucket")
+        tensors = {f"t{i}": torch.full((300_000,), float(i)) for i in range(10)}
+        tensorizer.save(tensors, "s3://bucket/one.safetensors")
+        tensorizer.save(tensors, "s3://bucket/m/model.safetensors", max_shard_size=4_000_000)
+        for address in ("s3://bucket/one.safetensors", "s3://bucket/m"):
+            loaded = tensorizer.load(address, "cpu")
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+        with pytest.raises(FileExistsError, match="index.json exists"):
+            tensorizer.save(tensors, "s3://bucket/m/model.safetensors", max_shard_size=4_000_000)
+    finally:
+        server.stop()
