@@ -41,7 +41,7 @@ def save_safetensors(
     if max_shard_size is not None:
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
-    if len(shards) < 2:  # noqa: PLR2004
+    if len(shards) < 2:
         _write(uri, named, pairs)
         return
     stem, folder = _stem(uri)
