@@ -73,6 +73,8 @@ pub mod mem;
 pub use half;
 
 #[doc(hidden)]
+pub use api::archive::Pickled;
+#[doc(hidden)]
 pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
 pub use api::head::Opening;

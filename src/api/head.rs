@@ -1,8 +1,10 @@
 //! The beginning of a file, from which its format is told, and what follows it.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
+use super::archive::read_archive;
 use super::file::{Own, TensorFile};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
@@ -10,8 +12,9 @@ use crate::error::{Error, Result};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
-use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
+use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::{index, pair};
+use crate::format::torch_zip;
 use crate::io::source::{Prefixed, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
@@ -102,7 +105,7 @@ impl Head {
 
     /// Opens a file by itself.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        if !safetensors::begins(&self.bytes) {
+        if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
             return self.open_tensors(opening.cancel);
         }
         let uri = self.source.uri().to_owned();
@@ -112,18 +115,24 @@ impl Head {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
         let Part { source, format, entries, metadata } = part;
-        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
+        let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let catalog = Catalog { format, entries, names, metadata, promised };
         Ok(TensorFile::new(uri, vec![source], catalog, None))
     }
 
     /// Reads what the file has, as number `file` of several.
     pub fn part(self, file: usize, opening: &Opening<'_>) -> Result<Part> {
+        if torch_zip::begins(&self.bytes) {
+            return read_archive(self.source, self.base, file, opening);
+        }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::begins(&self.bytes) {
             let start = self.bytes.split_at(self.bytes.len().min(8)).0;
+            let found = looks_like(&self.bytes).map(str::to_owned);
+            let found =
+                found.unwrap_or_else(|| format!("begins with \"{}\"", start.escape_ascii()));
             let what = format!(
-                "expected a safetensors file, as the index of shards says, found one that begins with \"{}\"",
-                start.escape_ascii()
+                "not a shard: expected a safetensors file or a checkpoint of torch.save, {found}"
             );
             return Err(malformed(uri, what));
         }
@@ -202,7 +211,7 @@ impl Head {
             key_fits: AtomicBool::new(false),
         };
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Vec::new());
-        let catalog = Catalog { format, entries, names, metadata };
+        let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own)))
     }
 }
@@ -232,7 +241,7 @@ fn read_up_to(
 
 /// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
 /// memory grows with what arrives.
-fn read_growing(
+pub fn read_growing(
     source: &dyn ReadAt,
     offset: u64,
     len: u64,

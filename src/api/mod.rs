@@ -1,5 +1,6 @@
 //! What programs call: open a file, load from it, save to one.
 
+pub mod archive;
 pub mod device;
 pub mod file;
 mod folder;
