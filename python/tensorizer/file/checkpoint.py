@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,6 +97,10 @@ class Checkpoint:
             described.append((name, dtype, list(like.shape), storage, tensor.strided))
             self._tensors.append(tensor)
         self.reader = records.tensors(described)
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self._records.stop()
 
     def close(self) -> None:
         """Close the files."""
@@ -217,6 +222,55 @@ class Checkpoint:
     def strided(self, number: int) -> bool:
         """Tell whether the reader cannot load a tensor, but only this."""
         return self._tensors[number].strided
+
+
+class SlicedCheckpoint:
+    """Slices of tensors of a checkpoint, as if they were all of it.
+
+    Of a contiguous tensor the bytes of the slice are read, of another its whole storage.
+
+    Args:
+        whole: The checkpoint.
+        slices: For each a tensor's number, and first index and end in each dimension.
+
+    Attributes:
+        reader: A reader of the slices of contiguous tensors, which describes the others too.
+
+    """
+
+    def __init__(
+        self, whole: Checkpoint, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]
+    ) -> None:
+        self.reader = whole.reader.sliced(slices)
+        self._whole, self._slices = whole, slices
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self._whole.stop()
+
+    def close(self) -> None:
+        """Leave the files open, for those who have the whole."""
+
+    def load(
+        self, numbers: Sequence[int], device: torch.device, *, verify: str, **options: Any
+    ) -> tuple[list[torch.Tensor], int]:
+        """Return slices on a device, in memory of their own, and how many bytes were read."""
+        direct = [number for number in numbers if not self.strided(number)]
+        place = devices.number(device)
+        handle, _ = self.reader.load(direct, verify=verify, device=place, **options)
+        loaded = dict(zip(direct, take(handle), strict=True))
+        size = self.reader.data_len(direct)
+        for number in numbers:
+            if number not in loaded:
+                of, ranges = self._slices[number]
+                (tensor,), read = self._whole.load([of], device, verify=verify, **options)
+                loaded[number] = tensor[tuple(slice(*ends) for ends in ranges)].clone()
+                size += read
+        return [loaded[number] for number in numbers], size
+
+    def strided(self, number: int) -> bool:
+        """Tell whether the reader cannot load a slice, but only this."""
+        return self._whole.strided(self._slices[number][0])
 
 
 def _check_words(records: dict[str, bytes], file: int, uri: str) -> None:

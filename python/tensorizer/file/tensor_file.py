@@ -22,7 +22,7 @@ from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
 from .arguments import check_num_readers, checked_dtype, checked_verification
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
@@ -70,7 +70,7 @@ class TensorFile:
     ) -> None:
         opened = open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         self.bytes_read = 0
         self.maps = bool(mmap)
         self._clone = clone
@@ -110,9 +110,19 @@ class TensorFile:
         returned need not be closed.
         """
         part = copy.copy(self)
-        part.reader = self.reader.sliced(slices)
+        if isinstance(self._checkpoint, Checkpoint):
+            part._checkpoint = SlicedCheckpoint(self._checkpoint, slices)
+            part.reader = part._checkpoint.reader
+        else:
+            part.reader = self.reader.sliced(slices)
         part._stream = None
         return part
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self.reader.stop()
+        if self._checkpoint is not None:
+            self._checkpoint.stop()
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
@@ -222,7 +232,7 @@ class TensorFile:
     def _fill_strided(
         self,
         pairs: Sequence[tuple[torch.Tensor, int]],
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | SlicedCheckpoint,
         verify: str | None,
     ) -> list[tuple[torch.Tensor, int]]:
         """Fill those whose bytes do not lie in order in the file; return the others."""
