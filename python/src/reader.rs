@@ -193,11 +193,18 @@ impl Reader {
     /// The same files as tensors of their records, which a pickle names: each as name, dtype without
     /// `torch.`, shape, `(record, position in it)` or None for the `meta` device, and whether it has
     /// strides, so that this cannot load it.
-    fn tensors<'py>(&self, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
+    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
+        let uri = self.file.uri();
         let tensors = tensors.into_iter().map(|(name, dtype, shape, storage, strided)| {
-            let name = name_from_python(&name)?;
+            let name = name_from_python(&name).map_err(|error| {
+                let (uri, what) = (uri.to_owned(), error.value(py).to_string());
+                Error::Format { uri, offset: 0, what }
+            })?;
             let dtype = DType::from_name(&dtype).ok_or_else(|| {
-                Error::Unsupported(format!("tensor `{name}`: cannot load the dtype torch.{dtype}"))
+                let what = format!(
+                    "`{uri}`: tensor `{name}` has the dtype torch.{dtype}, which is unknown"
+                );
+                Error::Unsupported(what)
             })?;
             Ok(Pickled { name, dtype, shape: shape.into(), storage, strided })
         });

@@ -12,7 +12,7 @@ use crate::engine::read::{Begun, Catalog, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
-use crate::format::catalog::{Entry, Format, checked_len};
+use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
@@ -193,6 +193,10 @@ impl TensorFile {
     fn pickled_entry(&self, tensor: Pickled) -> Result<Entry> {
         let Pickled { name, dtype, shape, storage, strided } = tensor;
         let fail = |what: String| malformed(self.uri(), format!("tensor `{name}`: {what}"));
+        if shape.len() > MAX_DIMS {
+            let count = shape.len();
+            return Err(fail(format!("expected at most {MAX_DIMS} dimensions, found {count}")));
+        }
         let len = checked_len(dtype, &shape)
             .ok_or_else(|| fail(format!("shape {shape:?} of {dtype} is too large")))?;
         let (file, data_offset, data_len) = match storage {

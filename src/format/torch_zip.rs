@@ -73,6 +73,7 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     let (before, end) = tail.split_at(at);
     let plain = End::plain(end, base.saturating_add(end_at))?;
     let large = End::large(before, end_at, base)?;
+    let several = plain.several || large.as_ref().is_some_and(|large| large.several);
     let (end, follows) = match large {
         Some(large) if !plain.is_short_for(&large) => {
             let what = format!(
@@ -84,7 +85,7 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
         Some(large) => (large, end_at.saturating_sub((LOCATOR_LEN + END64_LEN) as u64)),
         None => (plain, end_at),
     };
-    if end.several {
+    if several {
         return Err(fail(end_at, "the zip archive is one of several parts".to_owned()));
     }
     let Directory { start, len, count } = end.directory;

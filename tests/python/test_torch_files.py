@@ -5,6 +5,7 @@ import io
 import json
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -283,7 +284,9 @@ def test_mapped_in_place(tmp_path):
     torch.save(tensors, tmp_path / "x.pt")
     loaded = tensorizer.load(tmp_path / "x.pt", mmap=True)
     check(loaded, tensors)
-    maps = [line for line in open("/proc/self/maps") if line.rstrip().endswith("x.pt")]
+    maps = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("x.pt")
+    ]
     ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in maps]
     assert any(start <= loaded["c"].data_ptr() < end for start, end in ranges)
     loaded["a"].fill_(1)
