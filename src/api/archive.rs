@@ -3,8 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use super::file::TensorFile;
-use super::head::{Part, malformed, read_growing};
-use super::open::Opening;
+use super::part::{Opening, Part, malformed, read_growing};
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::Extent;

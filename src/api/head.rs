@@ -6,27 +6,17 @@ use std::sync::{Arc, OnceLock};
 
 use super::archive::read_archive;
 use super::file::{Own, TensorFile};
+use super::part::{Opening, Part, malformed, read_growing, read_up_to};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
-use crate::format::catalog::{Catalog, Entry, Format};
+use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::{index, pair};
 use crate::format::torch_zip;
-use crate::io::source::{Prefixed, ReadAt, read_exact_at};
-use crate::mem::Buffers;
-
-/// How files are opened.
-#[derive(Clone, Copy)]
-pub struct Opening<'c> {
-    /// Ends the call: a named pipe is waited for.
-    pub cancel: &'c dyn Cancel,
-    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
-    /// pickle, which only Python reads, so that such files are refused elsewhere.
-    pub storages: bool,
-}
+use crate::io::source::{Prefixed, ReadAt};
 
 /// A source of which the first bytes were read.
 pub struct Head {
@@ -34,18 +24,6 @@ pub struct Head {
     base: u64,
     /// As many as there are, up to the length of a prologue.
     bytes: Vec<u8>,
-}
-
-/// What a file adds to a catalog of one or several.
-pub struct Part {
-    /// Where its data come from.
-    pub source: Arc<dyn ReadAt>,
-    /// Its format.
-    pub format: Format,
-    /// Its tensors, by position.
-    pub entries: Vec<Entry>,
-    /// Names and values.
-    pub metadata: Vec<(String, String)>,
 }
 
 impl Head {
@@ -214,56 +192,4 @@ impl Head {
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own)))
     }
-}
-
-/// An error about a file as a whole.
-pub fn malformed(uri: &str, what: String) -> Error {
-    Error::Format { uri: uri.to_owned(), offset: 0, what }
-}
-
-/// Fills as much of the buffer as the source has.
-fn read_up_to(
-    source: &dyn ReadAt,
-    offset: u64,
-    buffer: &mut [u8],
-    cancel: &dyn Cancel,
-) -> Result<usize> {
-    let mut done = 0;
-    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        let at = offset.saturating_add(done as u64);
-        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
-            0 => break,
-            read => done += read,
-        }
-    }
-    Ok(done)
-}
-
-/// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
-/// memory grows with what arrives.
-pub fn read_growing(
-    source: &dyn ReadAt,
-    offset: u64,
-    len: u64,
-    out: &mut Vec<u8>,
-    what: &str,
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    const STEP: usize = 1 << 20;
-    let before = out.len();
-    let len = usize::try_from(len).unwrap_or(usize::MAX);
-    while out.len() < len {
-        let done = out.len();
-        let more = STEP.max(done).min(len - done);
-        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
-            bytes: (done + more) as u64,
-            what: format!("{what} of `{}`", source.uri()),
-            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-        })?;
-        out.resize(done + more, 0);
-        let fresh = out.get_mut(done..).unwrap_or(&mut []);
-        let at = offset.saturating_add((done - before) as u64);
-        read_exact_at(source, at, &mut Buffers::of(fresh), &|| what.to_owned(), cancel)?;
-    }
-    Ok(())
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::head::{Head, Opening, Part, malformed};
+use super::head::Head;
+use super::part::{Opening, Part, malformed};
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
 use crate::format::catalog::{Catalog, Entry};

@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 
 use super::bytes::Cursor;
-use crate::error::{Malformed, Shown};
+use crate::error::{Brief, Malformed};
 
 /// Bytes of a local header before the record's name.
 pub const LOCAL_LEN: u64 = 30;
@@ -208,7 +208,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     }
     let mut names = HashSet::with_capacity(records.len());
     if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
-        return Err(Malformed::new(at, format!("record `{}` is there twice", Shown(&twice.name))));
+        return Err(Malformed::new(at, format!("record `{}` is there twice", Brief(&twice.name))));
     }
     Ok(records)
 }
@@ -282,7 +282,7 @@ impl<'b> Central<'b> {
 
     fn fail(&self, what: String) -> Malformed {
         let name = String::from_utf8_lossy(self.name);
-        Malformed::new(self.position, format!("record `{}`: it {what}", Shown(&name)))
+        Malformed::new(self.position, format!("record `{}`: it {what}", Brief(&name)))
     }
 
     fn record(self) -> Result<Record, Malformed> {
@@ -363,7 +363,7 @@ impl Record {
         let at = base.saturating_add(self.header_at);
         let what = format!(
             "record `{}` of {} bytes reaches into the next one, or into the directory",
-            Shown(&self.name),
+            Brief(&self.name),
             self.len
         );
         Malformed::new(at, what)
@@ -374,7 +374,7 @@ impl Record {
     pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
         let at = base.saturating_add(self.header_at);
         let differs = |what: &str| {
-            let name = Shown(&self.name);
+            let name = Brief(&self.name);
             Malformed::new(
                 at,
                 format!("record `{name}`: {what} is another before its data than in the directory"),

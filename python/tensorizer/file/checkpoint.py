@@ -19,7 +19,7 @@ from .._native import Reader
 from .._types import Name
 from ..tensors import devices
 from ..tensors.exchange import take
-from .leaves import named_tensors
+from .leaves import named_tensors, shown
 from .pickles import unpickled
 
 #: Bytes of the longest element. Where storages are not aligned to it, they are copied.
@@ -128,7 +128,7 @@ class Checkpoint:
         if missing:
             name = min(missing)
             raise FormatError(
-                f"expected tensor {name!r} in {uris[promised[name]]}, which does not hold it "
+                f"expected tensor {shown(name)} in {uris[promised[name]]}, which does not hold it "
                 f"({self._records.uri})"
             )
 
@@ -321,23 +321,23 @@ class _Storages:
     def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
         """Return the storage that an id of ``torch.save`` stands for."""
         if not isinstance(pid, tuple) or len(pid) != 5:
-            raise FormatError(f"expected the id of a storage, found {str(pid)[:80]} ({self._uri})")
+            raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
         _, kind, key, _, count = pid
         dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "dtype", None)
         if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int):
-            raise FormatError(f"damaged id of a storage: {str(pid)[:80]} ({self._uri})")
+            raise FormatError(f"damaged id of a storage: {shown(pid)} ({self._uri})")
         found = self._by_key.get(key)
         if found is not None:
             return found
         number = self._all.get(f"{self._file}/data/{key}")
         if number is None:
-            raise FormatError(f"storage {key[:80]!r} has no record in {self._uri}")
+            raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
         length = count * dtype.itemsize
         # A storage may have bytes behind its last element.
         if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
             raise FormatError(
-                f"storage {key!r}: expected {length} bytes for {count} elements of {dtype}, found "
-                f"{self._lens[number]} ({self._uri})"
+                f"storage {shown(key)}: expected {length} bytes for {count} elements of {dtype}, "
+                f"found {self._lens[number]} ({self._uri})"
             )
         storage = torch.UntypedStorage(length, device="meta")
         typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -360,7 +360,7 @@ class _Storages:
         end = (last + 1) * tensor.element_size() if tensor.numel() else 0
         if start < 0 or any(stride < 0 for _, stride in steps) or end > length:
             raise FormatError(
-                f"tensor {name!r} of shape {list(tensor.shape)} and strides "
+                f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())} from element {start} on does not lie in its storage of "
                 f"{length} bytes ({self._uri})"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Steps and characters of names for each byte of a pickle, and some for the smallest. A pickle can
 #: name one container in many places, so that a short one has more paths than memory could hold.
 _FOR_EACH_BYTE, _AT_LEAST = 16, 1 << 20
-_LONGEST_SHOWN = 200
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxtuple = 16
 
 
 @dataclass
@@ -80,10 +83,10 @@ def named_tensors(tree: Any, uri: str, size: int) -> Iterator[tuple[Name, torch.
             elif _is_container(value) and id(value) not in barren:
                 path = (*here.path, key)
                 if id(value) in above:
-                    raise FormatError(f"the container at {_shown(path)} contains itself ({uri})")
+                    raise FormatError(f"the container at {shown(path)} contains itself ({uri})")
                 if len(path) == MAX_DEPTH:
                     raise NotImplementedError(
-                        f"nested more than {MAX_DEPTH} levels deep below {_shown(path)} ({uri})"
+                        f"nested more than {MAX_DEPTH} levels deep below {shown(path)} ({uri})"
                     )
                 above.add(id(value))
                 open_.append(_Open(value, _items(value), path, here.cost + _cost(key)))
@@ -125,21 +128,20 @@ def _check_step(level: _Open, step: Any, path: tuple[Any, ...], uri: str) -> Non
     index = type(step) is int and 0 <= step < 1 << 64
     if not isinstance(step, str) and not index:
         raise NotImplementedError(
-            f"tensor {_shown(path)}: names have strings and indices, and not {_shown(step)} ({uri})"
+            f"tensor {shown(path)}: names have strings and indices, and not {shown(step)} ({uri})"
         )
     kind = int if index else str
     if level.kind not in (None, kind):
         raise NotImplementedError(
-            f"tensor {_shown(path)}: beside it are strings and integers as keys, of which names "
+            f"tensor {shown(path)}: beside it are strings and integers as keys, of which names "
             f"have only one kind ({uri})"
         )
     level.kind = kind
 
 
-def _shown(value: Any) -> str:
-    """Return a name for a message; a file may choose any."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+def shown(value: Any) -> str:
+    """Return what a file has chosen, which may be of any size, for a message."""
+    return _SHORT.repr(value)
 
 
 def _checked(tensor: torch.Tensor, name: Name, uri: str) -> torch.Tensor:
@@ -157,6 +159,6 @@ def _checked(tensor: torch.Tensor, name: Name, uri: str) -> torch.Tensor:
     else:
         return tensor.detach()
     raise NotImplementedError(
-        f"tensor {_shown(name)} is {what}: only plain, strided tensors can be loaded from {uri}; "
+        f"tensor {shown(name)} is {what}: only plain, strided tensors can be loaded from {uri}; "
         "torch.load it"
     )
