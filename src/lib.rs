@@ -73,15 +73,17 @@ pub mod mem;
 pub use half;
 
 #[doc(hidden)]
+pub use api::archive::Pickled;
+#[doc(hidden)]
 pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
-pub use api::head::Opening;
 #[doc(hidden)]
 pub use api::headers::read_headers;
 pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
 pub use api::load_options::LoadOptions;
+pub use api::part::Opening;
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 #[doc(hidden)]

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +14,9 @@ use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
+use tensorizer::format::dtype::DType;
 use tensorizer::source::PipeSource;
-use tensorizer::{LoadOptions, Opening, Verify, matches_header, read_headers};
+use tensorizer::{LoadOptions, Opening, Pickled, Verify, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -27,6 +29,9 @@ use crate::handle::Handle;
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::signals;
 use crate::source::Source;
+
+/// See [`Reader::tensors`].
+type PickledTensor<'py> = (Bound<'py, PyAny>, String, Vec<u64>, Option<(usize, u64)>, bool);
 
 /// How files are opened for Python.
 const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
@@ -183,6 +188,39 @@ impl Reader {
     #[getter]
     fn format(&self) -> &'static str {
         self.file.format().name()
+    }
+
+    /// The same files as tensors of their records, which a pickle names: each as name, dtype without
+    /// `torch.`, shape, `(record, position in it)` or None for the `meta` device, and whether it has
+    /// strides, so that this cannot load it.
+    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
+        let uri = self.file.uri();
+        let tensors = tensors.into_iter().map(|(name, dtype, shape, storage, strided)| {
+            let name = name_from_python(&name).map_err(|error| {
+                let (uri, what) = (uri.to_owned(), error.value(py).to_string());
+                Error::Format { uri, offset: 0, what }
+            })?;
+            let dtype = DType::from_name(&dtype).ok_or_else(|| {
+                let what = format!(
+                    "`{uri}`: tensor `{name}` has the dtype torch.{dtype}, which is unknown"
+                );
+                Error::Unsupported(what)
+            })?;
+            Ok(Pickled { name, dtype, shape: shape.into(), storage, strided })
+        });
+        Ok(Self::new(self.file.pickled(tensors.collect::<Answer<_>>()?)?))
+    }
+
+    /// The bytes of some entries.
+    fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyBytes>>> {
+        let options = LoadOptions::default();
+        let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
+        Ok(loaded.iter().map(|entry| PyBytes::new(py, entry.bytes())).collect())
+    }
+
+    /// Which tensor is in which file, where an index of shards names them and this does not.
+    fn promised(&self) -> BTreeMap<String, usize> {
+        self.file.promised().clone()
     }
 
     /// What it says beside its tensors.
@@ -354,6 +392,7 @@ impl Reader {
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
     fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
         Ok(gil::without(py, || -> Result<_> {
+            self.file.check_hashes(Verify::All)?;
             let lent = borrow(&handle.0)?;
             let tensors = lent.list()?;
             let missing: Vec<usize> = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Callable
 
 from tensorizer import CryptographyError, HashMismatchError
@@ -28,4 +29,5 @@ ERRORS = (
     ImportError,
     CryptographyError,
     HashMismatchError,
+    pickle.UnpicklingError,
 )

@@ -107,7 +107,8 @@ def _of_data(
     mine, _ = file.load([number for number, _ in pairs], "nothing")
     theirs, _ = other.load([same for _, same in pairs], "nothing")
     for (number, _), *both in zip(pairs, mine, theirs, strict=True):
-        one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in both)
+        plain_ones = (tensor.resolve_conj().resolve_neg() for tensor in both)
+        one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in plain_ones)
         count, total = int((one != two).sum()), one.numel()
         if count:
             name = file.reader.name(number)

@@ -1,6 +1,6 @@
 //! An open file, or the shards of a checkpoint: sources and a catalog.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -62,6 +62,7 @@ impl TensorFile {
             entries: Arc::new(entries),
             names,
             metadata: self.metadata().to_vec(),
+            promised: BTreeMap::new(),
         };
         Ok(TensorFile {
             uri: self.uri.clone(),
@@ -170,6 +171,13 @@ impl TensorFile {
         &self.catalog.metadata
     }
 
+    /// Which tensor is in which file, where the entries are storages that an index of shards does not
+    /// know.
+    #[doc(hidden)]
+    pub fn promised(&self) -> &BTreeMap<String, usize> {
+        &self.catalog.promised
+    }
+
     /// What the first bytes of a `.tensors` file say.
     pub fn prologue(&self) -> Option<&Prologue> {
         self.own.as_ref().map(|own| &own.prologue)
@@ -181,7 +189,8 @@ impl TensorFile {
     }
 
     /// Refuses to verify a format that has nothing to verify against.
-    pub(super) fn check_hashes(&self, verify: Verify) -> Result<()> {
+    #[doc(hidden)]
+    pub fn check_hashes(&self, verify: Verify) -> Result<()> {
         let format = self.format();
         if verify == Verify::Nothing || format.has_hashes() {
             return Ok(());

@@ -1,29 +1,22 @@
 //! The beginning of a file, from which its format is told, and what follows it.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
+use super::archive::read_archive;
 use super::file::{Own, TensorFile};
+use super::part::{Opening, Part, malformed, read_growing, read_up_to};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
-use crate::format::catalog::{Catalog, Entry, Format};
+use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
-use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
+use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::{index, pair};
-use crate::io::source::{Prefixed, ReadAt, read_exact_at};
-use crate::mem::Buffers;
-
-/// How files are opened.
-#[derive(Clone, Copy)]
-pub struct Opening<'c> {
-    /// Ends the call: a named pipe is waited for.
-    pub cancel: &'c dyn Cancel,
-    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
-    /// pickle, which only Python reads, so that such files are refused elsewhere.
-    pub storages: bool,
-}
+use crate::format::torch_zip;
+use crate::io::source::{Prefixed, ReadAt};
 
 /// A source of which the first bytes were read.
 pub struct Head {
@@ -31,18 +24,6 @@ pub struct Head {
     base: u64,
     /// As many as there are, up to the length of a prologue.
     bytes: Vec<u8>,
-}
-
-/// What a file adds to a catalog of one or several.
-pub struct Part {
-    /// Where its data come from.
-    pub source: Arc<dyn ReadAt>,
-    /// Its format.
-    pub format: Format,
-    /// Its tensors, by position.
-    pub entries: Vec<Entry>,
-    /// Names and values.
-    pub metadata: Vec<(String, String)>,
 }
 
 impl Head {
@@ -102,7 +83,7 @@ impl Head {
 
     /// Opens a file by itself.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        if !safetensors::begins(&self.bytes) {
+        if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
             return self.open_tensors(opening.cancel);
         }
         let uri = self.source.uri().to_owned();
@@ -112,18 +93,24 @@ impl Head {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
         let Part { source, format, entries, metadata } = part;
-        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
+        let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let catalog = Catalog { format, entries, names, metadata, promised };
         Ok(TensorFile::new(uri, vec![source], catalog, None))
     }
 
     /// Reads what the file has, as number `file` of several.
     pub fn part(self, file: usize, opening: &Opening<'_>) -> Result<Part> {
+        if torch_zip::begins(&self.bytes) {
+            return read_archive(self.source, self.base, file, opening);
+        }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::begins(&self.bytes) {
             let start = self.bytes.split_at(self.bytes.len().min(8)).0;
+            let found = looks_like(&self.bytes).map(str::to_owned);
+            let found =
+                found.unwrap_or_else(|| format!("begins with \"{}\"", start.escape_ascii()));
             let what = format!(
-                "expected a safetensors file, as the index of shards says, found one that begins with \"{}\"",
-                start.escape_ascii()
+                "not a shard: expected a safetensors file or a checkpoint of torch.save, {found}"
             );
             return Err(malformed(uri, what));
         }
@@ -202,59 +189,7 @@ impl Head {
             key_fits: AtomicBool::new(false),
         };
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Vec::new());
-        let catalog = Catalog { format, entries, names, metadata };
+        let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own)))
     }
-}
-
-/// An error about a file as a whole.
-pub fn malformed(uri: &str, what: String) -> Error {
-    Error::Format { uri: uri.to_owned(), offset: 0, what }
-}
-
-/// Fills as much of the buffer as the source has.
-fn read_up_to(
-    source: &dyn ReadAt,
-    offset: u64,
-    buffer: &mut [u8],
-    cancel: &dyn Cancel,
-) -> Result<usize> {
-    let mut done = 0;
-    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
-        let at = offset.saturating_add(done as u64);
-        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
-            0 => break,
-            read => done += read,
-        }
-    }
-    Ok(done)
-}
-
-/// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
-/// memory grows with what arrives.
-fn read_growing(
-    source: &dyn ReadAt,
-    offset: u64,
-    len: u64,
-    out: &mut Vec<u8>,
-    what: &str,
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    const STEP: usize = 1 << 20;
-    let before = out.len();
-    let len = usize::try_from(len).unwrap_or(usize::MAX);
-    while out.len() < len {
-        let done = out.len();
-        let more = STEP.max(done).min(len - done);
-        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
-            bytes: (done + more) as u64,
-            what: format!("{what} of `{}`", source.uri()),
-            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-        })?;
-        out.resize(done + more, 0);
-        let fresh = out.get_mut(done..).unwrap_or(&mut []);
-        let at = offset.saturating_add((done - before) as u64);
-        read_exact_at(source, at, &mut Buffers::of(fresh), &|| what.to_owned(), cancel)?;
-    }
-    Ok(())
 }

@@ -22,9 +22,9 @@ use crate::io::source::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 
-/// Tensors in a mapped `.tensors` file are used in place from this alignment on, or their element
-/// size's; code that torch generates assumes as much. Other formats promise their element size's at
-/// most, with which their own libraries use tensors in place.
+/// Tensors in a mapped file, and storages whatever is in them, are used in place from this alignment
+/// on, or their element size's; code that torch generates assumes as much. Safetensors files promise
+/// their element size's at most, with which their own library uses tensors in place.
 const MAPPED_ALIGNMENT: u64 = 16;
 /// Less than this is read in any case: each mapping costs one of the few that a process may have.
 const MAPPED_FROM: u64 = 1 << 20;
@@ -346,10 +346,11 @@ fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'
 }
 
 fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
-    let map = options.map && !file.is_encrypted();
+    let share = |pair: &[&Entry]| matches!(pair, [one, next] if one.file == next.file && one.end() > next.header_offset);
+    let map = options.map && !file.is_encrypted() && !entries.windows(2).any(share);
     let sources = file.sources();
     let local: Vec<bool> = sources.iter().map(|source| map && source.file().is_some()).collect();
-    let least = if file.format() == Format::Tensors { MAPPED_ALIGNMENT } else { 1 };
+    let least = if file.format() == Format::Safetensors { 1 } else { MAPPED_ALIGNMENT };
     let could = entries.iter().map(|entry| {
         let alignment = least.max(entry.dtype.size());
         local.get(entry.file) == Some(&true)

@@ -1,13 +1,15 @@
 //! What programs call: open a file, load from it, save to one.
 
+pub mod archive;
 pub mod device;
 pub mod file;
 mod folder;
-pub mod head;
+mod head;
 pub mod headers;
 pub mod load;
 pub mod load_options;
 mod open;
+pub mod part;
 mod parts;
 pub mod save;
 pub mod save_options;

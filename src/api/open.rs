@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::folder;
-use super::head::{Head, Opening};
+use super::head::Head;
+use super::part::Opening;
 use super::parts::open_parts;
 use crate::cancel::{Cancel, Never};
 use crate::error::{Error, Result};

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::head::{Head, Opening, Part, malformed};
+use super::head::Head;
+use super::part::{Opening, Part, malformed};
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
 use crate::format::catalog::{Catalog, Entry};
@@ -33,7 +34,8 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     for (file, part) in parts.into_iter().enumerate() {
         // Where two files hold a tensor, the index says which of them counts.
         let elsewhere = |entry: &Entry| {
-            promised.get(entry.name.stored()).is_some_and(|&promised| promised != file)
+            let found = promised.get(entry.name.stored());
+            format.names_tensors() && found.is_some_and(|&promised| promised != file)
         };
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
         metadata.extend(part.metadata);
@@ -49,10 +51,11 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
         })?;
     }
     let metadata = metadata.into_iter().collect();
-    let catalog = Catalog { format, entries: Arc::new(entries), names, metadata };
     if format.names_tensors() {
-        check_all_are_there(&promised, &index, &catalog.names, &uri)?;
+        check_all_are_there(&promised, &index, &names, &uri)?;
     }
+    let promised = if format.names_tensors() { BTreeMap::new() } else { index.tensors };
+    let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
     Ok(TensorFile::new(uri, sources, catalog, None))
 }
 

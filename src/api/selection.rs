@@ -30,9 +30,17 @@ impl<'f> Selection<'f> {
                 let name = &entry.name;
                 return Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")));
             }
+            if entry.strided {
+                let name = &entry.name;
+                return Err(Error::Unsupported(format!(
+                    "tensor `{name}` of `{}` has strides: it is loaded by its storage",
+                    file.uri()
+                )));
+            }
             sorted.push((entry, at));
         }
-        sorted.sort_by_key(|(entry, _)| (entry.file, entry.header_offset));
+        // Without headers, empty tensors lie where others begin.
+        sorted.sort_by_key(|(entry, _)| (entry.file, entry.header_offset, entry.data_len));
         let (entries, order) = sorted.into_iter().unzip();
         Ok(Selection { file, entries, order })
     }

@@ -174,7 +174,7 @@ mod tests {
                     file: 0,
     header_offset: 100,
                     data_offset: 4096 + block.len() as u64,
-                    data_len: len as u64, whole: None, };
+                    data_len: len as u64, whole: None, strided: false, };
                 let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
                 let raw = draft.finish(0, &[0; 32], &block);
                 let header = Header::parse(&raw, &entry, true).unwrap();

@@ -201,6 +201,7 @@ mod tests {
                 data_offset: 1000 + (len + padding) as u64,
                 data_len: 100,
                 whole: None,
+                strided: false,
             };
             let mut draft = Draft::new(&entry, 7, Hashes::All, 0).unwrap();
             let end = draft.bytes.len() - END_LEN;

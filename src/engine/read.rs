@@ -104,7 +104,9 @@ pub fn read<T: Target>(
     let large_first = sha && traits.max_readers > 1 && !what.decrypts && target.takes_steps();
     let jobs =
         jobs(what.extents, partition(what.extents, &limits), target, (step, whole), large_first)?;
-    let crew = crew.at_most(if total < INLINE_LEN { 1 } else { jobs.len() });
+    // Many answers that are waited for take longer than their bytes, however few.
+    let inline = total < INLINE_LEN && traits.request_len <= LONG_REQUEST;
+    let crew = crew.at_most(if inline { 1 } else { jobs.len() });
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
     let own = local && !sha && !what.decrypts && crew.most > 1;

@@ -1,6 +1,7 @@
 //! What a format makes of a file, or of several: tensors, and where their bytes lie. What loads
 //! knows nothing else of it.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -48,12 +49,16 @@ impl Format {
 pub struct Catalog {
     /// The format of all files.
     pub format: Format,
-    /// The tensors: those of `.tensors` files in the order of their index, others by position.
+    /// The tensors: those of `.tensors` files in the order of their index, those of a pickle in that
+    /// of the pickle, others by position.
     pub entries: Arc<Vec<Entry>>,
     /// Their numbers by name.
     pub names: NameTree,
     /// What else the files say, as names and values.
     pub metadata: Vec<(String, String)>,
+    /// Which tensor is in which file, as an index of shards says, where these entries are not yet the
+    /// tensors.
+    pub promised: BTreeMap<String, usize>,
 }
 
 /// One tensor.
@@ -79,6 +84,9 @@ pub struct Entry {
     pub data_len: u64,
     /// What this is a slice of: `shape` is the slice's then, and the rest that of the whole tensor.
     pub whole: Option<Arc<Whole>>,
+    /// Its elements do not lie one behind the other in row-major order (`torch.save`): only who knows
+    /// its strides can load it, from its storage.
+    pub strided: bool,
 }
 
 /// A tensor of which a slice is wanted.

@@ -13,6 +13,7 @@ mod path;
 pub mod safetensors;
 pub mod shards;
 pub mod tensors;
+pub mod torch_zip;
 
 /// What a tensor was in the object that was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -157,7 +157,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         self._batches = iter(())
         self._next = None
         self._ready.clear()
-        self._file.reader.stop()
+        self._file.stop()
         thread, self._thread, self._coming = self._thread, None, None
         if thread is not None and self._process == os.getpid():
             thread.join()

@@ -22,6 +22,7 @@ from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
 from .arguments import check_num_readers, checked_dtype, checked_verification
+from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
@@ -72,6 +73,7 @@ class TensorFile:
     ) -> None:
         opened = open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
+        self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         self.bytes_read = 0
         self.maps = bool(mmap)
         self._clone = clone
@@ -91,6 +93,9 @@ class TensorFile:
                 raise ValueError(
                     f"num_readers={num_readers}, but {self.reader.uri} can only be read by one"
                 )
+            if self.reader.format == "torch":
+                self._checkpoint = Checkpoint(self.reader)
+                self.reader = self._checkpoint.reader
         except BaseException:
             self.close()
             raise
@@ -108,15 +113,27 @@ class TensorFile:
         returned need not be closed.
         """
         part = copy.copy(self)
-        part.reader = self.reader.sliced(slices)
+        if isinstance(self._checkpoint, Checkpoint):
+            part._checkpoint = SlicedCheckpoint(self._checkpoint, slices)
+            part.reader = part._checkpoint.reader
+        else:
+            part.reader = self.reader.sliced(slices)
         part._stream = None
         return part
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self.reader.stop()
+        if self._checkpoint is not None:
+            self._checkpoint.stop()
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
         reader: Reader | None = getattr(self, "reader", None)
         if reader is not None:
             reader.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
         stream, self._stream = self._stream, None
         if stream is not None and hasattr(stream, "close"):
             stream.close()
@@ -175,6 +192,17 @@ class TensorFile:
         """Return tensors in the file's dtype, on a device if the native code knows it, and their
         module indices.
         """  # noqa: D205
+        if self._checkpoint is not None:
+            tensors, read = self._checkpoint.load(
+                numbers,
+                device,
+                verify=verify or self.verify,
+                readers=self._num_readers,
+                map=self.maps,
+                apart=self._clone,
+            )
+            self.bytes_read += read
+            return tensors, [0] * len(numbers)
         handle, modules = self.reader.load(
             numbers,
             verify=verify or self.verify,
@@ -191,12 +219,31 @@ class TensorFile:
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
     ) -> list[int]:
         """Fill tensors that exist, in place; return module indices."""
-        handle = lend([tensor.detach() for tensor in tensors])
+        direct = list(zip(tensors, numbers, strict=True))
+        if self._checkpoint is not None:
+            direct = self._fill_strided(direct, self._checkpoint, verify)
+        handle = lend([tensor.detach() for tensor, _ in direct])
         modules = self.reader.load_into(
-            handle, numbers, verify=verify or self.verify, readers=self._num_readers
+            handle,
+            [number for _, number in direct],
+            verify=verify or self.verify,
+            readers=self._num_readers,
         )
-        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
-        return modules
+        self.bytes_read += sum(tensor.nbytes for tensor, _ in direct)
+        return modules if len(direct) == len(numbers) else [0] * len(numbers)
+
+    def _fill_strided(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, int]],
+        checkpoint: Checkpoint | SlicedCheckpoint,
+        verify: str | None,
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Fill those whose bytes do not lie in order in the file; return the others."""
+        for tensor, number in pairs:
+            if checkpoint.strided(number):
+                (loaded,), _ = self.read([number], tensor.device, verify)
+                tensor.detach().copy_(loaded)
+        return [pair for pair in pairs if not checkpoint.strided(pair[1])]
 
     def can_fill_on(self, device: torch.device) -> bool:
         """Tell whether tensors on a device can be filled in place."""

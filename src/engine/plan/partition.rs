@@ -149,6 +149,9 @@ pub struct Limits {
 pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
     let mut making = Making::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
+        if extent.end() <= extent.header_offset {
+            continue;
+        }
         let apart = extent.data_len >= limits.apart;
         if apart || !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
             making.close();

@@ -56,6 +56,7 @@ pub fn parse(json: &[u8], base: u64, file: usize) -> Result<Header, Malformed> {
             data_offset,
             data_len: to - from,
             whole: None,
+            strided: false,
         });
     }
     let end = data_at.saturating_add(end);

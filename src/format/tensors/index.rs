@@ -193,6 +193,7 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
         data_offset,
         data_len,
         whole: None,
+        strided: false,
     })
 }
 

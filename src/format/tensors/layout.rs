@@ -97,6 +97,7 @@ pub fn place(
             data_offset,
             data_len,
             whole: None,
+            strided: false,
         });
     }
     Ok(layout)

@@ -123,13 +123,16 @@ impl Prologue {
     }
 }
 /// What another file is that begins so, where that is known.
-fn looks_like(bytes: &[u8]) -> Option<&'static str> {
+pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
     let text = bytes.trim_ascii_start().to_ascii_lowercase();
     Some(match bytes {
         [] => "and it is empty",
         [_, _, _, _, _, 0, 0, 0, b'{', ..] => "and this looks like a safetensors file",
-        [b'P', b'K', 3, 4, ..] => "and this looks like a zip archive, as torch.save writes them",
-        [0x80, 2..=5, ..] => "and this looks like a pickle, as old releases of torch wrote them",
+        [b'P', b'K', 5, 6, ..] => "and this looks like a zip archive that holds nothing",
+        [0x80, 2..=5, ..] => {
+            "and this looks like a pickle, which torch before 1.6 or with \
+             _use_new_zipfile_serialization=False wrote: torch.load it once and torch.save it again"
+        }
         [0x1f, 0x8b, ..] => "and this looks like a gzip file: decompress it first",
         [b'G', b'G', b'U', b'F', ..] => "and this looks like a GGUF file",
         _ if bytes.starts_with(b"version https://git-lfs") => {

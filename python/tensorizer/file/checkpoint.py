@@ -1,0 +1,367 @@
+"""Checkpoints of ``torch.save``: the tensors that their pickles name, loaded by their storages.
+
+Pickles are read by torch's restricted unpickler and by nothing else. It is given storages of the
+``meta`` device, which have a size and no bytes, so that nothing of a tensor is read before somebody
+asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._errors import FormatError
+from .._native import Reader
+from .._types import Name
+from ..tensors import devices
+from ..tensors.exchange import take
+from .leaves import named_tensors, shown
+from .pickles import unpickled
+
+#: Bytes of the longest element. Where storages are not aligned to it, they are copied.
+_ALIGNMENT = 16
+_PICKLE = "data.pkl"
+#: Records with a word, what it may be, and the most bytes that they may have. Other versions of
+#: archives are of the future.
+_WORDS = {
+    "byteorder": (b"little",),
+    "version": tuple(str(version).encode() for version in range(1, 11)),
+}
+_LONGEST_WORD = 64
+
+
+@dataclass
+class _Tensor:
+    """A tensor of a pickle.
+
+    Attributes:
+        like: It on the ``meta`` device.
+        record: The number of the record with its storage; None where it has no storage.
+
+    """
+
+    like: torch.Tensor
+    record: int | None
+
+    @property
+    def position(self) -> int:
+        """The position of its first element in its storage, in bytes."""
+        return int(self.like.storage_offset()) * self.like.element_size()
+
+    @property
+    def strided(self) -> bool:
+        """Whether its bytes are others than those that lie from its position on."""
+        like = self.like
+        return not like.is_contiguous() or like.is_conj() or like.is_neg()
+
+
+class Checkpoint:
+    """The tensors of one checkpoint, or of its shards.
+
+    A storage is loaded once for all tensors of a call, and not again while anything uses it, so
+    that tensors that shared a storage share it again, with their strides.
+
+    Args:
+        records: The open files, whose entries are the records of the archives.
+
+    Raises:
+        FormatError: A file is not as ``torch.save`` writes them, or damaged.
+        pickle.UnpicklingError: A pickle has something that the restricted unpickler refuses.
+        NotImplementedError: A tensor is not plain and strided, or the file is big-endian.
+
+    Attributes:
+        reader: A reader of the tensors, which can load those that are contiguous.
+
+    """
+
+    def __init__(self, records: Reader) -> None:
+        self._records = records
+        self._lens = records.data_lens()
+        names = (str(name) for name in records.names(range(len(records))))
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._tensors: list[_Tensor] = []
+        #: For each record and device the storage with its bytes, and where in it they begin.
+        self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
+        described = []
+        for name, tensor in self._named():
+            like = tensor.like
+            if tensor.record is None:
+                storage = None
+            else:
+                storage = (tensor.record, tensor.position if like.numel() else 0)
+            dtype = str(like.dtype).removeprefix("torch.")
+            described.append((name, dtype, list(like.shape), storage, tensor.strided))
+            self._tensors.append(tensor)
+        self.reader = records.tensors(described)
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self._records.stop()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.reader.close()
+        self._records.close()
+
+    # What the pickles say
+
+    def _named(self) -> Iterable[tuple[Name, _Tensor]]:
+        """Yield the tensors of all files, and check that they are what an index promises."""
+        uris = self._records.files()
+        promised = self._records.promised()
+        missing = set(promised)
+        found = self._read(len(uris))
+        for file, uri in enumerate(uris):
+            _check_words(found, file, uri)
+            pickled = found[f"{file}/{_PICKLE}"]
+            storages = _Storages(file, uri, self._numbers, self._lens)
+            tree = unpickled(pickled, uri, storages.persistent_load)
+            for name, like in named_tensors(tree, uri, len(pickled)):
+                if promised.get(str(name) if isinstance(name, str) else "", file) != file:
+                    continue
+                missing.discard(name if isinstance(name, str) else "")
+                yield name, _Tensor(like, storages.record_of(like, name))
+        if missing:
+            name = min(missing)
+            raise FormatError(
+                f"expected tensor {shown(name)} in {uris[promised[name]]}, which does not hold it "
+                f"({self._records.uri})"
+            )
+
+    def _read(self, files: int) -> dict[str, bytes]:
+        """Return the records that are no storages, of all files at once."""
+        names = [f"{file}/{name}" for file in range(files) for name in (_PICKLE, *_WORDS)]
+        numbers = {name: self._numbers[name] for name in names if name in self._numbers}
+        for name, number in numbers.items():
+            if not name.endswith(_PICKLE) and self._lens[number] > _LONGEST_WORD:
+                uri = self._records.files()[int(name.split("/")[0])]
+                raise FormatError(f"record {name!r} has {self._lens[number]} bytes ({uri})")
+        found = self._records.read(list(numbers.values()))
+        return dict(zip(numbers, found, strict=True))
+
+    # Loading
+
+    def load(
+        self,
+        numbers: Sequence[int],
+        device: torch.device,
+        *,
+        verify: str,
+        readers: int | None,
+        map: bool,
+        apart: bool,
+    ) -> tuple[list[torch.Tensor], int]:
+        """Return tensors on a device, and how many bytes were read for them."""
+        tensors = [self._tensors[number] for number in numbers]
+        needed = {tensor.record for tensor in tensors if tensor.record is not None}
+        here: dict[int, torch.Tensor] = {}
+        for record in needed:
+            found = self._kept(record, device)
+            if found is not None:
+                here[record] = found
+        missing = sorted(needed - here.keys())
+        if missing or verify != "nothing":
+            handle, _ = self._records.load(
+                missing,
+                verify=verify,
+                readers=readers,
+                map=map,
+                device=devices.number(device),
+                apart=apart,
+            )
+            for record, loaded in zip(missing, take(handle), strict=True):
+                here[record] = self._keep(record, loaded, device)
+        made = [
+            self._empty(number, device)
+            if tensor.record is None
+            else _view(here[tensor.record], tensor)
+            for number, tensor in zip(numbers, tensors, strict=True)
+        ]
+        return made, sum(self._lens[record] for record in missing)
+
+    def _empty(self, number: int, device: torch.device) -> torch.Tensor:
+        """Return a tensor that has no storage in the file."""
+        handle, _ = self.reader.load(
+            [number],
+            verify="nothing",
+            readers=None,
+            map=False,
+            device=devices.number(device),
+            apart=False,
+        )
+        (tensor,) = take(handle)
+        return tensor
+
+    def _kept(self, record: int, device: torch.device) -> torch.Tensor | None:
+        """Return the bytes of a storage that something still uses."""
+        reference, start = self._storages.get((record, device), (None, 0))
+        if reference is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        # Whoever has it may have resized it.
+        if storage is None or storage.nbytes() < start + self._lens[record]:
+            del self._storages[record, device]
+            return None
+        return _bytes_of(storage, start, self._lens[record])
+
+    def _keep(self, record: int, loaded: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Remember a storage as long as something uses it; return its bytes on a device."""
+        if loaded.device != device:
+            loaded = loaded.to(device)
+        if loaded.storage_offset() % _ALIGNMENT or loaded.data_ptr() % _ALIGNMENT:
+            loaded = loaded.clone()
+        storage = loaded.untyped_storage()
+        start = int(loaded.storage_offset())
+        self._storages[record, device] = StorageWeakRef(storage), start
+        return loaded
+
+    def strided(self, number: int) -> bool:
+        """Tell whether the reader cannot load a tensor, but only this."""
+        return self._tensors[number].strided
+
+
+class SlicedCheckpoint:
+    """Slices of tensors of a checkpoint, as if they were all of it.
+
+    Of a contiguous tensor the bytes of the slice are read, of another its whole storage.
+
+    Args:
+        whole: The checkpoint.
+        slices: For each a tensor's number, and first index and end in each dimension.
+
+    Attributes:
+        reader: A reader of the slices of contiguous tensors, which describes the others too.
+
+    """
+
+    def __init__(
+        self, whole: Checkpoint, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]
+    ) -> None:
+        self.reader = whole.reader.sliced(slices)
+        self._whole, self._slices = whole, slices
+
+    def stop(self) -> None:
+        """End loads that are under way on other threads, and refuse more."""
+        self._whole.stop()
+
+    def close(self) -> None:
+        """Leave the files open, for those who have the whole."""
+
+    def load(
+        self, numbers: Sequence[int], device: torch.device, *, verify: str, **options: Any
+    ) -> tuple[list[torch.Tensor], int]:
+        """Return slices on a device, in memory of their own, and how many bytes were read."""
+        direct = [number for number in numbers if not self.strided(number)]
+        place = devices.number(device)
+        handle, _ = self.reader.load(direct, verify=verify, device=place, **options)
+        loaded = dict(zip(direct, take(handle), strict=True))
+        size = self.reader.data_len(direct)
+        for number in numbers:
+            if number not in loaded:
+                of, ranges = self._slices[number]
+                (tensor,), read = self._whole.load([of], device, verify=verify, **options)
+                loaded[number] = tensor[tuple(slice(*ends) for ends in ranges)].clone()
+                size += read
+        return [loaded[number] for number in numbers], size
+
+    def strided(self, number: int) -> bool:
+        """Tell whether the reader cannot load a slice, but only this."""
+        return self._whole.strided(self._slices[number][0])
+
+
+def _check_words(records: dict[str, bytes], file: int, uri: str) -> None:
+    """Refuse other byte orders, and versions that are not known."""
+    for word, known in _WORDS.items():
+        found = records.get(f"{file}/{word}", known[0])
+        if word == "byteorder" and found == b"big":
+            raise NotImplementedError(
+                f"{uri} was saved on a big-endian machine, and tensorizer is for little-endian "
+                "ones: torch.load it and torch.save it again"
+            )
+        if found.strip() not in known:
+            raise FormatError(f"record {word!r} says {found!r}, which is unknown ({uri})")
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (length,), (1,))
+
+
+def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
+    """Return a tensor of a storage, whose bytes are given."""
+    like = tensor.like
+    start = (storage.storage_offset() + tensor.position) // like.element_size()
+    view = torch.empty(0, dtype=like.dtype, device=storage.device)
+    view.set_(storage.untyped_storage(), start, like.shape, like.stride())
+    view = torch._conj(view) if like.is_conj() else view
+    return torch._neg_view(view) if like.is_neg() else view
+
+
+class _Storages:
+    """The storages of one file, while its pickle is read: they have no bytes.
+
+    Args:
+        file: Its number.
+        uri: Where it is.
+        numbers: All records by name.
+        lens: Their bytes.
+
+    """
+
+    def __init__(self, file: int, uri: str, numbers: dict[str, int], lens: Sequence[int]) -> None:
+        self._file, self._uri, self._all, self._lens = file, uri, numbers, lens
+        self._by_key: dict[str, torch.storage.TypedStorage] = {}
+        #: By address the number of the record, and the bytes that tensors may use.
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
+        """Return the storage that an id of ``torch.save`` stands for."""
+        if not isinstance(pid, tuple) or len(pid) != 5:
+            raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
+        _, kind, key, _, count = pid
+        dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "dtype", None)
+        if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int):
+            raise FormatError(f"damaged id of a storage: {shown(pid)} ({self._uri})")
+        found = self._by_key.get(key)
+        if found is not None:
+            return found
+        number = self._all.get(f"{self._file}/data/{key}")
+        if number is None:
+            raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
+        length = count * dtype.itemsize
+        # A storage may have bytes behind its last element.
+        if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
+            raise FormatError(
+                f"storage {shown(key)}: expected {length} bytes for {count} elements of {dtype}, "
+                f"found {self._lens[number]} ({self._uri})"
+            )
+        storage = torch.UntypedStorage(length, device="meta")
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        self._known[storage._cdata] = number, length
+        self._by_key[key] = typed
+        return typed
+
+    def record_of(self, tensor: torch.Tensor, name: Name) -> int | None:
+        """Return the number of the record with a tensor's bytes, after checking that it has them.
+
+        None for a tensor that was on the ``meta`` device.
+        """
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return None
+        record, length = known
+        start = tensor.storage_offset()
+        steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+        last = start + sum((size - 1) * stride for size, stride in steps)
+        end = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        if start < 0 or any(stride < 0 for _, stride in steps) or end > length:
+            raise FormatError(
+                f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())} from element {start} on does not lie in its storage of "
+                f"{length} bytes ({self._uri})"
+            )
+        return record

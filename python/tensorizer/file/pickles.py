@@ -1,0 +1,80 @@
+"""Pickles of ``torch.save``, read by torch's restricted unpickler."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler as restricted
+
+from .._errors import FormatError
+
+#: What only ``torch.load`` can rebuild, by the functions that a pickle names.
+_SPECIAL = {
+    "_rebuild_qtensor": "a quantized tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_njt": "a nested tensor",
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_wrapper_subclass": "a tensor of a subclass",
+    "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as an array",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
+}
+#: How the pickle of :func:`tensorizer.torch_compat.tensorizer_saving` begins, after 5 bytes.
+_OF_A_PAIR = b'{"tensorizer":'
+
+
+def unpickled(
+    data: bytes, uri: str, persistent_load: Callable[[object], torch.storage.TypedStorage]
+) -> Any:
+    """Return the object of a pickle, whose storages somebody else makes.
+
+    Raises:
+        pickle.UnpicklingError: The restricted unpickler refuses it.
+        NotImplementedError: It has tensors that only ``torch.load`` rebuilds.
+        FormatError: It is damaged.
+
+    """
+    if data[5:].startswith(_OF_A_PAIR):
+        raise FormatError(
+            f"{uri} is one half of an object whose storages are in another file: torch.load it "
+            "inside tensorizer_loading()"
+        )
+    unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+    # Sparse tensors that torch.load is to validate, here or in another thread.
+    waiting = torch._utils._sparse_tensors_to_validate
+    theirs = {id(tensor) for tensor in waiting}
+    try:
+        return unpickler.load()
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"{uri}: {error}") from error
+    except (FormatError, MemoryError):
+        raise
+    except Exception as error:  # of whatever torch is made to call
+        special = _special(data)
+        if special is not None:
+            raise NotImplementedError(
+                f"{uri} holds {special}, which only torch.load rebuilds: {_short(error)}"
+            ) from error
+        raise FormatError(
+            f"{uri}: its pickle is damaged: {type(error).__name__}: {_short(error)}"
+        ) from error
+    finally:
+        waiting[:] = [t for t in waiting if id(t) in theirs or t.device.type != "meta"]
+
+
+def _special(data: bytes) -> str | None:
+    try:
+        names = restricted.get_globals_in_pkl(io.BytesIO(data))
+    except Exception:  # it is damaged besides
+        return None
+    found = sorted(_SPECIAL.keys() & {name.rpartition(".")[2] for name in names})
+    return _SPECIAL[found[0]] if found else None
+
+
+def _short(error: Exception) -> str:
+    """Return the first line of what torch says, which goes on with stacks."""
+    return str(error).split("\n", 1)[0][:300]

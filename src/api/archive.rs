@@ -1,0 +1,233 @@
+//! Archives of `torch.save`: their records as entries, and the tensors in these that a pickle names.
+
+use std::sync::{Arc, OnceLock};
+
+use super::file::TensorFile;
+use super::part::{Opening, Part, malformed, read_growing};
+use crate::cancel::Cancel;
+use crate::codec::hash::{Digests, Verify};
+use crate::engine::plan::Extent;
+use crate::engine::read::{Begun, Catalog, Reading, read};
+use crate::engine::target::host::Host;
+use crate::error::{Error, Result};
+use crate::format::TensorKind;
+use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
+use crate::format::dtype::DType;
+use crate::format::name::Name;
+use crate::format::torch_zip::{self, Record, TAIL_LEN};
+use crate::io::source::ReadAt;
+use crate::stats::Counters;
+
+/// Reads what an archive that begins at `base` holds, as number `file` of several. Each record becomes
+/// an entry of bytes, named `<file>/<record>`.
+pub fn read_archive(
+    source: Arc<dyn ReadAt>,
+    base: u64,
+    file: usize,
+    opening: &Opening<'_>,
+) -> Result<Part> {
+    let uri = source.uri();
+    if !opening.storages {
+        return Err(Error::Unsupported(format!(
+            "`{uri}` is a checkpoint of torch.save, whose pickle only Python's tensorizer.load reads, \
+             by torch's restricted unpickler: load it there, or copy it with `tensorizer cp` to a \
+             .tensors file"
+        )));
+    }
+    let Some(size) = source.traits().len else {
+        return Err(Error::Unsupported(format!(
+            "`{uri}` is a checkpoint of torch.save, whose directory is at its end, and comes front to \
+             back only: expected a file, or an address that can be read at positions"
+        )));
+    };
+    let size = size.saturating_sub(base);
+    let records = read_directory(&*source, base, size, opening.cancel)?;
+    let positions = read_headers(&*source, base, &records, opening.cancel)?;
+    // The name of the archive's folder, which is whatever the file was called.
+    let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);
+    let entries = records.0.iter().zip(positions).map(|(record, data_offset)| {
+        let name = record.name.split_at(folder(&record.name)).1;
+        let name =
+            Name::from_key(&format!("{file}/{name}")).map_err(|what| malformed(uri, what))?;
+        Ok(Entry {
+            name,
+            kind: TensorKind::StateDict,
+            dtype: bytes_dtype()?,
+            shape: [record.len].into(),
+            long: false,
+            file,
+            header_offset: data_offset,
+            data_offset,
+            data_len: record.len,
+            whole: None,
+            strided: false,
+        })
+    });
+    let entries = entries.collect::<Result<_>>()?;
+    Ok(Part { source, format: Format::TorchZip, entries, metadata: Vec::new() })
+}
+
+fn bytes_dtype() -> Result<DType> {
+    DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
+}
+
+/// Records, and where the directory behind the last of them begins.
+type Records = (Vec<Record>, u64);
+
+fn read_directory(
+    source: &dyn ReadAt,
+    base: u64,
+    size: u64,
+    cancel: &dyn Cancel,
+) -> Result<Records> {
+    let what = "the directory of the zip archive";
+    let some = |start: u64, len: u64| {
+        let mut bytes = Vec::new();
+        read_growing(source, base.saturating_add(start), len, &mut bytes, what, cancel)?;
+        Ok(bytes)
+    };
+    let uri = source.uri();
+    let tail_at = size.saturating_sub(TAIL_LEN);
+    let tail = some(tail_at, size.min(TAIL_LEN))?;
+    let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.of(uri))?;
+    let in_tail = found.start.checked_sub(tail_at).and_then(|from| {
+        let (from, len) = (usize::try_from(from).ok()?, usize::try_from(found.len).ok()?);
+        tail.get(from..from.checked_add(len)?)
+    });
+    let records = match in_tail {
+        Some(bytes) => torch_zip::records(bytes, &found, base),
+        None => torch_zip::records(&some(found.start, found.len)?, &found, base),
+    };
+    Ok((records.map_err(|e| e.of(uri))?, found.start))
+}
+
+/// Reads the local headers, which say where the data of records begin. Gives their positions.
+fn read_headers(
+    source: &dyn ReadAt,
+    base: u64,
+    records: &Records,
+    cancel: &dyn Cancel,
+) -> Result<Vec<u64>> {
+    let extents = records.0.iter().map(|record| {
+        let header_offset = base.saturating_add(record.header_at);
+        let data_offset = header_offset.saturating_add(record.header_len());
+        Extent { file: 0, header_offset, data_offset, data_len: 0 }
+    });
+    let extents: Vec<Extent> = extents.collect();
+    let mut found: Vec<OnceLock<u64>> = Vec::new();
+    found.resize_with(extents.len(), OnceLock::new);
+    let headers = LocalHeaders { uri: source.uri(), base, records, found: &found };
+    let reading = Reading {
+        files: &[source],
+        extents: &extents,
+        catalog: &headers,
+        verify: Verify::Nothing,
+        decrypts: false,
+        readers: None,
+    };
+    read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+    let positions = found.into_iter().map(|found| {
+        let at =
+            found.into_inner().ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
+        Ok(base.saturating_add(at))
+    });
+    positions.collect()
+}
+
+/// What the read engine asks about local headers.
+struct LocalHeaders<'r> {
+    uri: &'r str,
+    base: u64,
+    records: &'r Records,
+    found: &'r [OnceLock<u64>],
+}
+
+impl Catalog for LocalHeaders<'_> {
+    fn header(&self, number: usize, raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
+        let bug = || Error::Bug(format!("no record {number}"));
+        let (records, directory) = self.records;
+        let record = records.get(number).ok_or_else(bug)?;
+        let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
+        let at = record.data_at(raw, end, self.base).map_err(|e| e.of(self.uri))?;
+        self.found.get(number).ok_or_else(bug)?.get_or_init(|| at);
+        Ok(Begun { covered: Vec::new(), in_chunks: true })
+    }
+
+    fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn compare(&self, _: usize, _: &Digests) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A tensor that a pickle names.
+#[doc(hidden)]
+pub struct Pickled {
+    /// Its name.
+    pub name: Name,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Box<[u64]>,
+    /// The number of the record that holds its storage, and the position of its first element there;
+    /// None for a tensor of the `meta` device.
+    pub storage: Option<(usize, u64)>,
+    /// See [`Entry::strided`].
+    pub strided: bool,
+}
+
+impl TensorFile {
+    /// The same files as tensors of their storages, in the order given. Tensors may share bytes.
+    #[doc(hidden)]
+    pub fn pickled(&self, tensors: Vec<Pickled>) -> Result<Self> {
+        let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
+        self.with_entries(entries.collect::<Result<_>>()?).map_err(|error| match error {
+            Error::InvalidArgument(what) => malformed(self.uri(), what),
+            other => other,
+        })
+    }
+
+    fn pickled_entry(&self, tensor: Pickled) -> Result<Entry> {
+        let Pickled { name, dtype, shape, storage, strided } = tensor;
+        let fail = |what: String| malformed(self.uri(), format!("tensor `{name}`: {what}"));
+        if shape.len() > MAX_DIMS {
+            let count = shape.len();
+            return Err(fail(format!("expected at most {MAX_DIMS} dimensions, found {count}")));
+        }
+        let len = checked_len(dtype, &shape)
+            .ok_or_else(|| fail(format!("shape {shape:?} of {dtype} is too large")))?;
+        let (file, data_offset, data_len) = match storage {
+            None => (0, 0, 0),
+            Some((record, offset)) => {
+                let record = self.entry(record)?;
+                let end = offset.checked_add(if strided { 0 } else { len });
+                if end.is_none_or(|end| end > record.data_len) {
+                    return Err(fail(format!(
+                        "expected its {len} bytes from byte {offset} of its storage on, which has {}",
+                        record.data_len
+                    )));
+                }
+                // Empty ones lie in no other's bytes.
+                let offset = if len == 0 { 0 } else { offset };
+                (record.file, record.data_offset.saturating_add(offset), len)
+            }
+        };
+        let (kind, header_offset) = (TensorKind::StateDict, data_offset);
+        let long = false;
+        Ok(Entry {
+            name,
+            kind,
+            dtype,
+            shape,
+            long,
+            file,
+            header_offset,
+            data_offset,
+            data_len,
+            whole: None,
+            strided,
+        })
+    }
+}

@@ -1,0 +1,83 @@
+//! What a file adds to a catalog, and how its first and last bytes are read.
+
+use std::sync::Arc;
+
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::format::catalog::{Entry, Format};
+use crate::io::source::{ReadAt, read_exact_at};
+use crate::mem::Buffers;
+
+/// How files are opened.
+#[derive(Clone, Copy)]
+pub struct Opening<'c> {
+    /// Ends the call: a named pipe is waited for.
+    pub cancel: &'c dyn Cancel,
+    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
+    /// pickle, which only Python reads, so that such files are refused elsewhere.
+    pub storages: bool,
+}
+
+/// What a file adds to a catalog of one or several.
+pub struct Part {
+    /// Where its data come from.
+    pub source: Arc<dyn ReadAt>,
+    /// Its format.
+    pub format: Format,
+    /// Its tensors, by position.
+    pub entries: Vec<Entry>,
+    /// Names and values.
+    pub metadata: Vec<(String, String)>,
+}
+
+/// An error about a file as a whole.
+pub fn malformed(uri: &str, what: String) -> Error {
+    Error::Format { uri: uri.to_owned(), offset: 0, what }
+}
+
+/// Fills as much of the buffer as the source has.
+pub fn read_up_to(
+    source: &dyn ReadAt,
+    offset: u64,
+    buffer: &mut [u8],
+    cancel: &dyn Cancel,
+) -> Result<usize> {
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        let at = offset.saturating_add(done as u64);
+        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
+            0 => break,
+            read => done += read,
+        }
+    }
+    Ok(done)
+}
+
+/// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
+/// memory grows with what arrives.
+pub fn read_growing(
+    source: &dyn ReadAt,
+    offset: u64,
+    len: u64,
+    out: &mut Vec<u8>,
+    what: &str,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    const STEP: usize = 1 << 20;
+    let before = out.len();
+    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    while out.len() < len {
+        let done = out.len();
+        let more = STEP.max(done).min(len - done);
+        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
+            bytes: (done + more) as u64,
+            what: format!("{what} of `{}`", source.uri()),
+            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+        })?;
+        out.resize(done + more, 0);
+        let fresh = out.get_mut(done..).unwrap_or(&mut []);
+        let at = offset.saturating_add((done - before) as u64);
+        read_exact_at(source, at, &mut Buffers::of(fresh), &|| what.to_owned(), cancel)?;
+    }
+    Ok(())
+}

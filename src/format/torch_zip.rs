@@ -1,0 +1,411 @@
+//! What `torch.save` writes: a zip archive of records, of which `data.pkl` is a pickle and `data/…` are
+//! the storages that it names.
+//!
+//! Records are used where they lie, so that none may be compressed or encrypted, share bytes with
+//! another or be described in two ways. torch writes a data descriptor behind each record (bit 3 of
+//! its flags) and no sizes into the header before it, pads that header to place the data, and ends
+//! the archive for large files (zip64) whatever its size.
+
+use std::collections::HashSet;
+
+use super::bytes::Cursor;
+use crate::error::{Brief, Malformed};
+
+/// Bytes of a local header before the record's name.
+pub const LOCAL_LEN: u64 = 30;
+/// Bytes from the end of a file that hold all that [`find_directory`] needs: the end of an archive
+/// for large files, its locator, the plain end, and the longest comment.
+pub const TAIL_LEN: u64 = (END_LEN + LOCATOR_LEN + END64_LEN) as u64 + 0xffff;
+
+const END_LEN: usize = 22;
+const LOCATOR_LEN: usize = 20;
+const END64_LEN: usize = 56;
+const CENTRAL_LEN: u64 = 46;
+const LOCAL: [u8; 4] = *b"PK\x03\x04";
+const CENTRAL: u32 = u32::from_le_bytes(*b"PK\x01\x02");
+const END: [u8; 4] = *b"PK\x05\x06";
+const END64: u32 = u32::from_le_bytes(*b"PK\x06\x06");
+const LOCATOR: [u8; 4] = *b"PK\x06\x07";
+/// The extra field with what does not fit into 32 bits.
+const EXTRA64: u16 = 1;
+const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
+/// Sizes are in a data descriptor, and may be missing from the local header.
+const DESCRIBED: u16 = 1 << 3;
+/// How hard was compressed, that names are UTF-8, and the one above.
+const KNOWN_FLAGS: u16 = 0b110 | DESCRIBED | 1 << 11;
+
+/// Whether a file that begins so may be one.
+pub fn begins(bytes: &[u8]) -> bool {
+    bytes.starts_with(&LOCAL)
+}
+
+/// Where the central directory lies, from the first byte of the archive on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Directory {
+    /// Position of its first byte.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
+    /// How many records it names.
+    pub count: u64,
+}
+
+/// A record as the central directory describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// Its name, that of the archive's folder included.
+    pub name: String,
+    /// Position of its local header.
+    pub header_at: u64,
+    /// Bytes of its data.
+    pub len: u64,
+    flags: u16,
+}
+
+/// Finds the central directory by the last bytes of an archive of `size` bytes, at least
+/// [`TAIL_LEN`] of them or all. Positions in errors count from `base`, where the archive begins.
+pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Malformed> {
+    let fail = |at: u64, what: String| Malformed::new(base.saturating_add(at), what);
+    let at = end_of_archive(tail).ok_or_else(|| {
+        fail(size, "a zip archive without the directory at its end: is it complete?".to_owned())
+    })?;
+    let end_at = size.saturating_sub(tail.len() as u64).saturating_add(at as u64);
+    let (before, end) = tail.split_at(at);
+    let plain = End::plain(end, base.saturating_add(end_at))?;
+    let large = End::large(before, end_at, base)?;
+    let several = plain.several || large.as_ref().is_some_and(|large| large.several);
+    let (end, follows) = match large {
+        Some(large) if !plain.is_short_for(&large) => {
+            let what = format!(
+                "the two ends of the zip archive do not agree: {:?} and {:?}",
+                plain.directory, large.directory
+            );
+            return Err(fail(end_at, what));
+        }
+        Some(large) => (large, end_at.saturating_sub((LOCATOR_LEN + END64_LEN) as u64)),
+        None => (plain, end_at),
+    };
+    if several {
+        return Err(fail(end_at, "the zip archive is one of several parts".to_owned()));
+    }
+    let Directory { start, len, count } = end.directory;
+    if start.checked_add(len) != Some(follows) {
+        let what = format!(
+            "the directory of the zip archive: expected it to end at byte {follows}, found {len} \
+             bytes from byte {start} on"
+        );
+        return Err(fail(follows, what));
+    }
+    if count > len / CENTRAL_LEN {
+        let what = format!("a directory of {len} bytes cannot name {count} records");
+        return Err(fail(start, what));
+    }
+    Ok(end.directory)
+}
+
+/// Where the end of the archive begins in its last bytes.
+fn end_of_archive(tail: &[u8]) -> Option<usize> {
+    let last = tail.len().checked_sub(END_LEN)?;
+    (0..=last).rev().find(|&at| {
+        let end = tail.split_at(at).1;
+        let comment = end.get(END_LEN - 2..END_LEN).and_then(|len| <[u8; 2]>::try_from(len).ok());
+        end.starts_with(&END)
+            && comment.map(|len| usize::from(u16::from_le_bytes(len))) == Some(last - at)
+    })
+}
+
+/// What an end of the archive says.
+struct End {
+    directory: Directory,
+    /// The archive is said to be in several parts.
+    several: bool,
+}
+
+impl End {
+    /// The end that every archive has; `at` is its position.
+    fn plain(bytes: &[u8], at: u64) -> Result<Self, Malformed> {
+        let mut cursor = Cursor::new(bytes, at, "end of the zip archive");
+        cursor.take(END.len(), "signature")?;
+        let disks = [cursor.u16("part")?, cursor.u16("part of the directory")?];
+        let counts = [cursor.u16("records here")?, cursor.u16("records")?];
+        let (len, start) = (cursor.u32("size")?.into(), cursor.u32("position")?.into());
+        let several = disks != [0, 0] || counts[0] != counts[1];
+        Ok(End { directory: Directory { start, len, count: counts[1].into() }, several })
+    }
+
+    /// That of archives for large files, which lies with its locator before the plain one.
+    fn large(before: &[u8], end_at: u64, base: u64) -> Result<Option<Self>, Malformed> {
+        let Some((before, locator)) =
+            before.len().checked_sub(LOCATOR_LEN).and_then(|at| before.split_at_checked(at))
+        else {
+            return Ok(None);
+        };
+        if !locator.starts_with(&LOCATOR) {
+            return Ok(None);
+        }
+        let at = end_at.saturating_sub(LOCATOR_LEN as u64);
+        let mut cursor =
+            Cursor::new(locator, base.saturating_add(at), "locator in the zip archive");
+        cursor.take(LOCATOR.len(), "signature")?;
+        let disk = cursor.u32("part")?;
+        let (found_at, disks) = (cursor.u64("position")?, cursor.u32("parts")?);
+        let at = at.saturating_sub(END64_LEN as u64);
+        let fail = |what: String| Malformed::new(base.saturating_add(at), what);
+        let bytes = before.len().checked_sub(END64_LEN).and_then(|from| before.get(from..));
+        let bytes = bytes.filter(|_| found_at == at).ok_or_else(|| {
+            fail(format!("expected the end of the zip archive at byte {at}, found {found_at}"))
+        })?;
+        let mut cursor = Cursor::new(bytes, base.saturating_add(at), "end of the zip archive");
+        let begin = (cursor.u32("signature")?, cursor.u64("length")?);
+        if begin != (END64, END64_LEN as u64 - 12) {
+            return Err(fail(
+                "the end of the zip archive is none, or of another length".to_owned(),
+            ));
+        }
+        cursor.take(4, "versions")?;
+        let parts = [disk, cursor.u32("part")?, cursor.u32("part of the directory")?];
+        let counts = [cursor.u64("records here")?, cursor.u64("records")?];
+        let (len, start) = (cursor.u64("size")?, cursor.u64("position")?);
+        let several = parts != [0; 3] || disks > 1 || counts[0] != counts[1];
+        Ok(Some(End { directory: Directory { start, len, count: counts[1] }, several }))
+    }
+
+    /// Whether this is what the plain end says where `large` is true.
+    fn is_short_for(&self, large: &Self) -> bool {
+        let (plain, large) = (&self.directory, &large.directory);
+        let same = |short: u64, most: u64, value: u64| short == value || short == most;
+        same(plain.start, u32::MAX.into(), large.start)
+            && same(plain.len, u32::MAX.into(), large.len)
+            && same(plain.count, u16::MAX.into(), large.count)
+    }
+}
+
+/// Reads a central directory: records in the order of their positions, which share no bytes as far as
+/// can be told without their local headers.
+pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Record>, Malformed> {
+    let at = base.saturating_add(directory.start);
+    let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
+    let mut raw: Vec<Central<'_>> = Vec::new();
+    while !cursor.rest().is_empty() {
+        raw.push(Central::read(&mut cursor)?);
+    }
+    if raw.len() as u64 != directory.count {
+        let what = format!(
+            "expected {} records in the directory of the zip archive, found {}",
+            directory.count,
+            raw.len()
+        );
+        return Err(Malformed::new(at, what));
+    }
+    check_kind(&raw, at)?;
+    let mut records = raw.into_iter().map(Central::record).collect::<Result<Vec<_>, _>>()?;
+    records.sort_by_key(|record| record.header_at);
+    let ends = records.iter().skip(1).map(|next| next.header_at).chain([directory.start]);
+    for (record, end) in records.iter().zip(ends) {
+        if record.data_at_least().is_none_or(|from| from.saturating_add(record.len) > end) {
+            return Err(record.overlaps(base));
+        }
+    }
+    let mut names = HashSet::with_capacity(records.len());
+    if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
+        return Err(Malformed::new(at, format!("record `{}` is there twice", Brief(&twice.name))));
+    }
+    Ok(records)
+}
+
+/// Refuses archives that `torch.save` has not written.
+fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
+    let folder = |central: &Central<'_>| central.name.iter().position(|&byte| byte == b'/');
+    let first = raw.first().and_then(|first| first.name.get(..=folder(first)?));
+    let has = |what: fn(&[u8]) -> bool| {
+        raw.iter()
+            .any(|central| first.and_then(|top| central.name.strip_prefix(top)).is_some_and(what))
+    };
+    if has(|name| name == b"constants.pkl" || name.starts_with(b"code/")) {
+        let what =
+            "a TorchScript archive, which torch.jit.save has written: torch.jit.load reads it";
+        return Err(Malformed::new(at, what));
+    }
+    if !has(|name| name == b"data.pkl") {
+        let what = "a zip archive without the `data.pkl` that torch.save writes: if a checkpoint was \
+                    packed into it, unpack it first";
+        return Err(Malformed::new(at, what));
+    }
+    let top = first.unwrap_or_default();
+    match raw.iter().find(|central| !central.name.starts_with(top)) {
+        Some(other) => Err(other.fail("lies in another folder than the first".to_owned())),
+        None => Ok(()),
+    }
+}
+
+/// An entry of a central directory as it is.
+struct Central<'b> {
+    position: u64,
+    name: &'b [u8],
+    flags: u16,
+    method: u16,
+    packed: u64,
+    len: u64,
+    disk: u32,
+    header_at: u64,
+}
+
+impl<'b> Central<'b> {
+    fn read(cursor: &mut Cursor<'b>) -> Result<Self, Malformed> {
+        let position = cursor.offset();
+        if cursor.u32("signature")? != CENTRAL {
+            return Err(Malformed::new(
+                position,
+                "the directory of the zip archive holds something else",
+            ));
+        }
+        cursor.take(4, "versions")?;
+        let (flags, method) = (cursor.u16("flags")?, cursor.u16("method")?);
+        cursor.take(8, "time and CRC-32")?;
+        let (packed, len) = (cursor.u32("size")?, cursor.u32("size")?);
+        let lens = [cursor.u16("name")?, cursor.u16("extra fields")?, cursor.u16("comment")?];
+        let disk = cursor.u16("disk")?;
+        cursor.take(6, "attributes")?;
+        let header_at = cursor.u32("position")?;
+        let name = cursor.take(lens[0].into(), "name")?;
+        let extra_at = cursor.offset();
+        let extra = cursor.take(lens[1].into(), "extra fields")?;
+        cursor.take(lens[2].into(), "comment")?;
+        let mut large = Large { cursor: extra64(extra, extra_at)? };
+        // In this order, and only those that are set to their largest value.
+        let len = large.or(len, "size")?;
+        let packed = large.or(packed, "size")?;
+        let header_at = large.or(header_at, "position")?;
+        let disk = if disk == u16::MAX { large.disk()? } else { disk.into() };
+        Ok(Central { position, name, flags, method, packed, len, disk, header_at })
+    }
+
+    fn fail(&self, what: String) -> Malformed {
+        let name = String::from_utf8_lossy(self.name);
+        Malformed::new(self.position, format!("record `{}`: it {what}", Brief(&name)))
+    }
+
+    fn record(self) -> Result<Record, Malformed> {
+        if self.flags & ENCRYPTED != 0 {
+            return Err(self.fail("is encrypted, which torch.save never does".to_owned()));
+        }
+        if self.method != 0 {
+            let method = self.method;
+            return Err(self.fail(format!(
+                "is compressed (method {method}), which torch.save never does: unpack the archive, and pack it without compression"
+            )));
+        }
+        if self.flags & !KNOWN_FLAGS != 0 {
+            return Err(
+                self.fail(format!("has flags {:#06x}, of which some are unknown", self.flags))
+            );
+        }
+        if self.packed != self.len {
+            let (packed, len) = (self.packed, self.len);
+            return Err(self.fail(format!(
+                "has {packed} bytes as it lies there, and {len} without compression"
+            )));
+        }
+        if self.disk != 0 {
+            return Err(self.fail("lies in another part of the archive".to_owned()));
+        }
+        let name = std::str::from_utf8(self.name)
+            .map_err(|_| self.fail("has a name that is no UTF-8".to_owned()))?
+            .to_owned();
+        Ok(Record { name, header_at: self.header_at, len: self.len, flags: self.flags })
+    }
+}
+
+/// The values of the extra field for large files.
+struct Large<'b> {
+    cursor: Option<Cursor<'b>>,
+}
+
+impl Large<'_> {
+    /// A value, or the next of these in its place.
+    fn or(&mut self, value: u32, what: &'static str) -> Result<u64, Malformed> {
+        match &mut self.cursor {
+            Some(cursor) if value == u32::MAX => cursor.u64(what),
+            _ => Ok(value.into()),
+        }
+    }
+
+    fn disk(&mut self) -> Result<u32, Malformed> {
+        self.cursor.as_mut().map_or(Ok(u32::MAX), |cursor| cursor.u32("disk"))
+    }
+}
+
+fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
+    let mut cursor = Cursor::new(extra, at, "extra fields of a record");
+    // What is too short for a field is padding.
+    while cursor.rest().len() >= 4 {
+        let (id, len) = (cursor.u16("number")?, cursor.u16("length")?);
+        let from = cursor.offset();
+        let field = cursor.take(len.into(), "field")?;
+        if id == EXTRA64 {
+            return Ok(Some(Cursor::new(field, from, "extra field for large files")));
+        }
+    }
+    Ok(None)
+}
+
+impl Record {
+    /// Bytes of its local header, as far as the directory knows them.
+    pub fn header_len(&self) -> u64 {
+        LOCAL_LEN.saturating_add(self.name.len() as u64)
+    }
+
+    fn data_at_least(&self) -> Option<u64> {
+        self.header_at.checked_add(self.header_len())
+    }
+
+    fn overlaps(&self, base: u64) -> Malformed {
+        let at = base.saturating_add(self.header_at);
+        let what = format!(
+            "record `{}` of {} bytes reaches into the next one, or into the directory",
+            Brief(&self.name),
+            self.len
+        );
+        Malformed::new(at, what)
+    }
+
+    /// The position of its data, from its local header, which must say what the directory says. They
+    /// must end where the next record or the directory begins, or before.
+    pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
+        let at = base.saturating_add(self.header_at);
+        let differs = |what: &str| {
+            let name = Brief(&self.name);
+            Malformed::new(
+                at,
+                format!("record `{name}`: {what} is another before its data than in the directory"),
+            )
+        };
+        let mut cursor = Cursor::new(header, at, "local header of a record");
+        if cursor.take(LOCAL.len(), "signature")? != LOCAL {
+            return Err(differs("its signature"));
+        }
+        cursor.take(2, "version")?;
+        if cursor.u16("flags")? != self.flags {
+            return Err(differs("what its flags say"));
+        }
+        if cursor.u16("method")? != 0 {
+            return Err(differs("its method"));
+        }
+        cursor.take(8, "time and CRC-32")?;
+        let unset = if self.flags & DESCRIBED != 0 { 0 } else { self.len };
+        for size in [cursor.u32("size")?, cursor.u32("size")?] {
+            let is_one_of = [self.len, unset].contains(&u64::from(size));
+            // All bits are set where the size is in an extra field, which is not read here.
+            if !is_one_of && size != u32::MAX {
+                return Err(differs("its size"));
+            }
+        }
+        let (name_len, extra_len) = (cursor.u16("name")?, cursor.u16("extra fields")?);
+        if usize::from(name_len) != self.name.len() || cursor.rest() != self.name.as_bytes() {
+            return Err(differs("its name"));
+        }
+        let from = self.data_at_least().and_then(|from| from.checked_add(extra_len.into()));
+        let from = from.filter(|from| from.checked_add(self.len).is_some_and(|to| to <= end));
+        from.ok_or_else(|| self.overlaps(base))
+    }
+}
