@@ -113,6 +113,7 @@ impl Layout {
                 data_offset: start,
                 data_len: len,
                 whole: None,
+                strided: false,
             });
         }
         if json.ends_with(',') {
