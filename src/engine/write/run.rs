@@ -64,8 +64,6 @@ pub fn write_tensors(
         options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
     };
     let manifest = options.encryption.filter(|options| options.manifest);
-    let headers = options.hashes.is_some();
-    let large = |item: &Item<'_>| (headers && item.is_large()).then_some(item.entry.data_len);
     let pass = Pass {
         sink,
         items,
@@ -73,7 +71,7 @@ pub fn write_tensors(
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
-        pool: HashPool::new(items.iter().map(large), sha),
+        pool: pool(items, options.hashes),
         backlog: &backlog,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
         progress,
@@ -100,6 +98,13 @@ pub fn write_tensors(
     .map_err(|error| error.with_file("saving", sink.uri()))?;
     report(&pass, &streams, threads);
     Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+/// The hashes of tensors that are written in several chunks; none without headers.
+fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> HashPool<B> {
+    let large =
+        |item: &Item<'_>| (hashes.is_some() && item.is_large()).then_some(item.entry.data_len);
+    HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }
 
 /// One thread feeds a job, another can hash what it feeds.
