@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorType
+from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorType, save
 from tensorizer.file.file_writer import FileWriter
+from tensorizer.file.to_safetensors import is_meant
 
 from . import keys, redis_target
 from .file import File
@@ -47,7 +48,8 @@ def _run(
 ) -> int:
     report = Report(options)
     begun = time.monotonic()
-    with File(options.file, params, options.readers) as source:
+    at_once = is_meant(options.target, None)
+    with File(options.file, params, options.readers, mmap=at_once) as source:
         source.check_key(*hint)
         if not redis_target.is_meant(options.target):
             _copy(source, options.target, encryption, options)
@@ -91,6 +93,11 @@ def _copy(
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
 ) -> None:
+    if is_meant(target, None):
+        _to_safetensors(source, target, encryption, options)
+        return
+    if not len(source):
+        raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
     alignment = options.alignment or _ALIGNMENT
     with (
         FileWriter(target, encryption=encryption, alignment=alignment) as writer,
@@ -109,3 +116,24 @@ def _copy(
                 tensors,
             )
             progress.add(source.size(batch))
+
+
+def _to_safetensors(
+    source: File,
+    target: str | int,
+    encryption: EncryptionParams | None,
+    options: argparse.Namespace,
+) -> None:
+    """Write all tensors at once: that format has its header first."""
+    if encryption is not None or options.alignment is not None:
+        raise ValueError("safetensors files are neither encrypted nor aligned")
+    with Progress(source.total, options) as progress:
+        tensors, _ = source.load(list(range(len(source))), "nothing")
+        names = [source.reader.name(n) for n in range(len(source))]
+        save(
+            dict(zip(names, tensors, strict=True)),
+            target,
+            format="safetensors",
+            metadata=dict(source.reader.metadata),
+        )
+        progress.add(source.total)

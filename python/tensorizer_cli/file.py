@@ -23,6 +23,7 @@ class File:
         file: A path, an address or a descriptor.
         params: What it is decrypted with. Names and shapes need nothing.
         readers: Threads that read at once; None for as many as help.
+        mmap: Use tensors in place of a local file, where all of them are needed at once.
 
     """
 
@@ -31,10 +32,13 @@ class File:
         file: str | int,
         params: DecryptionParams | None = None,
         readers: int | None = None,
+        mmap: bool = False,
     ) -> None:
         self.shown = without_password(str(file))
         self._has_key = params is not None
-        self._file = TensorFile(file, encryption=params, num_readers=readers, key_needed=False)
+        self._file = TensorFile(
+            file, encryption=params, num_readers=readers, mmap=mmap, key_needed=False
+        )
         self.reader = self._file.reader
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()

@@ -86,7 +86,7 @@ def test_from_a_device(tmp_path, monkeypatch):
     [
         ([torch.ones(1)], {}, TypeError, "tensors by name"),
         ({"a": {"b": torch.ones(1)}}, {}, TypeError, "nothing nested: found dict at 'a'"),
-        ({("a", 0): torch.ones(1)}, {}, TypeError, "nothing nested"),
+        ({("a", 0): torch.ones(1)}, {}, ValueError, "nothing nested"),
         ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "metadata are strings"),
         ({"a": torch.ones(1)}, {"format": "zip"}, ValueError, "format must be"),
         ({"a": torch.ones(1)}, {"hashes": "crc32"}, ValueError, "neither encryption nor hashes"),

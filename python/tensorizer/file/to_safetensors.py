@@ -76,6 +76,8 @@ def _checked(tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, Mapping):
         raise TypeError(f"expected tensors by name, found {type(tensors).__name__}")
     for name, tensor in tensors.items():
+        if isinstance(name, tuple):
+            raise ValueError(f"safetensors files hold nothing nested, found {name!r}")
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 "safetensors files hold tensors by name, and nothing nested: found "

@@ -1,0 +1,92 @@
+"""The command on files of other formats: listed, compared, converted."""
+
+import json
+import os
+
+import pytest
+import tensorizer
+import torch
+from tensorizer_cli.main import main
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+TENSORS = {
+    "big": torch.randn(300, 1000),
+    "half": torch.randn(4, 5).to(torch.bfloat16),
+    "empty": torch.empty(0, 7),
+    "scalar": torch.tensor(5),
+}
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tensorizer.save(TENSORS, tmp_path / "f.tensors")
+    safetensors.save_file(TENSORS, tmp_path / "f.safetensors", metadata={"format": "pt"})
+    torch.save(TENSORS, tmp_path / "f.pt")
+    (tmp_path / "shards").mkdir()
+    tensorizer.save(TENSORS, tmp_path / "shards/model.safetensors", max_shard_size=1_000_000)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("f.safetensors", "safetensors"), ("shards", "safetensors, 2 files"), ("f.pt", "torch")],
+)
+def test_ls(folder, capsys, name, said):
+    assert run("ls", folder / name) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(TENSORS) + 2
+    assert lines[-1] == f"4 tensors, 1.2 MB, {said}"
+    assert run("ls", "--json", folder / name) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == said.split(",")[0]
+    assert len(found["files"]) == (2 if name == "shards" else 1)
+    assert {row["name"] for row in found["tensors"]} == set(TENSORS)
+
+
+@pytest.mark.parametrize("source", ["f.tensors", "f.safetensors", "shards", "f.pt"])
+@pytest.mark.parametrize("target", ["new.tensors", "new.safetensors"])
+def test_formats_are_converted(folder, capsys, source, target):
+    assert run("cp", folder / source, folder / target) == 0
+    assert "4 tensors" in capsys.readouterr().err
+    info = tensorizer.info(folder / target)
+    assert info.format == target.rpartition(".")[2]
+    if (source, target) == ("f.safetensors", "new.safetensors"):
+        assert info.metadata == {"format": "pt"}
+        assert (folder / target).read_bytes() == (folder / source).read_bytes()
+    assert run("diff", folder / source, folder / target) == 0
+    assert run("diff", folder / target, folder / "f.tensors") == 0
+    if target == "new.tensors":
+        assert run("verify", folder / target) == 0
+
+
+@pytest.mark.parametrize("name", ["f.safetensors", "shards", "f.pt"])
+def test_verify_says_that_there_are_no_hashes(folder, capsys, name):
+    assert run("verify", folder / name) not in (0, None)
+    assert "files hold no hashes" in capsys.readouterr().err
+
+
+def test_what_safetensors_has_no_place_for_is_refused(folder, capsys):
+    nested = folder / "nested.tensors"
+    tensorizer.save({"a": [torch.ones(1)]}, nested)
+    target = folder / "new.safetensors"
+    for arguments, said in [
+        (("cp", nested, target), "nothing nested"),
+        (("cp", "--alignment", "64", folder / "f.tensors", target), "neither encrypted nor"),
+    ]:
+        assert run(*arguments) not in (0, None)
+        assert said in capsys.readouterr().err
+        assert not target.exists()
+
+
+def test_a_file_without_tensors_is_not_copied_to_one_that_must_have_some(folder, capsys):
+    safetensors.save_file({}, folder / "none.safetensors")
+    assert run("cp", folder / "none.safetensors", folder / "new.tensors") not in (0, None)
+    assert "holds no tensors" in capsys.readouterr().err
+    assert "new.tensors" not in os.listdir(folder)
+    assert run("cp", folder / "none.safetensors", folder / "new.safetensors") == 0
+    assert tensorizer.info(folder / "new.safetensors").tensors == {}
