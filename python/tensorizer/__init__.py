@@ -1,7 +1,10 @@
 """Loads and saves torch tensors as ``.tensors`` files, at the speed of the machine.
 
+Files of safetensors, their shards, and checkpoints of ``torch.save`` are loaded as they are.
+
 :class:`TensorDeserializer` and :class:`TensorSerializer` are the classes of the package of the
-same name that this one succeeds. :func:`load` and :func:`save` are the short way. The operators
+same name that this one succeeds. :func:`load` and :func:`save` are the short way, :func:`iterate`
+yields tensors one by one, :func:`info` says what a file holds. The operators
 ``torch.ops.tensorizer.load`` and ``.save`` work in TorchScript and without Python too.
 """
 

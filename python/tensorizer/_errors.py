@@ -8,7 +8,7 @@ import torch
 
 
 class FormatError(ValueError):
-    """The bytes are not a well-formed ``.tensors`` file."""
+    """The bytes are not a well-formed file of their format."""
 
 
 class TruncatedError(FormatError, OSError):

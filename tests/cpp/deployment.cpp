@@ -99,6 +99,31 @@ void errors(const std::string& folder) {
   expect_error("Not a directory", [&] { tensorizer::save(weights + "/below", {"a"}, {bias}); });
 }
 
+void other_formats(const std::string& folder) {
+  const auto expected = tensorizer::load(folder + "/weights.tensors");
+  // One file, two shards by their index, the folder that holds them.
+  for (const auto* name :
+       {"/weights.safetensors", "/shards/model.safetensors.index.json", "/shards"}) {
+    const auto path = folder + name;
+    const auto loaded = tensorizer::load(path);
+    expect(loaded.size() == expected.size(), "as many tensors in " + path);
+    expect(tensorizer::names(path).size() == expected.size(), "as many names in " + path);
+    const auto flat = torch::zeros({1203});
+    tensorizer::load_into(path, {"weight"}, {flat.slice(0, 3).view({40, 30})});
+    expect(flat.slice(0, 3).view({40, 30}).equal(expected.at("weight")), "the weight in place");
+    const auto one = tensorizer::load(path, std::vector<std::string>{"bias"});
+    expect(one[0].equal(expected.at("bias")) && loaded.at("bias").equal(one[0]), "the bias");
+    expect_error("safetensors files hold no hashes", [&] {
+      tensorizer::LoadOptions options;
+      options.verify = true;
+      tensorizer::load(path, options);
+    });
+  }
+  const auto pickled = folder + "/checkpoint.pt";
+  expect_error("torch.save", [&] { tensorizer::load(pickled); });
+  expect_error("torch.save", [&] { tensorizer::names(pickled); });
+}
+
 void scripted(const std::string& folder) {
   auto module = torch::jit::load(folder + "/scripted.pt");
   const auto x = torch::ones({2, 40});
@@ -159,9 +184,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(const std::string&)> checks[] = {
-      {"header", header},       {"in place", in_place},         {"errors", errors},
-      {"scripted", scripted},   {"aot_inductor", aot_inductor}, {"threads", threads},
-      {"no python", no_python},
+      {"header", header},     {"in place", in_place},
+      {"errors", errors},     {"other formats", other_formats},
+      {"scripted", scripted}, {"aot_inductor", aot_inductor},
+      {"threads", threads},   {"no python", no_python},
   };
   for (const auto& [name, check] : checks) {
     try {

@@ -1,5 +1,6 @@
 """The command ``tensorizer`` between addresses."""
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import redis
 import tensorizer
 import torch
 from conftest import ROOT
+from safetensors.torch import save_file
 from servers import Moto, Redis
 from tensorizer import DecryptionParams
 from tensorizer_cli.main import main
@@ -64,6 +66,16 @@ def test_addresses(server, path, bucket):
         assert client.exists("model:header:0")
 
 
+def write_shards(tensors, folder):
+    """Write one file of safetensors for each tensor, and their index."""
+    folder.mkdir()
+    shards = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, shard in shards.items():
+        save_file({name: tensors[name]}, folder / shard)
+    index = json.dumps({"weight_map": shards})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
 @pytest.mark.usefixtures("bucket")
 @pytest.mark.parametrize("document", ["README.md", "docs/command.md", "docs/encryption.md"])
 def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeypatch):
@@ -72,6 +84,7 @@ def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeyp
     assert len(lines) >= 5
     (tmp_path / "key").write_bytes(KEY)
     (tmp_path / "new").write_bytes(bytes(32))
+    write_shards(TENSORS, tmp_path / "folder-of-shards")
     os.rename(path, tmp_path / "model.tensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_KEY", bytes(32).hex())

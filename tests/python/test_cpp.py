@@ -1,5 +1,6 @@
 """Programs without Python: the header, the CMake package, scripted and compiled modules."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT
+from safetensors.torch import save_file
 from servers import FaultServer
 
 ops = torch.ops.tensorizer
@@ -74,10 +76,23 @@ class Compiled(torch.nn.Module):
         return torch.relu(seen @ weight) + bias.sum()
 
 
+def write_other_formats(weights, folder):
+    """Write the same tensors as others do: in one file, in two shards, by torch.save."""
+    save_file(weights, folder / "weights.safetensors")
+    shards = folder / "shards"
+    shards.mkdir()
+    for name, tensor in weights.items():
+        save_file({name: tensor}, shards / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in weights}}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save(weights, folder / "checkpoint.pt")
+
+
 def test_a_program_without_python(program, tmp_path):
     weights = {"weight": torch.randn(40, 30), "bias": torch.arange(5)}
     path = str(tmp_path / "weights.tensors")
     tensorizer.save(weights, path)
+    write_other_formats(weights, tmp_path)
     x = torch.ones(2, 40)
     tensorizer.save({"x": x}, path + ".seen")
     scripted = x @ weights["weight"] + weights["bias"].sum()
@@ -88,8 +103,8 @@ def test_a_program_without_python(program, tmp_path):
     exported = torch.export.export(Compiled(path), (x,))
     torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     out = run([program, tmp_path], env={"PATH": os.environ["PATH"]})
-    assert out.split("\n") == ["header", "in place", "errors", "scripted", "aot_inductor",
-                               "threads", "no python", ""]  # fmt: skip
+    assert out.split("\n") == ["header", "in place", "errors", "other formats", "scripted",
+                               "aot_inductor", "threads", "no python", ""]  # fmt: skip
     # What C++ wrote, read here.
     assert tensorizer.load(tmp_path / "from_cpp.tensors", verify_hash=True)["y"].shape == (40, 30)
 
@@ -177,6 +192,13 @@ def test_the_example_server(form, server, exported, tmp_path):
     assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)
     with FaultServer((exported / "weights.tensors").read_bytes()) as remote:
         done = answer(remote.url, request)
+    assert done.returncode == 0, done.stderr
+    answers = [float(word) for word in done.stdout.split()]
+    assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    # The same weights as others write them.
+    other = tmp_path / "weights.safetensors"
+    save_file(tensorizer.load(exported / "weights.tensors"), other)
+    done = answer(other, request)
     assert done.returncode == 0, done.stderr
     answers = [float(word) for word in done.stdout.split()]
     assert answers == pytest.approx(expected, rel=1e-4, abs=1e-6)

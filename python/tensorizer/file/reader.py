@@ -28,13 +28,19 @@ if TYPE_CHECKING:
 
 
 class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
-    """The tensors of a ``.tensors`` file, as a read-only mapping and as a loader of modules.
+    """The tensors of a file, as a read-only mapping and as a loader of modules.
+
+    The file is of ours (``.tensors``), of safetensors, an index of shards
+    (``*.safetensors.index.json``), a folder that holds one of these, or an archive of
+    ``torch.save``; which of them is told by its content. Only ``.tensors`` files have hashes and
+    encryption.
 
     Args:
         file_obj: A path, ``os.PathLike``, ``http(s)://`` or ``s3://`` address, file descriptor
             (which stays the caller's), or binary file object (which is closed with this object;
             streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and a
-            server without ranges are read in one pass.
+            server without ranges are read in one pass, but not archives of ``torch.save``. An index
+            has to be opened by its path or address.
         device: Where the tensors go. None: CUDA if there is any, else the CPU. CUDA without a
             number is the device that is current when tensors are loaded.
         filter_func: Called once with each tensor's name; those for which it returns something
@@ -47,8 +53,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         plaid_mode_buffers: Ignored.
         num_readers: Threads that read at once. None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
-            fails. ``"crc32"`` compares the CRC-32 only, which finds damage by accident and costs
-            little.
+            fails, and so does a file of a format without hashes. ``"crc32"`` compares the CRC-32
+            only, which finds damage by accident and costs little.
         encryption: What an encrypted file is decrypted with.
         mmap: Whether to use tensors in place in a private mapping of their file instead of
             reading them into memory of their own. Opening then costs nothing, and bytes come
@@ -67,12 +73,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     Raises:
         OSError: The file cannot be opened or read.
-        FormatError: It is not a well-formed ``.tensors`` file (a ``ValueError``).
+        FormatError: It is no well-formed file of any of these formats (a ``ValueError``).
         TruncatedError: It ends too early (a ``FormatError`` and an ``OSError``).
         InvalidVersionError: Its version is not supported (a ``ValueError``).
         CryptographyError: It is encrypted and ``encryption`` is None, or the other way round; the
             key does not fit, or the data were changed.
-        HashMismatchError: ``verify_hash`` found other bytes than were written.
+        HashMismatchError: ``verify_hash`` found other bytes than were written, or no hashes.
+        NotImplementedError: A tensor is of a dtype that torch has not, or more than plain bytes.
+        pickle.UnpicklingError: torch's restricted unpickler refuses an archive of ``torch.save``.
         MemoryError: The tensors do not fit into memory; on CUDA a ``torch.OutOfMemoryError`` too.
         DeviceError: A device refused or was lost (a ``RuntimeError``).
         ValueError: More than one reader for a source that can only have one.
@@ -458,6 +466,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Raises:
             ValueError: The file was closed, as it is after a load that is not lazy.
+            NotImplementedError: The file is not a ``.tensors`` file.
             TypeError: ``redis_client`` is not a client of Redis.
 
         """

@@ -1,4 +1,6 @@
-// Loads and saves .tensors files in programs on LibTorch, without Python.
+// Loads and saves .tensors files in programs on LibTorch, without Python. What loads takes
+// safetensors files, indexes of their shards and folders with either too; checkpoints of
+// torch.save, whose pickles only Python reads, are refused.
 //
 // Everything here calls the operators of libtensorizer_torch.so through torch's dispatcher. All
 // errors are c10::Error; their text says what failed and where. All functions may be called from
@@ -36,7 +38,7 @@ struct LoadOptions {
   // Where new tensors go; the CPU if it is not set. load_into() has no use for it.
   std::optional<c10::Device> device;
   // Compare every tensor with the SHA-256 and CRC-32 sums in the file; a difference, or a file
-  // without sums, is an error.
+  // without sums, as all safetensors files are, is an error.
   bool verify = false;
   // Threads that read at once, at least 1; if it is not set, as many as suit the source.
   std::optional<std::int64_t> num_readers;

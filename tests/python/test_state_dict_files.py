@@ -1,0 +1,255 @@
+"""Modules take files of other formats, which name tensors as state dicts do."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from conftest import assert_same
+from safetensors.torch import save_file, save_model
+from tensorizer import HashMismatchError, TensorDeserializer, utils
+
+
+class Model(torch.nn.Module):
+    """Parameters and buffers of the root, a buffer that is not persistent, and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(3))
+        self.register_buffer("steps", torch.tensor(4))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.a = torch.nn.Linear(4, 4, bias=False)
+        self.b = torch.nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+
+def make():
+    torch.manual_seed(18)
+    model = Model()
+    model.norm.running_mean.normal_()
+    model.norm.num_batches_tracked.fill_(7)
+    return model
+
+
+MODEL = make()
+STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+TIED = ("a.weight", "b.weight")
+
+
+def without(*names):
+    return {name: tensor for name, tensor in STATE.items() if name not in names}
+
+
+def tensors_of(module):
+    return dict(module.state_dict(keep_vars=True), scratch=module.scratch)
+
+
+def check(module, state=STATE):
+    for name, tensor in state.items():
+        assert_same(module.state_dict()[name], tensor)
+
+
+@pytest.fixture(params=["eager", "lazy"])
+def load(request, tmp_path):
+    """Save tensors, by name, and load them into a module."""
+
+    def load(module, tensors=None, *, verify_hash=None, **options):
+        if tensors is not None:
+            save_file(tensors, tmp_path / "f.safetensors")
+        file = TensorDeserializer(tmp_path / "f.safetensors", "cpu", lazy_load=lazy)
+        return file.load_into_module(module, verify_hash=verify_hash, **options)
+
+    lazy = request.param == "lazy"
+    load.path, load.lazy = tmp_path / "f.safetensors", lazy
+    return load
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_of_two_tied_weights(load, strict):
+    """As the library saves modules: of tied weights the file has one."""
+    save_model(MODEL, load.path)
+    other = Model()
+    before = {name: (t, t.data_ptr()) for name, t in tensors_of(other).items()}
+    scratch = other.scratch.clone()
+    assert load(other, strict=strict) == len(STATE) - 1
+    check(other)
+    # All are filled where they are, for optimizers and whoever else has them.
+    for name, tensor in tensors_of(other).items():
+        assert tensor is before[name][0]
+        assert tensor.data_ptr() == before[name][1]
+    assert other.a.weight is other.b.weight
+    assert_same(other.scratch, scratch)
+    assert set(dict(other.named_buffers())) == set(dict(MODEL.named_buffers()))
+    assert other.state_dict().keys() == STATE.keys()
+
+
+@pytest.mark.parametrize("missing", [None, *TIED])
+@pytest.mark.parametrize("strict", [False, True])
+def test_ties_of_meta_modules(load, missing, strict):
+    empty = utils.no_init_or_tensor(Model)
+    assert load(empty, without(missing), strict=strict) == len(STATE) - (missing is not None)
+    check(empty)
+    assert empty.a.weight is empty.b.weight
+    assert type(empty.a.weight) is torch.nn.Parameter
+    assert empty.a.weight.requires_grad
+    assert len(list(empty.parameters())) == len(list(MODEL.parameters()))
+    assert not empty.steps.requires_grad
+    assert dict(empty.named_buffers()).keys() == dict(MODEL.named_buffers()).keys()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_tied_weights_that_differ_in_the_file(load, meta):
+    other = utils.no_init_or_tensor(Model) if meta else Model()
+    state = {**STATE, "b.weight": torch.full((4, 4), 5.0)}
+    assert load(other, state) == len(STATE)
+    check(other, state)
+    assert other.a.weight is not other.b.weight
+
+
+def test_a_folder_of_shards(tmp_path):
+    shards = {"1.safetensors": ["a.weight", "scale"], "2.safetensors": [*without("a.weight")]}
+    shards["2.safetensors"].remove("scale")
+    for shard, names in shards.items():
+        save_file({name: STATE[name] for name in names}, tmp_path / shard)
+    home = {name: shard for shard, names in shards.items() for name in names}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": home}))
+    other = utils.no_init_or_tensor(Model)
+    with TensorDeserializer(tmp_path, "cpu", lazy_load=True) as file:
+        assert file.load_into_module(other, strict=True) == len(STATE)
+    check(other)
+    assert other.a.weight is other.b.weight
+
+
+def test_every_dtype_is_kept_or_cast(load):
+    state = {**STATE, "scale": STATE["scale"].half()}
+    other = Model()
+    assert load(other, state) == len(STATE)
+    check(other, state)
+    other = Model()
+    file = TensorDeserializer(load.path, "cpu", dtype=torch.float64, lazy_load=load.lazy)
+    file.load_into_module(other)
+    assert other.scale.dtype == other.a.weight.dtype == torch.float64
+    assert other.a.weight is other.b.weight
+    assert other.steps.dtype == torch.int64
+
+
+def test_what_only_the_module_has_stays(load):
+    other = Model()
+    bias, weight = other.b.bias.detach().clone(), other.a.weight
+    assert load(other, without("b.bias", *TIED)) == len(STATE) - 3
+    assert_same(other.b.bias.detach(), bias)
+    assert other.a.weight is other.b.weight is weight
+    with pytest.raises(RuntimeError, match="missing in the file: a.weight, b.bias, b.weight"):
+        load(Model(), strict=True)
+
+
+def test_what_only_the_file_has_becomes_a_buffer(load):
+    other = Model()
+    with pytest.warns(UserWarning, match="Model has got tensors that only the file had: more, no"):
+        count = load(other, {**STATE, "more": torch.ones(2), "norm.more": torch.ones(1)})
+    assert count == len(STATE) + 2
+    check(other)
+    assert other.more.tolist() == [1, 1]
+    assert "more" in other._buffers
+    assert other.norm._buffers["more"].tolist() == [1]
+    fresh = Model()
+    with pytest.raises(RuntimeError, match="unknown to the module: more, norm.more"):
+        load(fresh, strict=True)
+    assert not hasattr(fresh, "more")
+
+
+def test_a_buffer_that_is_not_persistent_may_be_in_a_file(load):
+    other = Model()
+    assert load(other, {**STATE, "scratch": torch.zeros(2)}, strict=True) == len(STATE) + 1
+    assert other.scratch.tolist() == [0, 0]
+    assert "scratch" not in other.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "text"),
+    [
+        ({"c.weight": torch.ones(1)}, KeyError, "no submodule 'c', to which 'c.weight' belongs"),
+        ({"steps.x": torch.ones(1)}, KeyError, "no submodule 'steps'"),
+        ({"a": torch.ones(1)}, KeyError, "'a' of the file is no tensor of the module"),
+        ({"norm.eps": torch.ones(1)}, KeyError, "'norm.eps' of the file is no tensor"),
+        ({"a.weight": torch.ones(4, 5)}, RuntimeError, r"for a.weight: .*\[4, 5\].*\[4, 4\]"),
+        ({"scale": torch.ones(())}, RuntimeError, r"for scale: the file holds \[\].*\[3\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+@pytest.mark.parametrize("meta", [False, True])
+def test_what_does_not_fit_changes_nothing(load, more, error, text, meta):
+    other = utils.no_init_or_tensor(Model) if meta else Model()
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in tensors_of(other).items()}
+    with pytest.raises(error, match=text):
+        load(other, {**STATE, **more})
+    assert tensors_of(other).keys() == before.keys()
+    for name, tensor in tensors_of(other).items():
+        assert id(tensor) == before[name][0]
+        assert meta or torch.equal(tensor, before[name][1])
+
+
+def test_a_filter_takes_names_of_the_file(load):
+    other = Model()
+    scale = other.scale.detach().clone()
+    seen = []
+
+    def wanted(name):
+        seen.append(name)
+        return name.startswith("norm.")
+
+    assert load(other, STATE, filter_func=wanted) == 5
+    assert set(seen) == set(STATE)
+    assert_same(other.scale.detach(), scale)
+    assert_same(other.norm.running_mean, STATE["norm.running_mean"])
+    assert load(Model(), strict=True, filter_func=wanted) == 5
+    # Of a tensor that is left out, the module need not have the submodule.
+    rest = {**STATE, "head.weight": torch.ones(1)}
+    assert load(Model(), rest, filter_func=lambda name: not name.startswith("head")) == len(STATE)
+
+
+def test_there_are_no_hashes(load):
+    save_file(STATE, load.path)
+    other = Model()
+    scale = other.scale.detach().clone()
+    with pytest.raises(HashMismatchError, match="safetensors files hold no hashes"):
+        with TensorDeserializer(load.path, "cpu", lazy_load=load.lazy, verify_hash=True) as file:
+            file.load_into_module(other)
+    assert_same(other.scale.detach(), scale)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"scale": torch.ones(3)}], ids=["none", "one"])
+def test_files_with_few_tensors(load, tensors):
+    other = Model()
+    assert load(other, tensors) == len(tensors)
+    check(other, tensors)
+
+
+def test_modules_are_mapped(tmp_path):
+    save_file({"weight": torch.ones(700, 600)}, tmp_path / "f.safetensors")
+    other = torch.nn.Linear(600, 700, bias=False)
+    weight, address = other.weight, other.weight.data_ptr()
+    TensorDeserializer(tmp_path / "f.safetensors", "cpu", mmap=True).load_into_module(other)
+    assert other.weight is weight
+    assert weight.data_ptr() != address
+    assert weight.eq(1).all()
+
+
+def test_the_stand_in_of_a_device(tmp_path, monkeypatch):
+    save_model(MODEL, tmp_path / "f.safetensors")
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
+    for lazy in (False, True):
+        other = Model()
+        file = TensorDeserializer(tmp_path / "f.safetensors", "cpu", lazy_load=lazy)
+        assert file.load_into_module(other, strict=True) == len(STATE) - 1
+        check(other)
+        assert other.a.weight is other.b.weight
