@@ -142,7 +142,7 @@ impl<'f> DeviceLoad<'f> {
             if let Some(runs) = direct_runs(file, entry, options.verify)? {
                 for (extent, start) in runs {
                     extents.push(extent);
-                    let offset = place.offset + start as u64;
+                    let offset = place.offset + start;
                     places.push(Place { offset, ..*place });
                 }
                 continue;

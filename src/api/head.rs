@@ -65,7 +65,7 @@ impl Head {
             let at = self.base.saturating_add(bytes.len() as u64);
             let read = read_up_to(&*self.source, at, &mut step, cancel)?;
             bytes.extend(step.iter().take(read));
-            if read < step.len() {
+            if read < step.len() && bytes.len() as u64 <= most {
                 return Ok(bytes);
             }
         }

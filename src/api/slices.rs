@@ -24,7 +24,7 @@ use crate::engine::target::gather::{Gather, Span};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::format::catalog::{Entry, Whole};
-use crate::io::source::{Traits, borrowed};
+use crate::io::source::{ReadAt, Traits, borrowed};
 use crate::stats::Counters;
 
 /// Shorter runs are read together with what lies between them: what is planned for each is then small
@@ -36,6 +36,9 @@ pub const HELD: u64 = 256 << 20;
 /// How whole tensors are loaded.
 pub type LoadWhole<'l> =
     &'l dyn Fn(&TensorFile, &[usize], &LoadOptions, &Counters, &dyn Cancel) -> Result<Vec<Tensor>>;
+
+/// Ranges that are planned and read together, at most.
+pub const ROUND: usize = 64 << 10;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -123,39 +126,79 @@ fn read_plain(
     let sources = file.sources();
     let files = borrowed(&sources);
     let gap = Traits::of_all(&files).map_or(0, |traits| traits.merge_gap);
-    let (mut direct, mut to_direct) = (Vec::new(), Vec::new());
-    let (mut gathered, mut spans) = (Vec::new(), Vec::new());
+    let mut round = Round::default();
+    let read_round = |round: Round<'_>| {
+        cancel.check()?;
+        round.read(&files, options.readers, counters, cancel)
+    };
     for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-        // What is read front to back is read once, and so all in one way.
-        if runs.run() >= SHORT && file.is_seekable() {
+        // What is read front to back is read once, and all of it comes.
+        if !file.is_seekable() {
+            for span in runs.spans(u64::MAX).filter(|_| runs.total() > 0) {
+                let to = cut(&mut rest, runs.total())?;
+                round.gathered.push(extent(entry, &span));
+                round.spans.push(Span { start: span.start, runs, to });
+            }
+        } else if runs.run() >= SHORT {
             for start in runs.starts() {
-                direct.push(extent(entry, &(start..start + runs.run())));
-                to_direct.push(cut(&mut rest, runs.run())?);
+                round.direct.push(extent(entry, &(start..start + runs.run())));
+                round.to_direct.push(cut(&mut rest, runs.run())?);
+                if round.is_full() {
+                    read_round(std::mem::take(&mut round))?;
+                }
             }
         } else if runs.total() > 0 {
             for span in runs.spans(gap) {
                 let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-                gathered.push(extent(entry, &span));
-                spans.push(Span { start: span.start, runs, to });
+                round.gathered.push(extent(entry, &span));
+                round.spans.push(Span { start: span.start, runs, to });
+                if round.is_full() {
+                    read_round(std::mem::take(&mut round))?;
+                }
             }
         }
     }
-    let reading = |extents| Reading {
-        files: &files,
-        extents,
-        catalog: &Plain,
-        verify: Verify::Nothing,
-        decrypts: false,
-        readers: options.readers,
-    };
-    if !direct.is_empty() {
-        let mut target = Host::new(to_direct, Vec::new());
-        read(&reading(&direct), &mut target, counters, cancel)?;
+    read_round(round)
+}
+
+/// What is planned and read together: a slice may have more runs than there is memory for plans.
+#[derive(Default)]
+struct Round<'r> {
+    direct: Vec<Extent>,
+    to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
+    gathered: Vec<Extent>,
+    spans: Vec<Span<'r>>,
+}
+
+impl Round<'_> {
+    fn is_full(&self) -> bool {
+        self.direct.len() + self.gathered.len() >= ROUND
     }
-    if !gathered.is_empty() {
-        read(&reading(&gathered), &mut Gather::new(spans), counters, cancel)?;
+
+    fn read(
+        self,
+        files: &[&dyn ReadAt],
+        readers: Option<usize>,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let reading = |extents| Reading {
+            files,
+            extents,
+            catalog: &Plain,
+            verify: Verify::Nothing,
+            decrypts: false,
+            readers,
+        };
+        if !self.direct.is_empty() {
+            let mut target = Host::new(self.to_direct, Vec::new());
+            read(&reading(&self.direct), &mut target, counters, cancel)?;
+        }
+        if !self.gathered.is_empty() {
+            read(&reading(&self.gathered), &mut Gather::new(self.spans), counters, cancel)?;
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// The first bytes of what is left of a slice's memory.
@@ -176,7 +219,8 @@ pub fn direct_runs(
 ) -> Result<Option<Vec<(Extent, u64)>>> {
     let runs = runs_of(entry)?;
     let plain = verify == Verify::Nothing && file.decryption().is_none() && file.is_seekable();
-    if !plain || runs.run() < SHORT || entry.is_meta() {
+    let few = runs.total().checked_div(runs.run()).is_some_and(|count| count <= ROUND as u64);
+    if !plain || runs.run() < SHORT || !few {
         return Ok(None);
     }
     let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
@@ -222,7 +266,7 @@ fn gather_decrypted(
     for (tensor, ((entry, runs), mut rest)) in
         selection.entries.iter().zip(runs).zip(destinations).enumerate()
     {
-        for span in whole_pieces(&runs.spans(PIECE_LEN), entry.data_len) {
+        for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len) {
             let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
             extents.push(extent(entry, &span));
             of.push((tensor, span.start));
@@ -242,8 +286,8 @@ fn gather_decrypted(
 }
 
 /// The pieces of encryption in which spans lie. Neighbours become one.
-fn whole_pieces(spans: &[Range<u64>], data_len: u64) -> Vec<Range<u64>> {
-    let mut pieces: Vec<Range<u64>> = Vec::with_capacity(spans.len());
+fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Vec<Range<u64>> {
+    let mut pieces: Vec<Range<u64>> = Vec::new();
     for span in spans {
         let start = span.start - span.start % PIECE_LEN;
         let end = span.end.next_multiple_of(PIECE_LEN).min(data_len);

@@ -27,7 +27,7 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
     let local: Vec<Option<&std::fs::File>> = files.iter().map(|source| source.file()).collect();
-    let total: u64 = extents.iter().map(|extent| extent.data_len).sum();
+    let total = extents.iter().fold(0, |sum: u64, extent| sum.saturating_add(extent.data_len));
     let step = (total / SAMPLES).max(1);
     let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {

@@ -80,8 +80,12 @@ impl Layout {
     pub fn new(tensors: &[(Extent, u64)], large: Large) -> Option<Self> {
         let mut layout = Layout::default();
         let mut rest = tensors;
+        let mut read = (0, 0);
         while !rest.is_empty() {
-            let (now, later) = rest.split_at_checked(image_len(rest))?;
+            let (now, later) = rest.split_at_checked(image_len(rest, read))?;
+            for (extent, _) in now {
+                read = read.max((extent.file, extent.end()));
+            }
             match now {
                 [(_, len)] if *len < SMALL => layout.small(*len)?,
                 [(_, len)] => layout.large(*len, large)?,
@@ -153,9 +157,13 @@ impl Layout {
     }
 }
 
-/// How many of the first tensors can be in one image; at least one.
-fn image_len(tensors: &[(Extent, u64)]) -> usize {
+/// How many of the first tensors can be in one image; at least one. What those before them have of
+/// the file ends at `read`: a file and a position.
+fn image_len(tensors: &[(Extent, u64)], read: (usize, u64)) -> usize {
     let Some((first, _)) = tensors.first() else { return 0 };
+    if (first.file, first.header_offset) < read {
+        return 1;
+    }
     let mut end = first.header_offset;
     let base = end - end % ALIGNMENT as u64;
     let fits = |(extent, len): &&(Extent, u64)| {

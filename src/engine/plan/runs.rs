@@ -95,8 +95,7 @@ impl Runs {
     }
 
     /// Ranges that hold all runs, in rising order: gaps of at most `gap` bytes are part of them.
-    pub fn spans(&self, gap: u64) -> Vec<Range<u64>> {
-        let mut spans: Vec<Range<u64>> = Vec::new();
+    pub fn spans(&self, gap: u64) -> impl Iterator<Item = Range<u64>> + use<> {
         // What lies in one step of a loop is one span where all its gaps are short.
         let mut step = self.run;
         let mut inner = self.loops.len();
@@ -107,19 +106,18 @@ impl Runs {
             step += (count - 1) * stride;
             inner -= 1;
         }
-        let outer = Runs {
-            run: step,
-            first: self.first,
-            loops: self.loops.iter().take(inner).copied().collect(),
-            total: self.loops.iter().take(inner).fold(step, |total, (_, count)| total * count),
-        };
-        for start in outer.starts() {
-            match spans.last_mut().filter(|last| start - last.end <= gap) {
-                Some(last) => last.end = start + step,
-                None => spans.push(start..start + step),
+        let loops: Vec<(u64, u64)> = self.loops.iter().take(inner).copied().collect();
+        let total = loops.iter().fold(step, |total, (_, count)| total * count);
+        let outer = Runs { run: step, first: self.first, loops, total };
+        let mut starts = (0..outer.count()).map(move |index| outer.start(index)).peekable();
+        std::iter::from_fn(move || {
+            let start = starts.next()?;
+            let mut end = start + step;
+            while let Some(next) = starts.next_if(|next| next - end <= gap) {
+                end = next + step;
             }
-        }
-        spans
+            Some(start..end)
+        })
     }
 
     /// Position and length of all that lies in a range, in rising order.
@@ -178,7 +176,7 @@ mod tests {
                 let before = expected.iter().filter(|&&at| at < position).count();
                 prop_assert_eq!(runs.before(position), before as u64);
             }
-            let spans = runs.spans(gap);
+            let spans: Vec<_> = runs.spans(gap).collect();
             prop_assert!(spans.windows(2).all(|pair| pair[1].start - pair[0].end > gap));
             let mut found = Vec::new();
             for span in spans {

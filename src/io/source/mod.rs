@@ -18,7 +18,7 @@ pub use closed::ClosedSource;
 pub use direct::DirectReader;
 pub use file::FileSource;
 pub use memory::MemorySource;
-pub use pipe::{Pipe, PipeSource, Stream};
+pub use pipe::{Opener, Pipe, PipeSource, Stream};
 pub use prefixed::Prefixed;
 
 use std::sync::Arc;

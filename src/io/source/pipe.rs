@@ -14,14 +14,17 @@ use crate::mem::Buffers;
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
 
+/// See [`ReadAt::beside`].
+pub type Opener = Arc<dyn Fn(&str, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
+
 /// Bytes that come front to back.
 pub trait Stream: Send {
     /// Reads some of the next bytes; 0 only at the end.
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
 
-    /// See [`ReadAt::beside`].
-    fn beside(&self, _name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        Ok(None)
+    /// What opens files beside the stream's, where that is known.
+    fn opener(&self) -> Option<Opener> {
+        None
     }
 }
 
@@ -135,6 +138,8 @@ impl<S: Stream> ReadAt for PipeSource<S> {
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner).0.beside(name, cancel)
+        // Opening takes its time, and several may be opened at once.
+        let opener = self.stream.lock().unwrap_or_else(PoisonError::into_inner).0.opener();
+        opener.map_or(Ok(None), |open| open(name, cancel))
     }
 }

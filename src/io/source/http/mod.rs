@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
 
-use super::{PipeSource, ReadAt, Traits};
+use super::{Opener, PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{NetOptions, Tries, show_text};
@@ -123,18 +123,12 @@ fn open_named(
     };
     if !reply.ranges {
         let (folder, like, known) = (named.beside(""), shown.clone(), options.clone());
-        let opens_beside: sequential::Beside = Box::new(move |name, cancel| match &folder {
+        let opener: Opener = Arc::new(move |name, cancel| match &folder {
             Some(folder) => beside(folder, tls, &like, &known, name, cancel),
             None => Ok(None),
         });
-        let stream = sequential::Body::new(
-            named,
-            opens_beside,
-            clients,
-            options,
-            reply.identity,
-            shown.clone(),
-        );
+        let stream =
+            sequential::Body::new(named, opener, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
     Ok(Arc::new(HttpSource {

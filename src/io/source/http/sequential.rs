@@ -12,18 +12,14 @@ use super::client::{Clients, OneClient};
 use super::named::Named;
 use super::reply::Identity;
 use crate::cancel::Cancel;
-use crate::error::Error;
 use crate::io::net::{Failure, NetOptions, Tries};
-use crate::io::source::{ReadAt, Stream};
-
-/// Opens a file beside this one.
-pub type Beside = Box<dyn Fn(&str, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>, Error> + Send>;
+use crate::io::source::{Opener, Stream};
 
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
 pub struct Body {
     named: Named,
-    beside: Beside,
+    opener: Opener,
     clients: Clients,
     options: NetOptions,
     identity: Identity,
@@ -39,7 +35,7 @@ pub struct Body {
 impl Body {
     pub fn new(
         named: Named,
-        beside: Beside,
+        opener: Opener,
         clients: Clients,
         options: NetOptions,
         identity: Identity,
@@ -47,7 +43,7 @@ impl Body {
     ) -> Self {
         Body {
             named,
-            beside,
+            opener,
             clients,
             options,
             identity,
@@ -126,7 +122,7 @@ impl Stream for Body {
         Ok(len)
     }
 
-    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>, Error> {
-        (self.beside)(name, cancel)
+    fn opener(&self) -> Option<Opener> {
+        Some(Arc::clone(&self.opener))
     }
 }
