@@ -231,7 +231,7 @@ fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
                     packed into it, unpack it first";
         return Err(Malformed::new(at, what));
     }
-    let top = first.unwrap_or_default();
+    let top = first.unwrap_or(b"");
     match raw.iter().find(|central| !central.name.starts_with(top)) {
         Some(other) => Err(other.fail("lies in another folder than the first".to_owned())),
         None => Ok(()),

@@ -116,14 +116,18 @@ def test_shards_of_other_formats(folder, kind):
     if kind == "index":
         shard.write_text(json.dumps({"weight_map": {"b": "1.safetensors"}}))
     elif kind == "tensors":
-        tensorizer.save({"b": torch.ones(3)}, shard)
+        tensorizer.save({"b": torch.ones(3)}, folder / "2.tensors")
+        (folder / "2.tensors").rename(shard)
     elif kind == "zip":
         torch.save({"b": torch.ones(3)}, shard)
+        path = write_index(folder, {"a": "1.safetensors", "b": shard.name})
+        refused(path, "files of several formats|is a checkpoint of torch.save", names=path)
+        return
     elif kind != "itself":
         shard.write_text({"empty": "", "text": "hello", "page": "<html></html>"}[kind])
     name = INDEX if kind == "itself" else shard.name
     path = write_index(folder, {"a": "1.safetensors", "b": name})
-    refused(path, "expected a safetensors file, as the index of shards says", names=folder / name)
+    refused(path, "not a shard: expected a safetensors file or a checkpoint", names=folder / name)
 
 
 def test_shards_that_are_malformed(folder):

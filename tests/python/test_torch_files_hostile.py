@@ -350,7 +350,7 @@ STORAGES = [
 ]
 
 
-@pytest.mark.parametrize(("storage", "match"), STORAGES, ids=str)
+@pytest.mark.parametrize(("storage", "match"), STORAGES, ids=range(len(STORAGES)))
 def test_storages(refuse, storage, match):
     refuse(Zip(records({"a": tensor(storage)})).bytes, match)
 
@@ -377,7 +377,7 @@ VIEWS = [
 ]
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=str)
+@pytest.mark.parametrize("view", VIEWS, ids=range(len(VIEWS)))
 def test_views(refuse, view):
     refuse(
         Zip(records({"a": tensor(**view)})).bytes,

@@ -7,7 +7,10 @@ asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +37,30 @@ _WORDS = {
 _LONGEST_WORD = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tensor:
     """A tensor of a pickle.
 
     Attributes:
         like: It on the ``meta`` device.
         record: The number of the record with its storage; None where it has no storage.
+        position: The position of its first element in its storage, in bytes; 0 if it has none.
+        strided: Whether its bytes are others than those that lie from its position on.
+        direct: Whether nothing is lost if it is loaded without regard to its storage.
 
     """
 
     like: torch.Tensor
     record: int | None
+    position: int
+    strided: bool
+    direct: bool
 
-    @property
-    def position(self) -> int:
-        """The position of its first element in its storage, in bytes."""
-        return int(self.like.storage_offset()) * self.like.element_size()
-
-    @property
-    def strided(self) -> bool:
-        """Whether its bytes are others than those that lie from its position on."""
-        like = self.like
-        return not like.is_contiguous() or like.is_conj() or like.is_neg()
+    @staticmethod
+    def of(like: torch.Tensor, record: int | None) -> _Tensor:
+        position = int(like.storage_offset()) * like.element_size() if like.numel() else 0
+        strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
+        return _Tensor(like, record, position, strided, record is None)
 
 
 class Checkpoint:
@@ -86,17 +90,19 @@ class Checkpoint:
         self._tensors: list[_Tensor] = []
         #: For each record and device the storage with its bytes, and where in it they begin.
         self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
-        described = []
-        for name, tensor in self._named():
-            like = tensor.like
-            if tensor.record is None:
-                storage = None
-            else:
-                storage = (tensor.record, tensor.position if like.numel() else 0)
-            dtype = str(like.dtype).removeprefix("torch.")
-            described.append((name, dtype, list(like.shape), storage, tensor.strided))
-            self._tensors.append(tensor)
-        self.reader = records.tensors(described)
+        with _without_collections():
+            described = []
+            users: Counter[int | None] = Counter()
+            for name, tensor in self._named():
+                dtype = str(tensor.like.dtype).removeprefix("torch.")
+                storage = None if tensor.record is None else (tensor.record, tensor.position)
+                described.append((name, dtype, tensor.like.shape, storage, tensor.strided))
+                self._tensors.append(tensor)
+                users[tensor.record] += 1
+            for tensor in self._tensors:
+                if tensor.record is not None and users[tensor.record] == 1 and not tensor.strided:
+                    tensor.direct = _is_all_of(tensor.like, self._lens[tensor.record])
+            self.reader = records.tensors(described)
 
     def stop(self) -> None:
         """End loads that are under way on other threads, and refuse more."""
@@ -121,10 +127,11 @@ class Checkpoint:
             storages = _Storages(file, uri, self._numbers, self._lens)
             tree = unpickled(pickled, uri, storages.persistent_load)
             for name, like in named_tensors(tree, uri, len(pickled)):
-                if promised.get(str(name) if isinstance(name, str) else "", file) != file:
-                    continue
-                missing.discard(name if isinstance(name, str) else "")
-                yield name, _Tensor(like, storages.record_of(like, name))
+                if isinstance(name, str):
+                    if promised.get(name, file) != file:
+                        continue
+                    missing.discard(name)
+                yield name, _Tensor.of(like, storages.record_of(like, name))
         if missing:
             name = min(missing)
             raise FormatError(
@@ -156,45 +163,32 @@ class Checkpoint:
         apart: bool,
     ) -> tuple[list[torch.Tensor], int]:
         """Return tensors on a device, and how many bytes were read for them."""
+        place = devices.number(device)
         tensors = [self._tensors[number] for number in numbers]
-        needed = {tensor.record for tensor in tensors if tensor.record is not None}
+        by_storage = {t.record for t in tensors if t.record is not None and not t.direct}
         here: dict[int, torch.Tensor] = {}
-        for record in needed:
+        for record in by_storage:
             found = self._kept(record, device)
             if found is not None:
                 here[record] = found
-        missing = sorted(needed - here.keys())
-        if missing or verify != "nothing":
+        missing = sorted(by_storage - here.keys())
+        if missing:
             handle, _ = self._records.load(
-                missing,
-                verify=verify,
-                readers=readers,
-                map=map,
-                device=devices.number(device),
-                apart=apart,
+                missing, verify=verify, readers=readers, map=map, device=place, apart=apart
             )
             for record, loaded in zip(missing, take(handle), strict=True):
                 here[record] = self._keep(record, loaded, device)
-        made = [
-            self._empty(number, device)
-            if tensor.record is None
-            else _view(here[tensor.record], tensor)
-            for number, tensor in zip(numbers, tensors, strict=True)
-        ]
-        return made, sum(self._lens[record] for record in missing)
-
-    def _empty(self, number: int, device: torch.device) -> torch.Tensor:
-        """Return a tensor that has no storage in the file."""
+        direct = [n for n, tensor in zip(numbers, tensors, strict=True) if tensor.direct]
         handle, _ = self.reader.load(
-            [number],
-            verify="nothing",
-            readers=None,
-            map=False,
-            device=devices.number(device),
-            apart=False,
+            direct, verify=verify, readers=readers, map=map, device=place, apart=apart
         )
-        (tensor,) = take(handle)
-        return tensor
+        as_they_are = iter(take(handle))
+        made = [
+            next(as_they_are) if t.direct or t.record is None else _view(here[t.record], t)
+            for t in tensors
+        ]
+        read = sum(self._lens[record] for record in missing)
+        return made, read + self.reader.data_len(direct)
 
     def _kept(self, record: int, device: torch.device) -> torch.Tensor | None:
         """Return the bytes of a storage that something still uses."""
@@ -273,6 +267,21 @@ class SlicedCheckpoint:
         return self._whole.strided(self._slices[number][0])
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leave garbage alone: of some ten thousand new objects, of which none is any.
+
+    To look through them again and again takes a third of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _check_words(records: dict[str, bytes], file: int, uri: str) -> None:
     """Refuse other byte orders, and versions that are not known."""
     for word, known in _WORDS.items():
@@ -291,10 +300,21 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, length: int) -> torch.T
     return empty.set_(storage, start, (length,), (1,))
 
 
+def _is_all_of(like: torch.Tensor, length: int) -> bool:
+    """Tell whether a contiguous tensor is a storage of so many bytes, and has usual strides."""
+    usual = 1
+    for size, stride in zip(reversed(like.shape), reversed(like.stride()), strict=True):
+        if stride != usual:
+            return False
+        usual *= max(size, 1)
+    return like.storage_offset() == 0 and like.numel() * like.element_size() == length
+
+
 def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
     """Return a tensor of a storage, whose bytes are given."""
     like = tensor.like
-    start = (storage.storage_offset() + tensor.position) // like.element_size()
+    # Storages begin at multiples of the longest element.
+    start = storage.storage_offset() // like.element_size() + like.storage_offset()
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage.untyped_storage(), start, like.shape, like.stride())
     view = torch._conj(view) if like.is_conj() else view
@@ -355,10 +375,13 @@ class _Storages:
             return None
         record, length = known
         start = tensor.storage_offset()
-        steps = list(zip(tensor.shape, tensor.stride(), strict=True))
-        last = start + sum((size - 1) * stride for size, stride in steps)
-        end = (last + 1) * tensor.element_size() if tensor.numel() else 0
-        if start < 0 or any(stride < 0 for _, stride in steps) or end > length:
+        if tensor.is_contiguous():
+            count, good = tensor.numel(), start >= 0
+        else:
+            steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+            count = 1 + sum((size - 1) * stride for size, stride in steps)
+            good = start >= 0 and all(stride >= 0 for _, stride in steps)
+        if not good or (tensor.numel() and (start + count) * tensor.element_size() > length):
             raise FormatError(
                 f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())} from element {start} on does not lie in its storage of "
