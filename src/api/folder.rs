@@ -52,7 +52,7 @@ pub fn open_address(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     };
     if !uri.ends_with('/') {
         match address::open(uri, cancel) {
-            Err(error) if is_missing(&error) && !uri.contains('?') => {
+            Err(error) if is_missing(&error) && !is_of_a_file(uri) => {
                 return open_below(uri, cancel, is_missing)?.ok_or(error);
             }
             opened => return opened,
@@ -62,6 +62,12 @@ pub fn open_address(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
         let what = format!("there is none of {}", IN_FOLDERS.join(", "));
         Error::io("opening", uri, io::Error::new(ErrorKind::NotFound, what))
     })
+}
+
+/// Whether an address ends as those of files do, and hardly those of folders.
+fn is_of_a_file(uri: &str) -> bool {
+    const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
+    uri.contains('?') || FILES.iter().any(|ending| uri.ends_with(ending))
 }
 
 fn open_below(

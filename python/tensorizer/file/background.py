@@ -15,6 +15,7 @@ import torch
 from .. import _native
 from ..tensors import devices, subclasses
 from ..tensors.exchange import lend, take
+from . import to_safetensors
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import flatten, named_leaves
@@ -86,6 +87,8 @@ def save_async(
             logged.
 
     """
+    if to_safetensors.is_meant(uri, None):
+        raise NotImplementedError(f"save_async writes .tensors files, and not {uri}: use save")
     # Refuses at once what cannot be saved.
     leaves = []
     for path, tensor in flatten(tensors):

@@ -60,7 +60,7 @@ class _Tensor:
     def of(like: torch.Tensor, record: int | None) -> _Tensor:
         position = int(like.storage_offset()) * like.element_size() if like.numel() else 0
         strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
-        return _Tensor(like, record, position, strided, record is None)
+        return _Tensor(like, record, position, strided, False)
 
 
 class Checkpoint:
@@ -161,11 +161,30 @@ class Checkpoint:
         readers: int | None,
         map: bool,
         apart: bool,
+        shared: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
-        """Return tensors on a device, and how many bytes were read for them."""
+        """Return tensors on a device, and how many bytes were read for them.
+
+        Without ``shared``, those that are contiguous have memory of their own.
+
+        Raises:
+            NotImplementedError: A tensor was saved without data, on the ``meta`` device.
+
+        """
         place = devices.number(device)
         tensors = [self._tensors[number] for number in numbers]
-        by_storage = {t.record for t in tensors if t.record is not None and not t.direct}
+        for number, tensor in zip(numbers, tensors, strict=True):
+            if tensor.record is None:
+                raise NotImplementedError(
+                    f"tensor {shown(self.reader.name(number))} was saved on the meta device, and "
+                    f"has no data ({self.reader.uri})"
+                )
+        alone = [t.direct or (not shared and not t.strided) for t in tensors]
+        by_storage = {
+            t.record
+            for t, is_alone in zip(tensors, alone, strict=True)
+            if t.record is not None and not is_alone
+        }
         here: dict[int, torch.Tensor] = {}
         for record in by_storage:
             found = self._kept(record, device)
@@ -178,14 +197,14 @@ class Checkpoint:
             )
             for record, loaded in zip(missing, take(handle), strict=True):
                 here[record] = self._keep(record, loaded, device)
-        direct = [n for n, tensor in zip(numbers, tensors, strict=True) if tensor.direct]
+        direct = [number for number, is_alone in zip(numbers, alone, strict=True) if is_alone]
         handle, _ = self.reader.load(
             direct, verify=verify, readers=readers, map=map, device=place, apart=apart
         )
         as_they_are = iter(take(handle))
         made = [
-            next(as_they_are) if t.direct or t.record is None else _view(here[t.record], t)
-            for t in tensors
+            next(as_they_are) if is_alone or t.record is None else _view(here[t.record], t)
+            for t, is_alone in zip(tensors, alone, strict=True)
         ]
         read = sum(self._lens[record] for record in missing)
         return made, read + self.reader.data_len(direct)

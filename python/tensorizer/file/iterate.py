@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from .._types import FilterFuncType, Name
+from ..tensors.exchange import cast_dtype
 from .arguments import resolve_device
 from .encryption import DecryptionParams
 from .tensor_file import TensorFile, in_batches
@@ -22,6 +25,8 @@ from .tensor_file import TensorFile, in_batches
 _SMALL = 1 << 20
 
 _Batch = list[tuple[Name, torch.Tensor]]
+#: Iterators that may have a thread.
+_ALIVE: weakref.WeakSet[_Iterator] = weakref.WeakSet()
 
 
 def iterate(
@@ -39,7 +44,9 @@ def iterate(
 
     The next tensors are read while the caller uses this one: at most ``buffer_bytes`` bytes of
     them are loaded or on their way at a time, or one tensor that is larger. Tensors are the
-    caller's, and nothing of this keeps them. The file is opened at the call, and closed with the
+    caller's, in memory that they share with no other, and nothing of this keeps them. (The views
+    that a checkpoint of ``torch.save`` holds of one storage take all of it to be loaded, where they
+    are not contiguous.) The file is opened at the call, and closed with the
     iterator. On CUDA they are for the stream that is current when the next one is asked for.
 
     Args:
@@ -72,6 +79,7 @@ def iterate(
         encryption=encryption,
         clone=True,
     )
+    file.keeps_shared = False
     try:
         names = file.reader.names(range(len(file)))
         wanted = [n for n, name in enumerate(names) if filter_func is None or filter_func(name)]
@@ -93,8 +101,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         buffer_bytes: int,
     ) -> None:
         self._file, self._names, self._device, self._most = file, names, device, buffer_bytes
-        lens = file.reader.memory_lens()
-        self._size = lens.__getitem__
+        self._size = [_cost(file, number, device) for number in range(len(file))].__getitem__
         self._batches = in_batches(wanted, self._size, max(1, buffer_bytes // 2))
         self._ready: deque[tuple[Name, torch.Tensor]] = deque()
         self._held = 0
@@ -102,6 +109,8 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         self._coming: Future[_Batch] | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        self._lock = threading.Lock()
+        _ALIVE.add(self)
 
     def __iter__(self) -> _Iterator:
         return self
@@ -109,13 +118,17 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     def __next__(self) -> tuple[Name, torch.Tensor]:
         if self._process != os.getpid():
             raise RuntimeError("this iterator belongs to the process that made it")
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> tuple[Name, torch.Tensor]:
         if not self._ready:
             self._held = 0
             if self._next is None and self._coming is None:
                 self.close()
                 raise StopIteration
-            self._begin()
             try:
+                self._begin()
                 self._arrive()
             except BaseException:
                 self.close()
@@ -131,18 +144,18 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         """Have the next batch loaded, unless one is on its way."""
         if self._coming is not None or self._next is None:
             return
-        numbers, self._next = self._next, next(self._batches, None)
-        self._coming = Future()
         stream = None
         if self._device.type == "cuda":
             # Memory that is taken on a stream is used again by the next work on it.
             stream = torch.cuda.current_stream(self._device)
-        names = [self._names[number] for number in numbers]
-        work = (self._file, numbers, names, (self._device, stream), self._coming)
+        coming: Future[_Batch] = Future()
+        names = [self._names[number] for number in self._next]
+        work = (self._file, self._next, names, (self._device, stream), coming)
         # It knows nothing of this object, which goes when its caller lets it go.
         thread = threading.Thread(target=_load, args=work, name="tensorizer-iterate", daemon=True)
-        self._thread = thread
         thread.start()
+        self._thread, self._coming = thread, coming
+        self._next = next(self._batches, None)
 
     def _arrive(self) -> None:
         """Wait for the batch that is on its way."""
@@ -187,5 +200,25 @@ def _load(
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in memory that it shares with no other."""
-    small = tensor.device.type == "cpu" and tensor.nbytes < _SMALL
-    return tensor.clone() if small else tensor
+    cpu = tensor.device.type == "cpu"
+    small = cpu and tensor.nbytes < _SMALL
+    # A view of a checkpoint's storage, which others may be views of too.
+    view = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
+    return tensor.clone() if small or (cpu and view) else tensor
+
+
+def _cost(file: TensorFile, number: int, device: torch.device) -> int:
+    """Return the bytes that a tensor takes while it is loaded, cast and copied."""
+    size = file.reader.memory_len(number)
+    name, _, _ = file.reader.describe(number)
+    dtype = getattr(torch, name, None)
+    if dtype is not None and file.dtype is not None:
+        size = size * cast_dtype(dtype, file.dtype).itemsize // dtype.itemsize
+    return size * 2 if size < _SMALL and device.type == "cpu" else size
+
+
+@atexit.register
+def _close_all() -> None:
+    """End loads before the interpreter, which would end their threads in the middle of one."""
+    for iterator in list(_ALIVE):
+        iterator.close()

@@ -94,6 +94,8 @@ def load(
             missing = [name for name in numbers if name not in out]
             if missing:
                 raise KeyError(f"no tensor to load {missing[0]!r} into")
+            if len(set(numbers.values())) < len(numbers):
+                raise ValueError("two of the names to load into are those of one tensor")
             loaded = wanted.fill({numbers[name]: out[name] for name in numbers})
     return {name: loaded[number] for name, number in numbers.items()}
 
@@ -135,6 +137,8 @@ def save(
     if to_safetensors.is_meant(uri, format):
         if encryption is not None or hashes != "all":
             raise ValueError("safetensors files have neither encryption nor hashes")
+        if alignment != 64:
+            raise ValueError(f"safetensors files have an order of their own: alignment={alignment}")
         to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size)
         return
     if metadata is not None or max_shard_size is not None:

@@ -45,6 +45,14 @@ def converted(tree: dict[Any, Any], convert: Callable[[dict[Any, Any]], Any]) ->
     return whole[None]
 
 
+def plain_or_dict(node: dict[Any, Any]) -> Any:
+    """Return the same of what may have been a dict with numbers for keys: a list has all of them."""
+    first = next(iter(node))
+    if isinstance(first, int) and set(node) != set(range(len(node))):
+        return {key: value for key, value in node.items() if value is not LEFT_OUT} or LEFT_OUT
+    return plain(node)
+
+
 def plain(node: dict[Any, Any]) -> Any:
     """Return a dict without what was left out, or the list of what its indices stand for."""
     kept = {key: value for key, value in node.items() if value is not LEFT_OUT}

@@ -18,7 +18,7 @@ from ..tensors.usage import convert_bytes
 from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
 from .loaded import LoadedTensors
-from .names import LEFT_OUT, converted, nested, path_of, plain
+from .names import LEFT_OUT, converted, nested, path_of, plain, plain_or_dict
 from .slices import TensorSlice
 from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
@@ -276,7 +276,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             return self._loaded[wanted[0]]
         chosen = set(wanted)
         found = ((path, self._loaded[n] if n in chosen else LEFT_OUT) for path, n in below)
-        return converted(nested(found), plain)
+        saved_as_dicts = self._file.reader.format == "torch"
+        return converted(nested(found), plain_or_dict if saved_as_dicts else plain)
 
     def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
         """Return the tensors whose names begin like this, and perhaps others."""
@@ -442,6 +443,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 for name, n in zip(names, chosen, strict=True)
             ]
         else:
+            chosen = state.without_extra_state(chosen, names)
+            names = [name_of(n) for n in chosen]
             places = [state.Place.find_in_state_dict(m, name) for name in names]
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
@@ -497,6 +500,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
 def _as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
     """Return the array of a CPU tensor; integers of the same width if its dtype is opaque."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if not opaque:
         array: npt.NDArray[Any] = tensor.numpy()
         return array

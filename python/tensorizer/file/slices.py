@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .._types import Name
+from ..modules import state
 from .tensor_file import TensorFile
 
 #: What selects a part of each dimension.
@@ -41,7 +42,10 @@ class TensorSlice:
         self._file, self._number, self._device, self._verify = file, number, device, verify
         dtype, shape, _ = file.reader.describe(number)
         self.shape = torch.Size(shape)
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        known = getattr(torch, dtype, None)
+        if known is None:
+            raise NotImplementedError(f"tensor {file.reader.name(number)!r}: torch has no {dtype}")
+        self.dtype: torch.dtype = known
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Load a part of the tensor.
@@ -112,12 +116,14 @@ class Wanted:
     ) -> None:
         self._file = file
         self._parts: dict[int, tuple[Ranges, tuple[Any, ...]]] = {}
+        among = set(numbers.values())
         for name, given in slices.items():
-            if name not in numbers:
+            number = numbers[name] if name in numbers else file.reader.find(name)
+            if number not in among:
                 raise KeyError(f"a slice of {name!r}, which is not among the tensors to load")
-            shape = torch.Size(file.reader.describe(numbers[name])[1])
+            shape = torch.Size(file.reader.describe(number)[1])
             try:
-                self._parts[numbers[name]] = ranges_of(shape, _as_index(shape, given))
+                self._parts[number] = ranges_of(shape, _as_index(shape, given))
             except (IndexError, TypeError, ValueError) as error:
                 raise type(error)(f"the slice of {name!r}: {error}") from None
         self._whole = sorted(set(numbers.values()).difference(self._parts))
@@ -128,10 +134,18 @@ class Wanted:
 
     def load(self, device: torch.device) -> dict[int, torch.Tensor]:
         """Return the tensors by number."""
+        if self._whole and self._sliced and not self._file.reader.seekable:
+            # What comes front to back is read once.
+            everything = sorted((*self._whole, *self._sliced))
+            loaded = {number: tensor for number, tensor, _ in self._file.load(everything, device)}
+            for number, (ranges, rest) in self._parts.items():
+                part = loaded[number][tuple(slice(*ends) for ends in ranges)].clone()
+                loaded[number] = part[rest] if rest else part
+            return loaded
         loaded = {number: tensor for number, tensor, _ in self._file.load(self._whole, device)}
         if self._sliced:
-            part = self._part()
-            for at, tensor, _ in part.load(range(len(part)), device):
+            sliced = self._part()
+            for at, tensor, _ in sliced.load(range(len(sliced)), device):
                 number = self._sliced[at]
                 rest = self._parts[number][1]
                 loaded[number] = tensor[rest] if rest else tensor
@@ -151,30 +165,43 @@ class Wanted:
             if any(isinstance(step, slice) and step.step != 1 for step in rest):
                 name = self._file.reader.name(number)
                 raise ValueError(f"the slice of {name!r} has steps, and cannot be loaded in place")
+        part = self._part()
+        lent = [_with_ones(tensors[n], self._parts[n][1]) for n in self._sliced]
+        for tensor, number in zip(lent, range(len(part)), strict=True):
+            _check_fits(tensor, part, number)
+        for number in self._whole:
+            _check_fits(tensors[number], self._file, number)
+        every = list(enumerate(tensors[number] for number in (*self._whole, *self._sliced)))
+        if len(state.without_overlaps(every)) < len(every):
+            raise ValueError("tensors to load into overlap in memory")
         if self._whole:
             self._file.fill([tensors[number] for number in self._whole], self._whole)
-        if self._sliced:
-            part = self._part()
-            lent = []
-            for at, number in enumerate(self._sliced):
-                tensor = _with_ones(tensors[number], self._parts[number][1])
-                shape = part.reader.describe(at)[1]
-                if list(tensor.shape) != shape:
-                    raise ValueError(
-                        f"the slice of {self._file.reader.name(number)!r} has the shape {shape}, "
-                        f"the tensor to load into {list(tensors[number].shape)}"
-                    )
-                lent.append(tensor)
+        if lent:
             part.fill(lent, range(len(part)))
         return dict(tensors)
 
 
 def _with_ones(tensor: torch.Tensor, rest: tuple[Any, ...]) -> torch.Tensor:
     """Return a tensor with the dimensions of one index that its slice has dropped."""
-    for dim, step in enumerate(rest):
+    for dim, step in enumerate(rest if isinstance(tensor, torch.Tensor) else ()):
         if not isinstance(step, slice) and dim <= tensor.dim():
             tensor = tensor.unsqueeze(dim)
     return tensor
+
+
+def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int) -> None:
+    """Refuse what cannot be loaded into."""
+    name = file.reader.name(number)
+    kind, shape, _ = file.reader.describe(number)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor to load {name!r} into, found {type(tensor).__name__}")
+    found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    if tensor.dtype != getattr(torch, kind, None) or list(tensor.shape) != shape:
+        raise ValueError(f"{name!r} is torch.{kind} {shape}, the tensor to load into {found}")
+    if tensor.is_meta or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"the tensor to load {name!r} into must have data, in row-major order: {found}"
+        )
 
 
 def _as_index(shape: torch.Size, given: Any) -> Index:

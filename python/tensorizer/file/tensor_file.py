@@ -56,6 +56,7 @@ class TensorFile:
         maps: Whether tensors are used in place of the file.
         verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
         bytes_read: Bytes of tensor data read so far.
+        keeps_shared: Whether tensors that shared a storage are to share it again.
 
     """
 
@@ -76,6 +77,7 @@ class TensorFile:
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         self.bytes_read = 0
         self.maps = bool(mmap)
+        self.keeps_shared = True
         self._clone = clone
         try:
             self.dtype = checked_dtype(dtype)
@@ -159,17 +161,12 @@ class TensorFile:
             KeyError: There is none of this name.
 
         """
-        path: Any = name
-        if isinstance(name, str) and name.startswith("\x1e"):
-            with contextlib.suppress(ValueError, RecursionError):
+        number = self.reader.find(name)
+        if number is None and isinstance(name, str) and name.startswith("\x1e"):
+            with contextlib.suppress(ValueError, RecursionError, TypeError, OverflowError):
                 path = json.loads(name[1:])
-            steps = path if isinstance(path, list) and path else [None]
-            if not all(
-                isinstance(step, (str, int)) and not isinstance(step, bool) for step in steps
-            ):
-                raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
-            path = tuple(path)
-        number = self.reader.find(path)
+                if isinstance(path, list) and path:
+                    number = self.reader.find(tuple(path))
         if number is None:
             raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
         return number
@@ -200,6 +197,7 @@ class TensorFile:
                 readers=self._num_readers,
                 map=self.maps,
                 apart=self._clone,
+                shared=self.keeps_shared,
             )
             self.bytes_read += read
             return tensors, [0] * len(numbers)

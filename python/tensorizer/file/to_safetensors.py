@@ -46,15 +46,17 @@ def save_safetensors(
         return
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
-    for path in (index, f"{stem}{ENDING}"):
+    paths = [
+        f"{stem}-{number:05}-of-{len(shards):05}{ENDING}" for number in range(1, len(shards) + 1)
+    ]
+    for path in (index, f"{stem}{ENDING}", *paths):
         if _exists(path):
             raise FileExistsError(
                 f"{path} exists: what is there would be replaced shard by shard, or be found "
                 "instead of the shards; remove it first, or save under another name"
             )
     weight_map = {}
-    for number, names in enumerate(shards, 1):
-        path = f"{stem}-{number:05}-of-{len(shards):05}{ENDING}"
+    for path, names in zip(paths, shards, strict=True):
         _write(path, {name: named[name] for name in names}, pairs)
         weight_map.update(dict.fromkeys(names, path[len(folder) :]))
     total = sum(tensor.nbytes for tensor in named.values())

@@ -172,7 +172,7 @@ def check(
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
     if all_names is not None:
-        missing = _missing(root, set(all_names))
+        missing = _missing(root, places, set(all_names))
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
         wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
@@ -185,13 +185,30 @@ def check(
         )
 
 
+def without_extra_state(numbers: Sequence[int], names: Sequence[Name]) -> list[int]:
+    """Leave out what modules have saved of themselves, which is no tensor of theirs."""
+    kept = []
+    for number, name in zip(numbers, names, strict=True):
+        if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state":
+            warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=3)
+        else:
+            kept.append(number)
+    return kept
+
+
 #: Tensors by which a program knows files of its own, and which it registers in this way (vLLM).
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _missing(root: torch.nn.Module, names: set[str]) -> list[str]:
+def _missing(root: torch.nn.Module, places: Sequence[Place], names: set[str]) -> list[str]:
     """Return what a file lacks of a module, apart from buffers that are not persistent."""
-    tied = {id(tensor) for _, name, _, _, tensor in walk(root) if name.removeprefix(".") in names}
+    tied = {
+        id(tensor)
+        for _, name, _, _, tensor in walk(root)
+        if name in names or name.removeprefix(".") in names
+    }
+    # A module that has several names is walked through once.
+    tied.update(id(place.current()) for place in places)
     return sorted(
         name
         for _, name, _, place, tensor in walk(root)
@@ -278,7 +295,8 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def _register(place: Place, tensor: torch.nn.Parameter) -> None:

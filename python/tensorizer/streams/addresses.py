@@ -8,6 +8,8 @@ from typing import Any
 from .._native import IN_FOLDERS, local_path
 from .open import open_stream
 
+#: What names of files end with, and hardly those of folders.
+_FILES = (".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 #: Schemes of servers that have folders, or keys that look like it.
 _FOLDERS = ("http://", "https://", "s3://")
 
@@ -32,6 +34,7 @@ def open_model(file_obj: Any) -> Any:
         return file_obj
     named = file_obj.partition("://")[2].strip("/")
     folder = bool(named) and file_obj.startswith(_FOLDERS) and "?" not in file_obj
+    folder = folder and not named.endswith(_FILES)
     try:
         if not (folder and file_obj.endswith("/")):
             return open_stream(file_obj)
