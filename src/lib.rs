@@ -1,4 +1,4 @@
-//! Reads and writes files of tensors: `.tensors`, and reads `.safetensors` and checkpoints of several.
+//! Reads and writes files of tensors: `.tensors` and `.safetensors`, and reads checkpoints of several.
 //!
 //! The path of the data:
 //!

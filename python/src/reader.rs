@@ -247,7 +247,7 @@ impl Reader {
 
     #[getter]
     fn tensor_bytes_field(&self) -> u64 {
-        let all = || self.file.entries().iter().map(|entry| entry.data_len).sum();
+        let all = || sum(self.file.entries().iter());
         self.file.prologue().map_or_else(all, |prologue| prologue.tensor_bytes)
     }
 
@@ -297,7 +297,7 @@ impl Reader {
 
     /// Bytes in the file of these tensors together.
     fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
-        Ok(self.some(&numbers)?.into_iter().map(|entry| entry.data_len).sum())
+        Ok(sum(self.some(&numbers)?.into_iter()))
     }
 
     /// A tensor's number of bytes in memory.
@@ -417,6 +417,11 @@ impl Reader {
             Ok(out)
         })?)
     }
+}
+
+/// Bytes of data; what a file claims may be any number.
+fn sum<'e>(entries: impl Iterator<Item = &'e Entry>) -> u64 {
+    entries.fold(0, |sum, entry| sum.saturating_add(entry.data_len))
 }
 
 fn verification(name: &str) -> Verify {

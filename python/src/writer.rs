@@ -223,8 +223,8 @@ fn to_save(
     let mut devices = Devices::default();
     let items = names.into_iter().zip(kinds).zip(modules).enumerate();
     let items = items.map(|(at, ((name, kind), module_index))| {
-        let kind = TensorKind::from_u8(kind);
-        let kind = kind.ok_or_else(|| Error::InvalidArgument("not a tensor type".to_owned()))?;
+        let kind = TensorKind::from_u8(kind)
+            .ok_or_else(|| Error::InvalidArgument(format!("{kind} is not a tensor type")))?;
         one_to_save(name, kind, module_index, tensors, at, &mut devices)
     });
     items.collect()

@@ -7,7 +7,7 @@ use super::part::{Opening, Part, malformed, read_growing};
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::Extent;
-use crate::engine::read::{Begun, Catalog, Reading, read};
+use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
@@ -120,7 +120,7 @@ fn read_headers(
     let reading = Reading {
         files: &[source],
         extents: &extents,
-        catalog: &headers,
+        codec: &headers,
         verify: Verify::Nothing,
         decrypts: false,
         readers: None,
@@ -142,7 +142,7 @@ struct LocalHeaders<'r> {
     found: &'r [OnceLock<u64>],
 }
 
-impl Catalog for LocalHeaders<'_> {
+impl Codec for LocalHeaders<'_> {
     fn header(&self, number: usize, raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
         let bug = || Error::Bug(format!("no record {number}"));
         let (records, directory) = self.records;

@@ -198,7 +198,7 @@ impl<'f> DeviceLoad<'f> {
         let reading = Reading {
             files,
             extents,
-            catalog: &Plain,
+            codec: &Plain,
             verify: Verify::Nothing,
             decrypts: false,
             readers,
@@ -249,7 +249,7 @@ impl<'f> DeviceLoad<'f> {
         let reading = Reading {
             files: &files,
             extents: &extents,
-            catalog: headers,
+            codec: headers,
             verify: options.verify,
             decrypts: headers.decrypts(),
             readers: options.readers,

@@ -222,7 +222,9 @@ impl TensorFile {
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
         let entries = entries.collect::<Result<Vec<_>>>()?;
         let prologue = Prologue {
-            tensor_bytes: entries.iter().map(|entry| entry.data_len).sum(),
+            tensor_bytes: entries
+                .iter()
+                .fold(0, |sum: u64, entry| sum.saturating_add(entry.data_len)),
             count: entries.len() as u64,
             ..own.prologue
         };
@@ -238,7 +240,7 @@ impl TensorFile {
         read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
     }
 
-    /// The tensors: of `.tensors` files in the order of their index, of others in that of their data.
+    /// The tensors, as [`Catalog::entries`] has them.
     pub fn entries(&self) -> &[Entry] {
         &self.catalog.entries
     }

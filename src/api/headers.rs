@@ -9,7 +9,7 @@ use crate::codec::KeptHeader;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{Decryptor, cipher, refused};
 use crate::codec::hash::{Digests, Verify};
-use crate::engine::read::{Begun, Catalog, Reading, read};
+use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
@@ -21,7 +21,7 @@ use crate::stats::Counters;
 /// Sees whole headers, each with the place of its tensor in the caller's order, in any order.
 pub type See<'s> = &'s (dyn Fn(usize, &Header<'_>) -> Result<()> + Sync);
 
-/// The catalog of a `.tensors` file, for the tensors of one call.
+/// The codec of a `.tensors` file, for the tensors of one call.
 pub struct Headers<'s> {
     selection: &'s Selection<'s>,
     verify: Verify,
@@ -83,7 +83,7 @@ impl<'s> Headers<'s> {
     }
 }
 
-impl Catalog for Headers<'_> {
+impl Codec for Headers<'_> {
     fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
@@ -144,7 +144,7 @@ pub fn see_headers(
     let reading = Reading {
         files: &borrowed(&sources),
         extents: &extents,
-        catalog: &headers,
+        codec: &headers,
         verify: Verify::Nothing,
         decrypts: false,
         readers: None,

@@ -161,7 +161,7 @@ fn run<'s>(
     let reading = Reading {
         files: &borrowed(&sources),
         extents: &selection.extents(),
-        catalog: &headers,
+        codec: &headers,
         verify: options.verify,
         decrypts: headers.decrypts(),
         readers: options.readers,

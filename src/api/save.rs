@@ -29,7 +29,7 @@ const END_MARK: [u8; 8] = [0; 8];
 /// What is sealed or named as a whole is shown once it has grown by one part in so many.
 const SHOWN_GROWTH: usize = 8;
 
-/// A `.tensors` file under construction.
+/// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] says otherwise.
 ///
 /// After each [`Writer::write`] a sink that shows early holds a complete file: of all tensors
 /// written so far or, where it has a manifest or an identity, of at least eight ninths of them.

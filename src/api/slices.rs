@@ -19,7 +19,7 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::{Extent, Runs};
-use crate::engine::read::{Begun, Catalog as Codec, Reading, read};
+use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::gather::{Gather, Span};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
@@ -185,7 +185,7 @@ impl Round<'_> {
         let reading = |extents| Reading {
             files,
             extents,
-            catalog: &Plain,
+            codec: &Plain,
             verify: Verify::Nothing,
             decrypts: false,
             readers,
@@ -277,7 +277,7 @@ fn gather_decrypted(
     let reading = Reading {
         files: &borrowed(&sources),
         extents: &extents,
-        catalog: &Sealed { decryptor: &decryptor, spans: &of },
+        codec: &Sealed { decryptor: &decryptor, spans: &of },
         verify: Verify::Nothing,
         decrypts: true,
         readers: options.readers,

@@ -1,7 +1,7 @@
 //! The read engine: sources → batches in memory of a target → decryption and hashes → the target.
 //!
 //! Each reader takes a batch from the work queue and memory for it from the target, reads it with one
-//! request, hands headers to the catalog, decrypts and hashes data where they lie, and gives the
+//! request, hands headers to the codec, decrypts and hashes data where they lie, and gives the
 //! memory back to the target.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ const INLINE_LEN: u64 = 1 << 20;
 const STEP: u64 = 512 << 10;
 
 /// What the engine asks of whoever knows the format. Tensors are numbered as their extents are.
-pub trait Catalog: Sync {
+pub trait Codec: Sync {
     /// Takes a tensor's header, which it checks.
     fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun>;
 
@@ -64,7 +64,7 @@ pub struct Reading<'r> {
     /// The data of each tensor, in rising order of files and positions.
     pub extents: &'r [Extent],
     /// Who knows what they mean.
-    pub catalog: &'r dyn Catalog,
+    pub codec: &'r dyn Codec,
     /// Which hashes are verified.
     pub verify: Verify,
     /// Whether data are decrypted.
@@ -322,7 +322,7 @@ impl<T: Target> Pass<'_, T> {
 
     /// Takes a header; gives the tensor if it is hashed at once.
     fn header(&self, tensor: usize, raw: &[u8], control: &Control<'_>) -> Result<Option<Whole>> {
-        let Begun { covered, in_chunks } = self.what.catalog.header(tensor, raw, control)?;
+        let Begun { covered, in_chunks } = self.what.codec.header(tensor, raw, control)?;
         if !in_chunks {
             if let Some(left) = self.left.get(tensor)
                 && !left.swap(true, Ordering::Relaxed)
@@ -352,7 +352,7 @@ impl<T: Target> Pass<'_, T> {
             return Ok(true);
         }
         self.counters
-            .time(Stage::Decrypt, || self.what.catalog.decrypt(tensor, start, chunk.bytes, control))
+            .time(Stage::Decrypt, || self.what.codec.decrypt(tensor, start, chunk.bytes, control))
     }
 
     /// Hashes the bytes of a batch, or leaves them to the pool.
@@ -364,7 +364,7 @@ impl<T: Target> Pass<'_, T> {
             .collect();
         let digests = digest_all(&inputs, self.what.verify == Verify::All);
         for (whole, digests) in wholes.iter().zip(digests) {
-            self.what.catalog.compare(whole.tensor, &digests)?;
+            self.what.codec.compare(whole.tensor, &digests)?;
         }
         let mut pooled = pooled.into_iter().peekable();
         for (number, bytes) in bytes.into_iter().enumerate() {
@@ -394,7 +394,7 @@ impl<T: Target> Pass<'_, T> {
         |tensor, digests| {
             let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
             if outcome.is_ok() {
-                *outcome = self.what.catalog.compare(tensor, &digests);
+                *outcome = self.what.codec.compare(tensor, &digests);
             }
         }
     }

@@ -21,6 +21,8 @@ const END_LEN: usize = 22;
 const LOCATOR_LEN: usize = 20;
 const END64_LEN: usize = 56;
 const CENTRAL_LEN: u64 = 46;
+/// Bytes of the longest directory that is read: of a million records.
+const MAX_DIRECTORY: u64 = 100_000_000;
 const LOCAL: [u8; 4] = *b"PK\x03\x04";
 const CENTRAL: u32 = u32::from_le_bytes(*b"PK\x01\x02");
 const END: [u8; 4] = *b"PK\x05\x06";
@@ -95,6 +97,12 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
              bytes from byte {start} on"
         );
         return Err(fail(follows, what));
+    }
+    // A name, and as much of other fields as a record can have.
+    let most = count.saturating_mul(CENTRAL_LEN + 3 * u64::from(u16::MAX)).min(MAX_DIRECTORY);
+    if len > most {
+        let what = format!("expected at most {most} bytes for {count} records, found {len}");
+        return Err(fail(start, what));
     }
     if count > len / CENTRAL_LEN {
         let what = format!("a directory of {len} bytes cannot name {count} records");

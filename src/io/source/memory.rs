@@ -5,7 +5,7 @@ use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
 
-/// A `.tensors` file held in memory.
+/// A file held in memory.
 pub struct MemorySource<B> {
     bytes: B,
     uri: String,
