@@ -41,7 +41,7 @@ def test_the_examples_of_the_readme(tmp_path, servers):
     text += "assert torch.equal(model[0].weight, empty[0].weight) and weights['bias'].sum() == 0\n"
     text += "assert torch.equal(parameters['0.weight'].cpu(), model[0].weight)\n"
     text += "assert torch.equal(state_dict['0.weight'].cpu(), model[0].weight)\n"
-    text += "assert torch.equal(rows, weights_of_others['0.weight'][:128])\n"
+    text += "assert torch.equal(rows, published['0.weight'][:128])\n"
     script = tmp_path / "readme.py"
     script.write_text(text)
     code = "import runpy, sys; runpy.run_path(sys.argv[1])"
