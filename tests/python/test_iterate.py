@@ -95,7 +95,7 @@ print(total, peak() - before)
 def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
     data = (paths / "f.safetensors").read_bytes()
     with FaultServer(data) as server:
-        iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=4 << 20)
+        iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=8 << 20)
         next(iterator)
         deadline = time.monotonic() + 30
         while len(server.requests) < 3 and time.monotonic() < deadline:
@@ -103,7 +103,7 @@ def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
         # The head, the first batch, and the second, for which nobody has asked yet.
         asked = [start for start, _, _ in server.requests]
         assert len(asked) >= 3
-        assert 1 << 20 < max(asked) < 5 << 20
+        assert 1 << 20 < max(asked) < 9 << 20
         names = [name for name, _ in iterator]
     assert len(names) == len(tensors) - 1
 
@@ -190,3 +190,52 @@ print(sum(1 for _ in iterator))
         "this iterator belongs to the process that made it",
         "119",
     ], done.stderr
+
+
+def test_an_iterator_that_nobody_closes_ends_with_the_interpreter(paths):
+    code = """
+import sys, tensorizer
+iterator = tensorizer.iterate(sys.argv[1], "cpu", buffer_bytes=1 << 20)
+next(iterator)
+"""
+    for _ in range(6):
+        done = run_python(code, paths / "f.safetensors")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_threads_share_an_iterator(paths, tensors):
+    iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=200_000)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(name for name, _ in iterator))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(tensors)
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_no_hang(paths, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=1 << 20)
+    next(iterator)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            list(iterator)
+    iterator.close()
+    assert list(iterator) == []
+
+
+def test_tensors_of_a_checkpoint_share_nothing(tmp_path):
+    base = torch.arange(2_000_000, dtype=torch.float32)
+    tensors = {"a": base, "b": base, "half": base[:1_000_000], "t": base.view(1000, 2000).t()}
+    torch.save(tensors, tmp_path / "f.pt")
+    for name, tensor in tensorizer.iterate(tmp_path / "f.pt", "cpu"):
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.mul_(3)

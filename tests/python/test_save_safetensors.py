@@ -90,6 +90,7 @@ def test_from_a_device(tmp_path, monkeypatch):
         ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "metadata are strings"),
         ({"a": torch.ones(1)}, {"format": "zip"}, ValueError, "format must be"),
         ({"a": torch.ones(1)}, {"hashes": "crc32"}, ValueError, "neither encryption nor hashes"),
+        ({"a": torch.ones(1)}, {"alignment": 4096}, ValueError, "alignment=4096"),
         ({"a": torch.ones(1)}, {"max_shard_size": 0}, ValueError, "must be positive"),
         ({"a": torch.ones(1)}, {"max_shard_size": "5 parsecs"}, ValueError, "expected bytes as in"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "no name for a tensor"),
@@ -130,6 +131,11 @@ def test_metadata_and_shards_are_for_safetensors(tmp_path):
     assert tensorizer.info(tmp_path / "f.safetensors").format == "tensors"
 
 
+def test_a_save_in_the_background_writes_other_files(tmp_path):
+    with pytest.raises(NotImplementedError, match="save_async writes .tensors files"):
+        tensorizer.save_async({"a": torch.ones(1)}, tmp_path / "f.safetensors")
+
+
 def test_shards(tmp_path):
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(10)}
     path = tmp_path / "model.safetensors"
@@ -144,6 +150,9 @@ def test_shards(tmp_path):
     assert list(loaded) == list(tensors)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(FileExistsError, match="index.json exists"):
+        tensorizer.save(tensors, path, max_shard_size=12_000)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileExistsError, match="00001-of-00004.safetensors exists"):
         tensorizer.save(tensors, path, max_shard_size=12_000)
     with pytest.raises(TypeError, match="shards need a path"):
         tensorizer.save(tensors, io.BytesIO(), format="safetensors", max_shard_size=12_000)

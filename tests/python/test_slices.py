@@ -181,6 +181,60 @@ def test_what_does_not_fit_in_place_is_refused_and_nothing_is_touched(files):
         tensorizer.load(path, names=["cube"], out={"rows": torch.zeros(3000, 501)})
 
 
+def test_what_is_strided_in_the_file_is_checked_as_well(tmp_path):
+    w = torch.arange(12.0).reshape(3, 4)
+    torch.save({"t": w.t(), "w": w}, tmp_path / "f.pt")
+    for wrong in [
+        torch.full((4, 3), -1, dtype=torch.int8),
+        torch.zeros(2, 4, 3),
+        torch.zeros(3, 4).t(),
+        torch.zeros(4, 3, device="meta"),
+    ]:
+        with pytest.raises(ValueError, match="'t'"):
+            tensorizer.load(tmp_path / "f.pt", out={"t": wrong})
+    with pytest.raises(TypeError, match="found int"):
+        tensorizer.load(tmp_path / "f.pt", out={"t": 3})
+    both = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match="overlap"):
+        tensorizer.load(tmp_path / "f.pt", out={"t": both, "w": both.view(3, 4)})
+    assert not both.any()
+    tensorizer.load(tmp_path / "f.pt", out={"t": both})
+    assert torch.equal(both, w.t())
+
+
+def test_names_as_they_are_stored(tmp_path):
+    tensorizer.save({"a": {"b": torch.arange(9)}}, tmp_path / "f.tensors")
+    stored = '\x1e["a","b"]'
+    loaded = tensorizer.load(tmp_path / "f.tensors", "cpu", slices={stored: (0, 2, 4)})
+    assert torch.equal(loaded["a", "b"], torch.tensor([2, 3]))
+    with pytest.raises(ValueError, match="those of one tensor"):
+        out = {("a", "b"): torch.zeros(9, dtype=torch.int64), stored: torch.zeros(9)}
+        tensorizer.load(tmp_path / "f.tensors", out=out)
+    # A plain name that looks like one is found first.
+    odd = {'\x1e["x"]': torch.ones(1), "x": torch.zeros(1)}
+    safetensors.save_file(odd, tmp_path / "f.safetensors")
+    for name, tensor in odd.items():
+        loaded = tensorizer.load(tmp_path / "f.safetensors", "cpu", names=[name])
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_short_runs_are_planned_in_rounds(tmp_path):
+    """One column with gaps that are not worth reading: as many requests as rows."""
+    path = tmp_path / "f.safetensors"
+    rows, columns = 70_000, 16_500
+    head = b'{"a":{"dtype":"U8","shape":[%d,%d],"data_offsets":[0,%d]}}' % (
+        *(rows, columns),
+        rows * columns,
+    )
+    with open(path, "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + rows * columns)
+        file.seek(8 + len(head) + (rows - 1) * columns + 7)
+        file.write(b"x")
+    loaded = tensorizer.load(path, "cpu", slices={"a": (1, 7, 8)})["a"]
+    assert (loaded.shape, int(loaded.sum()), int(loaded[-1])) == ((rows, 1), 120, 120)
+
+
 class Counting(io.BytesIO):
     """Counts the bytes that are read."""
 
@@ -278,4 +332,8 @@ def test_slices_of_a_server_and_of_a_pipe(files, tmp_path_factory, monkeypatch):
 
     pipe = Pipe((files / "f.safetensors").read_bytes())
     loaded = tensorizer.load(pipe, "cpu", names=["rows", "thin", "cube"], slices=slices)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+    # Some of them in part, and others as a whole.
+    pipe = Pipe((files / "plain.tensors").read_bytes())
+    loaded = tensorizer.load(pipe, "cpu", names=list(TENSORS), slices=slices)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import assert_same
 from safetensors.torch import save_file, save_model
-from tensorizer import HashMismatchError, TensorDeserializer, utils
+from tensorizer import HashMismatchError, TensorDeserializer, TensorSerializer, utils
 
 
 class Model(torch.nn.Module):
@@ -253,3 +253,88 @@ def test_the_stand_in_of_a_device(tmp_path, monkeypatch):
         assert file.load_into_module(other, strict=True) == len(STATE) - 1
         check(other)
         assert other.a.weight is other.b.weight
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "tensors"])
+def test_a_module_of_two_names(tmp_path, kind):
+    """Of the names of a module that is there twice, a file needs one."""
+    module = torch.nn.Module()
+    module.a = module.b = torch.nn.Linear(2, 2)
+    path = tmp_path / f"f.{kind}"
+    saved = {"b.weight": torch.ones(2, 2), "b.bias": torch.ones(2)}
+    if kind == "safetensors":
+        save_file(saved, path)
+    else:
+        inner = torch.nn.Module()
+        inner.b = torch.nn.Linear(2, 2)
+        inner.load_state_dict(saved)
+        with TensorSerializer(path) as file:
+            file.write_module(inner)
+    assert TensorDeserializer(path, "cpu").load_into_module(module, strict=True) == 2
+    assert module.a.weight.eq(1).all()
+
+
+def test_extra_state_is_passed_over(tmp_path):
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return torch.tensor([1, 2])
+
+        def set_extra_state(self, state):
+            raise AssertionError("not by a load of tensors")
+
+    module = Extra(2, 2)
+    save_file(module.state_dict(), tmp_path / "f.safetensors")
+    with pytest.warns(UserWarning, match="_extra_state is not loaded"):
+        count = TensorDeserializer(tmp_path / "f.safetensors", "cpu").load_into_module(
+            module, strict=False
+        )
+    assert count == 2
+    assert not list(module.buffers())
+
+
+@pytest.mark.parametrize(("name", "error"), [("", KeyError), ("norm.", KeyError), (".scale", None)])
+def test_names_of_nothing_and_of_one_tensor_twice_change_nothing(tmp_path, name, error):
+    saved = {**STATE, name: torch.zeros(3)}
+    del saved["b.weight"]
+    save_file(saved, tmp_path / "f.safetensors")
+    module = make()
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    with pytest.raises(error or RuntimeError, match="name ends with|are one tensor"):
+        TensorDeserializer(tmp_path / "f.safetensors", "cpu").load_into_module(module)
+    after = module.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+def test_conjugates_that_are_tied(tmp_path):
+    weight = torch.randn(3, dtype=torch.complex64)
+    module = torch.nn.Module()
+    module.a, module.b = torch.nn.Module(), torch.nn.Module()
+    module.a.weight = module.b.weight = torch.nn.Parameter(torch.zeros_like(weight))
+    torch.save({"a.weight": weight.conj(), "b.weight": weight}, tmp_path / "f.pt")
+    TensorDeserializer(tmp_path / "f.pt", "cpu").load_into_module(module)
+    assert torch.equal(module.a.weight, weight.conj())
+    assert torch.equal(module.b.weight, weight)
+    file = TensorDeserializer(tmp_path / "f.pt", "cpu", lazy_load=True)
+    arrays = {name: array for _, _, name, array, _, _ in file.read_numpy_arrays()}
+    assert (arrays["a.weight"] == weight.conj().resolve_conj().numpy()).all()
+
+
+def test_hashes_are_asked_for_after_a_load(tmp_path):
+    save_file(STATE | {"b.weight": STATE["b.weight"].clone()}, tmp_path / "f.safetensors")
+    file = TensorDeserializer(tmp_path / "f.safetensors", "cpu")
+    with pytest.raises(HashMismatchError, match="safetensors files hold no hashes"):
+        file.load_into_module(make(), verify_hash=True)
+    with pytest.raises(HashMismatchError, match="safetensors files hold no hashes"):
+        list(file.read_tensors(verify_hash=True))
+
+
+def test_numbers_that_were_keys_stay_keys(tmp_path):
+    state = {
+        "state": {5: {"step": torch.ones(1)}, 3: {"step": torch.zeros(1)}},
+        "l": [torch.ones(2)],
+    }
+    torch.save(state, tmp_path / "f.pt")
+    tree = TensorDeserializer(tmp_path / "f.pt", "cpu").tree()
+    assert list(tree["state"]) == [5, 3]
+    assert tree["state"][5]["step"] == 1
+    assert isinstance(tree["l"], list)

@@ -196,13 +196,16 @@ def test_other_objects(tmp_path):
         {"a": (both := {"x": torch.ones(3)}), "b": both},
     ):
         torch.save(saved, path)
-        loaded = tensorizer.load(path)
+        names = None
+        if isinstance(saved, dict) and "meta" in saved:
+            with pytest.raises(NotImplementedError, match="'meta' was saved on the meta device"):
+                tensorizer.load(path)
+            names = ["real"]
+        loaded = tensorizer.load(path, names=names)
         if isinstance(saved, torch.Tensor):
             assert list(loaded) == [""]
             assert torch.equal(loaded[""], saved)
         elif isinstance(saved, dict) and "meta" in saved:
-            # As in .tensors files.
-            assert torch.equal(loaded["meta"], torch.zeros(3, 2))
             assert torch.equal(loaded["real"], saved["real"])
         else:
             check(loaded, saved if isinstance(saved, (dict, list)) else {})

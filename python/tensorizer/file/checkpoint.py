@@ -265,9 +265,16 @@ class SlicedCheckpoint:
         """Leave the files open, for those who have the whole."""
 
     def load(
-        self, numbers: Sequence[int], device: torch.device, *, verify: str, **options: Any
+        self,
+        numbers: Sequence[int],
+        device: torch.device,
+        *,
+        verify: str,
+        shared: bool = True,
+        **options: Any,
     ) -> tuple[list[torch.Tensor], int]:
         """Return slices on a device, in memory of their own, and how many bytes were read."""
+        del shared
         direct = [number for number in numbers if not self.strided(number)]
         place = devices.number(device)
         handle, _ = self.reader.load(direct, verify=verify, device=place, **options)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..modules import state
-from ..tensors.exchange import cast_dtype
+from ..tensors.exchange import cast_dtype, dtype_of
 from .tensor_file import TensorFile
 
 
@@ -62,7 +62,7 @@ class LoadedTensors:
             fits: list[tuple[int, torch.Tensor]] = []
             for place, number in zip(places, numbers, strict=True):
                 name, shape, _ = self._file.reader.describe(number)
-                dtype = getattr(torch, name)
+                dtype = dtype_of(name)
                 tensor = place.current()
                 if (
                     tensor is not None

@@ -46,7 +46,7 @@ def converted(tree: dict[Any, Any], convert: Callable[[dict[Any, Any]], Any]) ->
 
 
 def plain_or_dict(node: dict[Any, Any]) -> Any:
-    """Return the same of what may have been a dict with numbers for keys: a list has all of them."""
+    """Return the same of what may have been a dict: the indices of a list have no gaps."""
     first = next(iter(node))
     if isinstance(first, int) and set(node) != set(range(len(node))):
         return {key: value for key, value in node.items() if value is not LEFT_OUT} or LEFT_OUT

@@ -136,7 +136,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         return resolve_device(self._named_device)
 
     def _verification(self, verify_hash: bool | str | None) -> str:
-        return self._file.verify if verify_hash is None else checked_verification(verify_hash)
+        if verify_hash is None:
+            return self._file.verify
+        verify = checked_verification(verify_hash)
+        # Whatever was loaded before: a format without hashes is refused.
+        self._file.read([], torch.device("cpu"), verify)
+        return verify
 
     def _choose(self, filter_func: FilterFuncType | None) -> Sequence[int]:
         every = range(len(self._file.reader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from types import EllipsisType
@@ -11,6 +12,7 @@ import torch
 
 from .._types import Name
 from ..modules import state
+from ..tensors.exchange import dtype_of
 from .tensor_file import TensorFile
 
 #: What selects a part of each dimension.
@@ -42,10 +44,7 @@ class TensorSlice:
         self._file, self._number, self._device, self._verify = file, number, device, verify
         dtype, shape, _ = file.reader.describe(number)
         self.shape = torch.Size(shape)
-        known = getattr(torch, dtype, None)
-        if known is None:
-            raise NotImplementedError(f"tensor {file.reader.name(number)!r}: torch has no {dtype}")
-        self.dtype: torch.dtype = known
+        self.dtype = dtype_of(dtype)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Load a part of the tensor.
@@ -118,8 +117,11 @@ class Wanted:
         self._parts: dict[int, tuple[Ranges, tuple[Any, ...]]] = {}
         among = set(numbers.values())
         for name, given in slices.items():
-            number = numbers[name] if name in numbers else file.reader.find(name)
-            if number not in among:
+            number = numbers.get(name)
+            if number is None:
+                with contextlib.suppress(KeyError):
+                    number = file.find(name)
+            if number is None or number not in among:
                 raise KeyError(f"a slice of {name!r}, which is not among the tensors to load")
             shape = torch.Size(file.reader.describe(number)[1])
             try:
@@ -196,7 +198,7 @@ def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor to load {name!r} into, found {type(tensor).__name__}")
     found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-    if tensor.dtype != getattr(torch, kind, None) or list(tensor.shape) != shape:
+    if tensor.dtype != dtype_of(kind) or list(tensor.shape) != shape:
         raise ValueError(f"{name!r} is torch.{kind} {shape}, the tensor to load into {found}")
     if tensor.is_meta or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(

@@ -48,6 +48,8 @@ class Place:
             raise NotImplementedError(
                 f"{name!r} is part of a nested structure, not of a module: use tree()"
             )
+        if not name.rpartition(".")[2]:
+            raise KeyError(f"the module has no tensor {name!r}: the name ends with its module")
         # A tensor of the root has a name without a dot there.
         place = Place._of(root, name if "." in name else f".{name}", TensorType.PARAM)
         # A state dict does not say what its tensors are; what the module lacks becomes a buffer.
@@ -146,6 +148,12 @@ def check(
     """
     wrong: list[str] = []
     unknown: list[str] = []
+    # Tensors of the root have names with a dot, or without: of one tensor there is one.
+    wrong += [
+        f"{name} and .{name} of the file are one tensor of the module"
+        for name in names
+        if "." not in name and f".{name}" in set(names)
+    ]
     for place, name, shape in zip(places, names, shapes, strict=True):
         tensor = place.current()
         if tensor is None:

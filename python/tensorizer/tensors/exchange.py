@@ -26,6 +26,19 @@ def take(handle: Handle) -> list[torch.Tensor]:
     return tensors
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name without ``torch.``.
+
+    Raises:
+        NotImplementedError: This torch has none.
+
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise NotImplementedError(f"torch {torch.__version__} has no dtype {name}")
+    return dtype
+
+
 def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Return what ``dtype=`` makes of a tensor's dtype.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _native  # noqa: F401  # the import of the native module defines the operators
+from ..tensors.exchange import dtype_of
 from .dynamo import extend_dynamo
 from .inductor import keep_order
 from .late import when_imported
@@ -31,7 +32,7 @@ def _load_checked(
     for text in expected:
         dtype, _, shape = text.removesuffix("]").partition("[")
         dims = [int(dim) for dim in shape.split(",") if dim]
-        tensors.append(torch.empty(dims, dtype=getattr(torch, dtype), device=device or "cpu"))
+        tensors.append(torch.empty(dims, dtype=dtype_of(dtype), device=device or "cpu"))
     return tensors
 
 

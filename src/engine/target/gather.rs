@@ -97,7 +97,7 @@ impl<'a> Target for Gather<'a> {
                 let len = usize::try_from(len).map_err(|_| bug())?;
                 let (now, later) = std::mem::take(to).split_at_mut_checked(len).ok_or_else(bug)?;
                 *to = later;
-                wanted.push(Wanted { at, range, runs: *runs, to: now });
+                wanted.push(Wanted { at, range, runs, to: now });
             }
             at += segment.len;
         }
