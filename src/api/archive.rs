@@ -18,12 +18,15 @@ use crate::format::torch_zip::{self, Record, TAIL_LEN};
 use crate::io::source::ReadAt;
 use crate::stats::Counters;
 
-/// Reads what an archive that begins at `base` holds, as number `file` of several. Each record becomes
-/// an entry of bytes, named `<file>/<record>`.
+/// Requests for local headers at once to a server, which has to be waited for however little it sends.
+const REQUESTS: usize = 32;
+
+/// Reads what an archive that begins at `base` holds, as number `file` of several, of which `at_once`
+/// are opened at once. Each record becomes an entry of bytes, named `<file>/<record>`.
 pub fn read_archive(
     source: Arc<dyn ReadAt>,
     base: u64,
-    file: usize,
+    (file, at_once): (usize, usize),
     opening: &Opening<'_>,
 ) -> Result<Part> {
     let uri = source.uri();
@@ -42,7 +45,8 @@ pub fn read_archive(
     };
     let size = size.saturating_sub(base);
     let records = read_directory(&*source, base, size, opening.cancel)?;
-    let positions = read_headers(&*source, base, &records, opening.cancel)?;
+    let readers = source.file().is_none().then_some((REQUESTS / at_once.max(1)).max(1));
+    let positions = read_headers(&*source, base, &records, readers, opening.cancel)?;
     // The name of the archive's folder, which is whatever the file was called.
     let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);
     let entries = records.0.iter().zip(positions).map(|(record, data_offset)| {
@@ -106,6 +110,7 @@ fn read_headers(
     source: &dyn ReadAt,
     base: u64,
     records: &Records,
+    readers: Option<usize>,
     cancel: &dyn Cancel,
 ) -> Result<Vec<u64>> {
     let extents = records.0.iter().map(|record| {
@@ -123,7 +128,7 @@ fn read_headers(
         codec: &headers,
         verify: Verify::Nothing,
         decrypts: false,
-        readers: None,
+        readers,
     };
     read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
     let positions = found.into_iter().map(|found| {

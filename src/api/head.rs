@@ -87,7 +87,7 @@ impl Head {
             return self.open_tensors(opening.cancel);
         }
         let uri = self.source.uri().to_owned();
-        let part = self.part(0, opening)?;
+        let part = self.part((0, 1), opening)?;
         let mut names = NameTree::default();
         for (number, entry) in part.entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
@@ -98,10 +98,10 @@ impl Head {
         Ok(TensorFile::new(uri, vec![source], catalog, None))
     }
 
-    /// Reads what the file has, as number `file` of several.
-    pub fn part(self, file: usize, opening: &Opening<'_>) -> Result<Part> {
+    /// Reads what the file has, as number `file` of several, of which `at_once` are opened at once.
+    pub fn part(self, (file, at_once): (usize, usize), opening: &Opening<'_>) -> Result<Part> {
         if torch_zip::begins(&self.bytes) {
-            return read_archive(self.source, self.base, file, opening);
+            return read_archive(self.source, self.base, (file, at_once), opening);
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::begins(&self.bytes) {

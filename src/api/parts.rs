@@ -91,7 +91,8 @@ fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Res
     slots.resize_with(index.files.len(), || None);
     let parts = Mutex::new(slots);
     let queue = Mutex::new(index.files.iter().enumerate());
-    workers::run(AT_ONCE.min(index.files.len()), opening.cancel, |control| {
+    let at_once = AT_ONCE.min(index.files.len());
+    workers::run(at_once, opening.cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, name)) = next else { break };
@@ -102,7 +103,7 @@ fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Res
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };
-            let part = Head::read(source, 0, control)?.part(number, &opening)?;
+            let part = Head::read(source, 0, control)?.part((number, at_once), &opening)?;
             let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = parts.get_mut(number) {
                 *slot = Some(part);

@@ -79,6 +79,15 @@ with tensorizer_loading(path):
     check(torch.load(path + ".pt"))
     check(torch.load(path + ".pt", map_location="cpu"), "cpu")
 
+# What torch has saved, with storages shared.
+torch.save(values | {"view": values["weight"].t()}, path + "2.pt")
+found = tensorizer.load(path + "2.pt", "other")
+view = found.pop("view")
+check(found)
+assert view.stride() == (1, 4)
+assert view.data_ptr() == found["weight"].data_ptr()
+assert torch.equal(view.cpu(), values["weight"].t())
+
 # Modules.
 model = torch.nn.Sequential(torch.nn.Linear(4, 3))
 expected = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from conftest import GOLDEN, run_python
 from tensorizer import FormatError
 
 ops = torch.ops.tensorizer
@@ -150,6 +150,7 @@ def test_the_archive_itself_is_right():
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in records().items():
             archive.writestr(f"any/{name}", content)
+        archive.mkdir("any/data")
         archive.comment = b"PK\x05\x06" + bytes(40)
     assert torch.equal(load(buffer.getvalue())["a"], load(data)["a"])
     # As the first release with zip files wrote it: without a byte order.
@@ -511,8 +512,10 @@ def test_tensors_that_are_not_plain(refuse):
 def test_half_of_a_pair(tmp_path):
     with tensorizer.torch_compat.tensorizer_saving(str(tmp_path / "x.tensors")):
         torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
-    with pytest.raises(FormatError, match=r"x.pt is one half of .* tensorizer_loading"):
-        tensorizer.load(tmp_path / "x.pt")
+    # The other is of the old package.
+    for path in (tmp_path / "x.pt", GOLDEN / "tc_linear.pt"):
+        with pytest.raises(FormatError, match=r".pt is one half of .* tensorizer_loading"):
+            tensorizer.load(path)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,8 +22,8 @@ _SPECIAL = {
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as an array",
     "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
 }
-#: How the pickle of :func:`tensorizer.torch_compat.tensorizer_saving` begins, after 5 bytes.
-_OF_A_PAIR = b'{"tensorizer":'
+#: What ids of storages have in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
+_OF_A_PAIR = b"TensorizerPickler"
 
 
 def unpickled(
@@ -37,11 +37,6 @@ def unpickled(
         FormatError: It is damaged.
 
     """
-    if data[5:].startswith(_OF_A_PAIR):
-        raise FormatError(
-            f"{uri} is one half of an object whose storages are in another file: torch.load it "
-            "inside tensorizer_loading()"
-        )
     unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     # Sparse tensors that torch.load is to validate, here or in another thread.
@@ -50,6 +45,11 @@ def unpickled(
     try:
         return unpickler.load()
     except pickle.UnpicklingError as error:
+        if _OF_A_PAIR in data:
+            raise FormatError(
+                f"{uri} is one half of an object whose storages are in another file: torch.load it "
+                "inside tensorizer_loading()"
+            ) from None
         raise pickle.UnpicklingError(f"{uri}: {error}") from error
     except (FormatError, MemoryError):
         raise

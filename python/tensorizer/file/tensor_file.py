@@ -270,6 +270,10 @@ class TensorFile:
 
     def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
         wanted = cast_dtype(tensor.dtype, self.dtype)
+        there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+        if there and wanted is tensor.dtype:
+            # It may share its storage with others: torch copies where a device has no number.
+            return tensor
         unchanged = wanted is tensor.dtype or device.type != "cpu"
         if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
             return tensor.to(device, wanted)

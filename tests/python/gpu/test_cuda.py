@@ -382,6 +382,38 @@ def test_pickles(tmp_path, tensors):
     gc.collect()  # CUDA defect 7: pickling leaves tensors in cycles of references
 
 
+def fetched(tensor):
+    """Return a tensor on the CPU with its strides; the device only copies bytes."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    found = torch.empty(0, dtype=tensor.dtype).set_(raw.cpu().untyped_storage(), *geometry)
+    return torch._conj(found) if tensor.is_conj() else found
+
+
+@pytest.mark.parametrize("options", [{}, {"clone": True}, {"mmap": True}], ids=str)
+def test_checkpoints_of_torch_share_storages(tmp_path, options):
+    weight = torch.randn(40, 30)
+    saved = {
+        "weight": weight,
+        "transposed": weight.t(),
+        "row": weight[3],
+        "small": torch.arange(5),
+        "odd": torch.randn(9).half()[1:],
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "large": torch.randn(900, 800).t(),
+        "empty": torch.empty(0, 3),
+        "expanded": torch.ones(3, 1).expand(3, 7),
+    }
+    torch.save(saved, tmp_path / "x.pt")
+    loaded = tensorizer.load(tmp_path / "x.pt", CUDA, **options)
+    for name, tensor in saved.items():
+        assert (loaded[name].device, loaded[name].stride()) == (CUDA, tensor.stride())
+        assert torch.equal(fetched(loaded[name]), tensor), name
+    storages = {loaded[name].untyped_storage()._cdata for name in ("weight", "transposed", "row")}
+    assert len(storages) == 1
+    assert loaded["transposed"].data_ptr() == loaded["weight"].data_ptr()
+
+
 # What goes wrong
 
 
