@@ -4,6 +4,7 @@ from typing import Any, final
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "IN_FOLDERS",
     "MAX_DEPTH",
     "TORCH_VERSION",
     "Decryption",
