@@ -17,7 +17,7 @@ from pathlib import Path as _Path
 from ._native import __version__
 
 from .torch_hooks import operators  # isort: skip  # defines what torch must know before anything is compiled
-from . import serialization, stream_io, torch_compat, utils
+from . import safetensors, serialization, stream_io, torch_compat, utils
 from ._errors import (
     ClosedError,
     CryptographyError,
@@ -70,6 +70,7 @@ __all__ = [
     "iterate",
     "load",
     "release_pinned",
+    "safetensors",
     "save",
     "save_async",
     "serialization",

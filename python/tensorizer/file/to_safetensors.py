@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,14 @@ def save_safetensors(
 
     """
     named = _checked(tensors)
-    pairs = _pairs(metadata)
+    pairs = metadata_pairs(metadata)
     _refuse_shared(named)
     shards = [list(named)]
     if max_shard_size is not None:
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
-        _write(uri, named, pairs)
+        write_one(uri, named, pairs)
         return
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
@@ -57,7 +57,7 @@ def save_safetensors(
             )
     weight_map = {}
     for path, names in zip(paths, shards, strict=True):
-        _write(path, {name: named[name] for name in names}, pairs)
+        write_one(path, {name: named[name] for name in names}, pairs)
         weight_map.update(dict.fromkeys(names, path[len(folder) :]))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
@@ -69,7 +69,10 @@ def save_safetensors(
         file.write(f"{text}\n".encode())
 
 
-def _write(uri: Any, tensors: Mapping[str, torch.Tensor], pairs: list[tuple[str, str]]) -> None:
+def write_one(
+    uri: Any, tensors: Mapping[str, torch.Tensor], pairs: Sequence[tuple[str, str]]
+) -> None:
+    """Write one file, of tensors of which nobody asks whether they share memory."""
     with FileWriter(uri) as file:
         file.write_safetensors(list(tensors), list(tensors.values()), pairs)
 
@@ -88,7 +91,15 @@ def _checked(tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     return dict(tensors)
 
 
-def _pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
+def metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    """Return names and values.
+
+    Raises:
+        TypeError: They are not strings by name.
+
+    """
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata are strings by name, found {type(metadata).__name__}")
     pairs = list((metadata or {}).items())
     for name, value in pairs:
         if not isinstance(name, str) or not isinstance(value, str):
@@ -99,7 +110,7 @@ def _pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that share memory, which a file would hold twice, and a load not share."""
     ranges = sorted(
-        (str(tensor.device), *_extent(tensor), name)
+        (str(tensor.device), *extent(tensor), name)
         for name, tensor in tensors.items()
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel()
     )
@@ -112,7 +123,7 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a tensor, and of that behind its last."""
     last = sum(
         (dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,0 +1,32 @@
+"""The error class of safetensors: its own where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .._errors import FormatError, InvalidVersionError
+
+if TYPE_CHECKING:
+
+    class SafetensorError(Exception):
+        """A file is no safetensors file, or has no tensor of a name."""
+
+else:
+    try:
+        from safetensors import SafetensorError
+    except ImportError:
+
+        class SafetensorError(Exception):
+            """A file is no safetensors file, or has no tensor of a name."""
+
+
+@contextlib.contextmanager
+def as_safetensor_errors(doing: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise what is wrong with a file, and errors of these kinds, as ``SafetensorError``."""
+    caught: tuple[type[Exception], ...] = (FormatError, InvalidVersionError, *kinds)
+    try:
+        yield
+    except caught as error:
+        raise SafetensorError(f"Error while {doing}: {error}") from error

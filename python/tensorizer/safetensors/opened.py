@@ -1,0 +1,192 @@
+"""An open safetensors file, whose tensors are loaded one by one, in part, or all at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..file.slices import ranges_of
+from ..file.tensor_file import TensorFile
+from ..streams.addresses import is_address
+from .errors import SafetensorError, as_safetensor_errors
+
+#: How safetensors calls the dtypes, by torch's name without ``torch.``, and how many elements of
+#: safetensors are one of torch.
+_DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "uint16": ("U16", 1),
+    "uint32": ("U32", 1),
+    "uint64": ("U64", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 1),
+    "int32": ("I32", 1),
+    "int64": ("I64", 1),
+    "float16": ("F16", 1),
+    "float32": ("F32", 1),
+    "float64": ("F64", 1),
+    "bfloat16": ("BF16", 1),
+    "complex64": ("C64", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float4_e2m1fn_x2": ("F4", 2),
+    "float6_e2m3fn_x4": ("F6_E2M3", 4),
+    "float6_e3m2fn_x4": ("F6_E3M2", 4),
+}
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device that is meant: without a number the first of its kind; None is the CPU.
+
+    Raises:
+        SafetensorError: There is no such device, or ``meta`` was given.
+
+    """
+    try:
+        named = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SafetensorError(f"device {device} is invalid") from error
+    if named.type == "meta":
+        raise SafetensorError(f"device {device} is invalid")
+    return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
+
+
+class Opened:
+    """An open file, which stays open while somebody has it or a slice of it.
+
+    Args:
+        file: A path, an address, or a file object.
+        device: Where tensors go.
+        maps: Whether tensors are used in place in a mapping of a local file.
+
+    Raises:
+        OSError, SafetensorError: It cannot be opened, or is no safetensors file.
+
+    Attributes:
+        numbers: The tensors' numbers by name, in the order of the file.
+
+    """
+
+    def __init__(self, file: Any, device: torch.device, maps: bool) -> None:
+        self._device = device
+        remote = is_address(file)
+        with as_safetensor_errors("deserializing header"):
+            try:
+                # On CUDA each tensor has a storage of its own, as callers compare storages.
+                self._file = TensorFile(file, mmap=maps, clone=True, key_needed=False)
+            except FileNotFoundError as error:
+                if remote:
+                    raise
+                raise FileNotFoundError(f"No such file or directory: {os.fspath(file)}") from error
+        reader = self._file.reader
+        if reader.format != "safetensors":
+            self._file.close()
+            raise SafetensorError(
+                f"Error while deserializing header: expected a safetensors file, and {reader.uri} "
+                f"is one of {reader.format}"
+            )
+        names = reader.names(range(len(reader)))
+        self.numbers: dict[str, int] = {str(name): n for n, name in enumerate(names)}
+        self._in_place = maps and not remote and reader.seekable and device.type == "cpu"
+        self._lock = threading.Lock()
+        self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    def __del__(self) -> None:
+        file: TensorFile | None = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return what the file says beside its tensors."""
+        return dict(self._file.reader.metadata) or None
+
+    def find(self, name: str) -> int:
+        """Return a tensor's number.
+
+        Raises:
+            TypeError, SafetensorError: It is no name, or that of no tensor.
+
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"argument 'name': expected a str, found {type(name).__name__}")
+        number = self.numbers.get(name)
+        if number is None:
+            raise SafetensorError(f"File does not contain tensor {name}")
+        return number
+
+    def describe(self, number: int) -> tuple[str, list[int], int]:
+        """Return safetensors' dtype, torch's shape, and how many elements one of torch's is."""
+        dtype, shape, _ = self._file.reader.describe(number)
+        name, packed = _DTYPES[dtype]
+        return name, shape, packed
+
+    def load(self, number: int) -> torch.Tensor:
+        """Return a tensor. Those of one mapping see each other's changes."""
+        self._check_dtype(number)
+        mapped = self._mapping().get(number)
+        if mapped is not None:
+            return mapped.detach()
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = self._file.load([number], self._device)
+        return tensor
+
+    def load_all(self) -> dict[str, torch.Tensor]:
+        """Return all tensors, in the order of the file."""
+        for number in self.numbers.values():
+            self._check_dtype(number)
+        mapped = self._mapping()
+        missing = [number for number in self.numbers.values() if number not in mapped]
+        with as_safetensor_errors("reading"):
+            read = {n: tensor for n, tensor, _ in self._file.load(missing, self._device)}
+        return {
+            name: read[number] if number in read else mapped[number].detach()
+            for name, number in self.numbers.items()
+        }
+
+    def load_part(self, number: int, index: Any) -> torch.Tensor:
+        """Return what torch's indexing gives of a tensor, and read no more than that takes."""
+        if number in self._mapping():
+            return self.load(number)[index]
+        _, shape, _ = self.describe(number)
+        try:
+            ranges, rest = ranges_of(torch.Size(shape), index)
+        except (IndexError, TypeError, ValueError):
+            # Masks and the like, which need it all; or errors, which torch raises here.
+            torch.empty((), dtype=torch.uint8).expand(shape)[index]
+            return self.load(number)[index]
+        self._check_dtype(number)
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = self._file.sliced([(number, ranges)]).load([0], self._device)
+        return tensor[rest] if rest else tensor
+
+    def _mapping(self) -> Mapping[int, torch.Tensor]:
+        """Return the tensors that lie in a mapping of the file, which is made once."""
+        if not self._in_place:
+            return {}
+        with self._lock:
+            if self._mapped is None:
+                offsets, lens = self._file.reader.offsets(), self._file.reader.data_lens()
+                numbers = [
+                    n for n in self.numbers.values() if lens[n] and self._aligned(n, offsets[n][1])
+                ]
+                # Of small files this reads them.
+                with as_safetensor_errors("mapping"):
+                    tensors, _ = self._file.read(numbers, self._device)
+                self._mapped = dict(zip(numbers, tensors, strict=True))
+        return self._mapped
+
+    def _aligned(self, number: int, offset: int) -> bool:
+        dtype = getattr(torch, self._file.reader.describe(number)[0], None)
+        return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
+
+    def _check_dtype(self, number: int) -> None:
+        dtype = self._file.reader.describe(number)[0]
+        if not hasattr(torch, dtype):
+            raise SafetensorError(f"Dtype not understood: {_DTYPES[dtype][0]}")

@@ -1,0 +1,173 @@
+"""``safe_open``, and the slices that it gives."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .errors import SafetensorError
+from .opened import Opened, resolve_device
+
+try:
+    from safetensors import safe_open as _of_library
+except ImportError:
+    _of_library = None  # type: ignore[assignment,misc]
+
+_TORCH = ("pt", "torch", "pytorch")
+_BACKENDS = ("mmap", "pread")
+
+
+class PySafeSlice:
+    """A tensor of a file, of which parts are loaded by indexing; see :meth:`safe_open.get_slice`.
+
+    It is named as that of safetensors, and like it outlives the file.
+    """
+
+    def __init__(self, opened: Opened, number: int) -> None:
+        self._opened, self._number = opened, number
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor, in elements of safetensors."""
+        _, shape, packed = self._opened.describe(self._number)
+        return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype, such as ``"F32"``."""
+        return self._opened.describe(self._number)[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return the part of the tensor that torch's indexing gives.
+
+        Of mapped files it is a view. Else integers, slices and ``...`` read what they select, and
+        other indices the whole tensor.
+
+        Raises:
+            IndexError, TypeError, ValueError: What torch raises for such an index.
+            SafetensorError, OSError: The file cannot be read, or torch has no such dtype.
+
+        """
+        return self._opened.load_part(self._number, index)
+
+
+class safe_open:
+    """Open a safetensors file, whose tensors are loaded as they are asked for.
+
+    Local files are mapped, as safetensors does: opening costs nothing, and bytes come into memory
+    when they are first touched. Changes to a tensor do not reach the file, but all that is taken
+    from one ``safe_open`` sees them. Whoever truncates or overwrites the file in place while
+    tensors live destroys them, and touching them may end the process (SIGBUS): see ``mmap`` of
+    :class:`tensorizer.TensorDeserializer`. Files of less than 1 MiB, and tensors that are not
+    aligned, are read instead; so is all with ``backend="pread"``, from addresses, and for other
+    devices than the CPU.
+
+    Closing it leaves tensors and slices that were taken usable.
+
+    Args:
+        filename: A path, or any address that :class:`tensorizer.TensorDeserializer` opens; of a
+            file, a folder with a checkpoint, or an index of shards.
+        framework: ``"pt"``, ``"torch"`` or ``"pytorch"``. For others the library safetensors is
+            called, if it is installed, and what it opens is returned.
+        device: Where tensors go: a string, number or ``torch.device``; without a number the first
+            of its kind.
+        backend: ``"mmap"`` or ``"pread"``: read local files instead of mapping them.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be opened.
+        SafetensorError: It is no safetensors file, or the other arguments are none of these.
+        TypeError: The file name is neither a str nor an ``os.PathLike``.
+
+    """
+
+    def __new__(
+        cls,
+        filename: str | os.PathLike[str],
+        framework: str,
+        device: torch.device | str | int | None = "cpu",
+        *,
+        backend: str = "mmap",
+    ) -> Any:
+        """Let the library open files for other frameworks."""
+        if framework in _TORCH:
+            return super().__new__(cls)
+        if _of_library is None:
+            raise SafetensorError(f"framework {framework} is invalid without safetensors itself")
+        return _of_library(filename, framework, device, backend=backend)
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: str,
+        device: torch.device | str | int | None = "cpu",
+        *,
+        backend: str = "mmap",
+    ) -> None:
+        if not isinstance(filename, (str, os.PathLike)):
+            raise TypeError(
+                "argument 'filename': expected a str or os.PathLike object, not "
+                f"{type(filename).__name__}"
+            )
+        if backend not in _BACKENDS:
+            raise SafetensorError(
+                f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
+            )
+        self._opened: Opened | None = Opened(
+            filename, resolve_device(device), maps=backend == "mmap"
+        )
+
+    def _open(self) -> Opened:
+        if self._opened is None:
+            raise SafetensorError("File is closed")
+        return self._opened
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._opened = None
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors, sorted."""
+        return sorted(self._open().numbers)
+
+    def offset_keys(self) -> list[str]:
+        """Return the names of the tensors, in the order of the file."""
+        return list(self._open().numbers)
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return what the file says beside its tensors; None if that is nothing."""
+        return self._open().metadata()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Load a tensor.
+
+        Raises:
+            SafetensorError: There is none of this name, torch has no such dtype, the file ends
+                before it, or is closed.
+            OSError, RuntimeError: The file cannot be read, or the device is not there.
+
+        """
+        opened = self._open()
+        return opened.load(opened.find(name))
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """Load all tensors at once, in the order of the file; raises as :meth:`get_tensor`."""
+        return self._open().load_all()
+
+    def get_slice(self, name: str) -> PySafeSlice:
+        """Return a tensor of which parts can be loaded: ``file.get_slice(name)[10:20, :, 3]``.
+
+        Raises:
+            SafetensorError: There is none of this name, or the file is closed.
+
+        """
+        opened = self._open()
+        return PySafeSlice(opened, opened.find(name))

@@ -1,0 +1,102 @@
+"""Our functions under the names of safetensors, for code that cannot be changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from . import files
+from .reading import safe_open
+
+_FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
+
+
+class _Patch:
+    """What modules have of safetensors, replaced while there is a block anywhere in the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        #: The originals, and what stands in for them, which nobody else has.
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._pairs = _stand_ins()
+                try:
+                    _replace(self._pairs)
+                except BaseException:
+                    self._restore()
+                    raise
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._restore()
+
+    def _restore(self) -> None:
+        _replace([(ours, original) for original, ours in self._pairs])
+
+
+def _stand_ins() -> list[tuple[Any, Any]]:
+    """Return each object of safetensors that is replaced, and a new one in its place."""
+    import safetensors.torch
+
+    pairs: list[tuple[Any, Any]] = [(safetensors.safe_open, type("safe_open", (safe_open,), {}))]
+    for name in _FUNCTIONS:
+        original = getattr(safetensors.torch, name)
+        pairs.append((original, _like(original, getattr(files, name))))
+    return pairs
+
+
+def _like(original: Any, ours: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    return call
+
+
+def _replace(pairs: list[tuple[Any, Any]]) -> None:
+    """Replace objects wherever they are globals of a module, but not in this package."""
+    by_id = {id(one): other for one, other in pairs}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer":
+            # Not by getattr: modules that import lazily would do so.
+            namespace = vars(module)
+            for key, value in list(namespace.items()):
+                if id(value) in by_id:
+                    namespace[key] = by_id[id(value)]
+
+
+_patch = _Patch()
+
+
+@contextlib.contextmanager
+def tensorizer_safetensors() -> Iterator[None]:
+    """Have code that uses safetensors use this package, in a block or a function.
+
+    ``safe_open`` of ``safetensors`` and ``load``, ``load_file``, ``load_model``, ``save``,
+    ``save_file`` and ``save_model`` of ``safetensors.torch`` are replaced there, and in every
+    module that has imported them by name, before or in the block. What was kept elsewhere, such as
+    in a class or a default argument, is not: before the block it is the original, from within the
+    block it stays ours.
+
+    The whole process is concerned, with the threads that libraries start. Blocks may be nested, and
+    overlap in several threads: all is restored when the last one ends, however it ends. What
+    somebody else has put into a module meanwhile stays.
+
+    Raises:
+        ImportError: safetensors is not installed.
+
+    """
+    with _patch:
+        yield

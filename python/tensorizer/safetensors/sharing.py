@@ -1,0 +1,98 @@
+"""Which tensors share memory, as safetensors sees it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..file.to_safetensors import extent
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        # Subclasses that hold others, and tensors of tracers.
+        return 0
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's storage, which may hold others too."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.nelement() * tensor.element_size()
+
+
+def _end_ptr(tensor: torch.Tensor) -> int:
+    """Return the address behind a tensor's last byte."""
+    return extent(tensor)[1] if tensor.nelement() else tensor.data_ptr()
+
+
+def _is_complete(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor takes all of its storage."""
+    whole = tensor.nelement() * tensor.element_size() == storage_size(tensor)
+    return whole and tensor.data_ptr() == storage_ptr(tensor)
+
+
+def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    """Return groups of names whose tensors overlap in one storage; most groups are of one name.
+
+    Tensors without memory are in none.
+    """
+    storages: dict[tuple[torch.device, int, int], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and storage_ptr(tensor) and storage_size(tensor):
+            storages[tensor.device, storage_ptr(tensor), storage_size(tensor)].append(name)
+    groups: list[set[str]] = []
+    for names in storages.values():
+        if len(names) == 1:
+            groups.append(set(names))
+            continue
+        end = 0
+        for start, stop, name in sorted(
+            (tensors[name].data_ptr(), _end_ptr(tensors[name]), name) for name in names
+        ):
+            if start >= end:
+                groups.append(set())
+            groups[-1].add(name)
+            end = max(end, stop)
+    return groups
+
+
+def _remove_duplicate_names(
+    state_dict: Mapping[str, torch.Tensor],
+    *,
+    preferred_names: Iterable[str] | None = None,
+    discard_names: Iterable[str] | None = None,
+) -> dict[str, list[str]]:
+    """Return the names to leave out, by the name that stands for them.
+
+    Of those that take their whole storage, that is the first in alphabetical order: of
+    ``preferred_names``, else of those that are not in ``discard_names``, else of all.
+
+    Raises:
+        RuntimeError: No tensor takes the whole of its storage.
+
+    """
+    removed: dict[str, list[str]] = {}
+    for group in _find_shared_tensors(state_dict):
+        complete = {name for name in group if _is_complete(state_dict[name])}
+        if not complete:
+            raise RuntimeError(
+                f"no tensor of {sorted(group)} takes the whole of its storage, of which a file "
+                "would keep a part only: save clones of them. Refusing to save or load the model"
+            )
+        choices = (
+            complete.intersection(preferred_names or ()),
+            complete.difference(discard_names or ()),
+            complete,
+        )
+        kept = min(next(filter(None, choices)))
+        others = sorted(group - {kept})
+        if others:
+            removed[kept] = others
+    return removed

@@ -1,0 +1,584 @@
+"""``tensorizer.safetensors`` beside the library whose names it has."""
+
+import copy
+import inspect
+import json
+import os
+import struct
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import tensorizer
+import torch
+from conftest import assert_same, run_python
+from servers import Nginx
+from tensorizer import safetensors as ours
+
+theirs = types.SimpleNamespace(
+    **{
+        name: getattr(safetensors.torch, name)
+        for name in (
+            *("load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"),
+            *("storage_ptr", "storage_size", "_find_shared_tensors", "_remove_duplicate_names"),
+        )
+    },
+    SafetensorError=safetensors.SafetensorError,
+)
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.float16),
+    *(torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64),
+    *(torch.int64, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2),
+]
+ODD_NAMES = ["", " ", 'a "quoted" \\ name', "ü\n\t\x7f", "\x1e[1]", '\x1e["a"]', "a.b/c", "💾", "0"]
+
+
+def make():
+    torch.manual_seed(3)
+    tensors = {
+        f"{9 - number}.{dtype}": torch.randint(
+            0, 2 if dtype is torch.bool else 255, (3, 16), dtype=torch.uint8
+        ).view(dtype)
+        for number, dtype in enumerate(DTYPES)
+    }
+    tensors["scalar"] = torch.tensor(1.5)
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors["cube"] = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
+    return {**tensors, **{name: torch.randn(3) for name in ODD_NAMES}}
+
+
+#: A file below and one above the size from which files are mapped.
+FILES = {"small": make(), "mapped": {**make(), "large": torch.randn(900, 1001)}}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def tensors(request):
+    return FILES[request.param]
+
+
+@pytest.fixture
+def path(tensors, tmp_path):
+    path = tmp_path / "f.safetensors"
+    theirs.save_file(tensors, path, metadata={"format": "pt", "": "ü"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    yield server
+    server.stop()
+
+
+def result_of(call):
+    """Return what a call returns, or the class of what it raises and its text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return call()
+        except Exception as error:
+            return type(error), str(error)
+
+
+def assert_like(left, right):
+    """Two results agree, or two errors are of one class."""
+    if isinstance(left, torch.Tensor):
+        assert_same(left, right)
+        assert left.device == right.device
+        assert left.requires_grad == right.requires_grad
+        assert left.untyped_storage().nbytes() == right.untyped_storage().nbytes()
+        return
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        for name in left:
+            assert_like(left[name], right[name])
+        return
+    assert left == right
+
+
+# Signatures
+
+
+def test_the_names_and_parameters_are_those_of_the_library():
+    for name in ("load", "load_file", "load_model", "save", "save_file", "save_model"):
+        parameters = [
+            [(p.name, p.kind, p.default) for p in inspect.signature(where).parameters.values()]
+            for where in (getattr(ours, name), getattr(theirs, name))
+        ]
+        assert parameters[0] == parameters[1], name
+    mine = inspect.signature(ours.safe_open)
+    assert list(mine.parameters) == list(inspect.signature(theirs.safe_open).parameters)
+    public = {name for name in dir(theirs.safe_open) if not name.startswith("_")}
+    assert public == {name for name in dir(ours.safe_open) if not name.startswith("_")}
+    assert ours.SafetensorError is theirs.SafetensorError
+    assert tensorizer.safetensors is ours
+
+
+def test_without_the_library():
+    code = """
+import sys
+sys.modules["safetensors"] = None
+import torch, tensorizer.safetensors as ours
+path = sys.argv[1]
+ours.save_file({"a": torch.arange(3)}, path)
+assert ours.load_file(path)["a"].tolist() == [0, 1, 2]
+for call in (lambda: ours.load(b""), lambda: ours.safe_open(path, "np")):
+    try:
+        call()
+    except ours.SafetensorError as error:
+        assert type(error).__mro__[1:] == (Exception, BaseException, object)
+    else:
+        raise AssertionError
+try:
+    with ours.tensorizer_safetensors():
+        raise AssertionError
+except ImportError:
+    print("done")
+"""
+    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors")
+    Path(f"/dev/shm/{os.getpid()}.safetensors").unlink()
+    assert done.stdout == "done\n", done.stderr
+
+
+# Files
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt", "ü": ""}])
+def test_saved_bytes_are_those_of_the_library(tmp_path, tensors, metadata):
+    library, mine = theirs.save(tensors, metadata), ours.save(tensors, metadata)
+    # The library writes several metadata in any order.
+    assert mine == library or (metadata is not None and len(mine) == len(library))
+    ours.save_file(tensors, tmp_path / "ours", metadata)
+    assert (tmp_path / "ours").read_bytes() == mine
+    with theirs.safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == metadata
+        assert_like(file.get_tensors(), {n: tensors[n] for n in file.offset_keys()})
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_load_file(path, device, backend, kind):
+    mine = ours.load_file(kind(path), device, backend=backend)
+    # With "pread" the library cannot load all of them.
+    assert_like(mine, theirs.load_file(kind(path), device))
+    assert all(tensor.is_contiguous() for tensor in mine.values())
+
+
+def test_load(path, tensors):
+    mine = ours.load(path.read_bytes())
+    assert list(mine) == list(ours.load_file(path))
+    for name, tensor in tensors.items():
+        assert_same(mine[name], tensor)
+        mine[name].reshape(-1).view(torch.uint8).zero_()
+    assert_like(ours.load(ours.save({})), {})
+
+
+def test_safe_open(path, tensors):
+    with ours.safe_open(path, "pt") as mine, theirs.safe_open(path, "pt") as library:
+        assert mine.keys() == library.keys()
+        # Where tensors have no bytes, the library's order is any.
+        assert [n for n in mine.offset_keys() if n != "empty"] == [
+            n for n in library.offset_keys() if n != "empty"
+        ]
+        assert mine.metadata() == library.metadata() == {"format": "pt", "": "ü"}
+        for name in tensors:
+            assert_like(mine.get_tensor(name), library.get_tensor(name))
+            left, right = mine.get_slice(name), library.get_slice(name)
+            assert (left.get_shape(), left.get_dtype()) == (right.get_shape(), right.get_dtype())
+            assert type(left).__name__ == type(right).__name__
+            if "float4" not in name:  # which the library cannot
+                assert_like(left[...], right[...])
+        assert_like(mine.get_tensors(), dict.fromkeys(mine.offset_keys()) | library.get_tensors())
+    for name in ("torch", "pytorch"):
+        assert ours.safe_open(path, name, device=None).keys() == sorted(tensors)
+    plain = ours.safe_open(path, framework="pt", device=torch.device("cpu"), backend="pread")
+    assert plain.keys() == sorted(tensors)
+    ours.save_file({"a": torch.ones(1)}, path)
+    assert ours.safe_open(path, "pt").metadata() is None
+
+
+def test_closed(path):
+    opened = [module.safe_open(path, "pt") for module in (ours, theirs)]
+    slices = [file.get_slice("cube") for file in opened]
+    for file in opened:
+        file.__exit__(None, None, None)
+        file.__exit__(None, None, None)
+    for call in ("keys", "offset_keys", "metadata", "get_tensors"):
+        assert_like(*(result_of(getattr(file, call)) for file in opened))
+    for call in ("get_tensor", "get_slice"):
+        assert_like(*(result_of(lambda f=f, c=call: getattr(f, c)("cube")) for f in opened))
+    assert_like(*(part[1:3] for part in slices))
+
+
+def test_files_are_closed_with_the_last_that_needs_them(path):
+    def count():
+        return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}")].count(str(path))  # fmt: skip
+
+    with ours.safe_open(path, "pt", backend="pread") as file:
+        part = file.get_slice("cube")
+        assert count()
+    assert part[0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    del part
+    assert count() == 0
+
+
+INDICES = [
+    *(0, -1, 3, 4, -4, -5, True, False, None, 1.5, "a", ...),
+    *(slice(None), slice(1, 3), slice(-2, None), slice(3, 1), slice(0, 99), slice(None, None, 2)),
+    *(slice(None, None, -1), slice(None, None, 0), slice(99, None), slice("a", None)),
+    *(
+        (),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 3, 4),
+        (..., 0),
+        (0, ..., 1),
+        (..., ..., 0),
+        (slice(1, 2), ...),
+    ),
+    *((slice(None), slice(1, 3), slice(None, None, 3)), (slice(None), -5), (slice(None), -6)),
+    *([], [0, 1], [[0, 1]], (slice(None), [1, 0]), (None, 1), (1, None, ..., None), (0, True)),
+    *(torch.tensor(1), torch.tensor([2, 0]), torch.arange(4) > 1, torch.tensor([9])),
+    *((slice(None), torch.tensor(2)), slice(torch.tensor(1), torch.tensor(2)), torch.tensor(1.0)),
+]
+
+
+@pytest.mark.parametrize("where", ["local", "pread", "http"])
+@pytest.mark.parametrize("name", ["cube", "scalar", "empty"])
+def test_slices(path, nginx, where, name):
+    (nginx.root / "f").write_bytes(path.read_bytes())
+    library = theirs.safe_open(path, "pt").get_slice(name)
+    mine = ours.safe_open(
+        f"{nginx.http}/f" if where == "http" else path,
+        "pt",
+        backend="pread" if where == "pread" else "mmap",
+    ).get_slice(name)
+    for index in INDICES:
+        left, right = (result_of(lambda part=part, i=index: part[i]) for part in (mine, library))
+        assert isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor), (index, left)
+        if isinstance(left, torch.Tensor):
+            assert_same(left, right)
+            if where == "local" and left.numel():
+                assert left.stride() == right.stride()
+        else:
+            assert left == right, index
+
+
+def test_a_slice_reads_no_more_than_it_takes(nginx):
+    tensor = torch.randn(4000, 1000)
+    ours.save_file({"a": tensor}, nginx.root / "f")
+    part = ours.safe_open(f"{nginx.http}/f", "pt").get_slice("a")
+    before = len(nginx.requests())
+    assert torch.equal(part[2000:2003], tensor[2000:2003])
+    (request,) = nginx.requests()[before:]
+    assert " 206 12000 " in request
+
+
+def errors(module, path):
+    """Return calls that fail, by what is wrong."""
+    file, ones = module.safe_open(path, "pt"), torch.ones(2, 3)
+    base = torch.zeros(10)
+    return {
+        "no tensor": lambda: file.get_tensor("x"),
+        "no slice": lambda: file.get_slice("x"),
+        "no file": lambda: module.safe_open("nofile", "pt"),
+        "no file to load": lambda: module.load_file("no/file"),
+        "framework": lambda: module.safe_open(path, "xx"),
+        "device": lambda: module.safe_open(path, "pt", device="bogus"),
+        "meta": lambda: module.load_file(path, "meta"),
+        "negative device": lambda: module.load_file(path, -1),
+        "numpy on a device": lambda: module.safe_open(path, "np", device="cuda:0"),
+        "backend": lambda: module.load_file(path, backend="x"),
+        "no dict": lambda: module.save_file([ones], path),
+        "no dict to bytes": lambda: module.save(None),
+        "no tensors": lambda: module.save({"a": {"b": 1}}),
+        "sparse": lambda: module.save({"a": ones, "b": ones.to_sparse()}),
+        "sparse to a file": lambda: module.save_file({"b": ones.to_sparse_csr()}, path),
+        "on meta": lambda: module.save({"a": torch.ones(1, device="meta")}),
+    }, {
+        "names": lambda: file.get_tensor(3),
+        "slice names": lambda: file.get_slice(None),
+        "file names": lambda: module.safe_open(3, "pt"),
+        "bytes for names": lambda: module.safe_open(os.fsencode(path), "pt"),
+        "to bytes": lambda: module.save_file({"a": ones}, os.fsencode(path)),
+        "missing framework": lambda: module.safe_open(path),
+        "not bytes": lambda: module.load(str(path)),
+        "bytearray": lambda: module.load(bytearray(path.read_bytes())),
+        "metadata": lambda: module.save({"a": ones}, {"a": 1}),
+        "metadata list": lambda: module.save({"a": ones}, ["a"]),
+        "tensor names": lambda: module.save({1: ones}),
+        "shared": lambda: module.save({"a": base, "b": base}),
+        "shared in part": lambda: module.save_file({"a": base[:4], "b": base[3:]}, path),
+        "shared with its own view": lambda: module.save({"a": ones, "b": ones.t()}),
+        "not contiguous": lambda: module.save_file({"a": ones.t()}, path),
+        "no header": lambda: module.load(b""),
+        "half a header": lambda: module.load(path.read_bytes()[:100]),
+        "half the data": lambda: module.load(path.read_bytes()[:-9]),
+        "not json": lambda: module.load(struct.pack("<Q", 8) + b"{{{{{{{{"),
+        "another file": lambda: module.safe_open(__file__, "pt"),
+        "into a file": lambda: module.save_file({"a": ones}, path.parent),
+        "cuda": lambda: module.load_file(path, "cuda:0"),
+        "number": lambda: module.load_file(path, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a process without CUDA")
+def test_errors(path):
+    before = path.read_bytes()
+    for same_text, mine, library in zip(
+        (True, False), errors(ours, path), errors(theirs, path), strict=True
+    ):
+        for what in mine:
+            left, right = result_of(mine[what]), result_of(library[what])
+            assert isinstance(left, tuple), (what, left, right)
+            assert left[0] is right[0], (what, left, right)
+            assert left[1] == right[1] or not same_text, what
+    assert path.read_bytes() == before
+
+
+def test_files_of_other_formats_are_none(tmp_path):
+    for name in ("f.tensors", "f.pt"):
+        if name == "f.pt":
+            torch.save({"a": torch.ones(1)}, tmp_path / name)
+        else:
+            tensorizer.save({"a": torch.ones(1)}, tmp_path / name)
+        with pytest.raises(ours.SafetensorError, match="expected a safetensors file"):
+            ours.safe_open(tmp_path / name, "pt")
+
+
+def test_dtypes_that_torch_lacks(tmp_path):
+    header = json.dumps(
+        {"a": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]}}
+    ).encode()
+    path = tmp_path / "f"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(6))
+    mine, library = (module.safe_open(path, "pt") for module in (ours, theirs))
+    assert mine.get_slice("a").get_dtype() == library.get_slice("a").get_dtype()
+    assert mine.get_slice("a").get_shape() == library.get_slice("a").get_shape()
+    for call in (
+        lambda f: f.get_tensor("a"),
+        lambda f: f.get_tensors(),
+        lambda f: f.get_slice("a")[:],
+    ):
+        assert_like(*(result_of(lambda f=f, c=call: c(f)) for f in (mine, library)))
+
+
+def test_other_frameworks_are_those_of_the_library(path):
+    with ours.safe_open(path, framework="np") as file:
+        assert file.get_tensor("cube").tolist() == make()["cube"].tolist()
+        assert type(file.get_tensor("cube")).__module__ == "numpy"
+
+
+# Memory
+
+
+@pytest.mark.host
+def test_files_are_mapped_and_stay_as_they_are(tmp_path):
+    path = tmp_path / "f.safetensors"
+    tensors = FILES["mapped"]
+    theirs.save_file(tensors, path)
+    before = path.read_bytes()
+
+    def mapped():
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    with ours.safe_open(path, "pt") as file:
+        assert not mapped()
+        large = file.get_tensor("large")
+        assert mapped()
+        assert Path("/proc/self/maps").read_text().count(str(path)) == 1
+        large.fill_(7)
+        # As in the library, whoever has the same file sees it, and nobody else.
+        assert file.get_tensor("large").unique().tolist() == [7]
+        assert file.get_slice("large")[3, :2].tolist() == [7, 7]
+    assert torch.equal(ours.load_file(path)["large"], tensors["large"])
+    loaded = ours.load_file(path)
+    for tensor in loaded.values():
+        tensor.reshape(-1).view(torch.uint8).zero_()
+    assert path.read_bytes() == before
+    path.unlink()
+    assert large.unique().tolist() == [7]
+    del file, large, loaded, tensor
+    assert not mapped()
+    theirs.save_file(tensors, path)
+    loaded = ours.load_file(path, backend="pread")
+    assert not mapped()
+    assert torch.equal(loaded["large"], tensors["large"])
+
+
+def test_a_file_whose_tensors_are_not_aligned(tmp_path):
+    large = torch.randn(600, 1000)
+    data = bytearray(theirs.save({"a": large, "b": torch.arange(5)}))
+    length = struct.unpack("<Q", data[:8])[0]
+    path = tmp_path / "f"
+    path.write_bytes(
+        struct.pack("<Q", length + 1) + data[8 : 8 + length] + b" " + data[8 + length :]
+    )
+    assert_like(ours.load_file(path), theirs.load_file(path))
+    file = ours.safe_open(path, "pt")
+    assert torch.equal(file.get_slice("a")[5:7], large[5:7])
+    assert torch.equal(file.get_tensor("a"), large)
+
+
+def test_from_several_threads(path, tensors):
+    file = ours.safe_open(path, "pt")
+    found: list = []
+
+    def run():
+        for name, tensor in tensors.items():
+            assert_same(file.get_tensor(name), tensor)
+            assert_same(file.get_slice(name)[...], tensor)
+        found.append(True)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_to_a_device(path, tensors, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    loaded = ours.load_file(path)
+    for name, tensor in tensors.items():
+        assert_same(loaded[name], tensor)
+
+
+# Addresses, folders and indices
+
+
+def test_addresses(path, tensors, nginx):
+    (nginx.root / "f").write_bytes(path.read_bytes())
+    address = f"{nginx.http}/f"
+    loaded = ours.load_file(address)
+    assert list(loaded) == list(ours.load_file(path))
+    with ours.safe_open(address, framework="pt", device="cpu") as file:
+        assert file.keys() == sorted(tensors)
+        assert file.metadata() == {"format": "pt", "": "ü"}
+        for name, tensor in tensors.items():
+            assert_same(loaded[name], tensor)
+            assert_same(file.get_tensor(name), tensor)
+    with pytest.raises(FileNotFoundError, match="nofile"):
+        ours.load_file(f"{nginx.http}/nofile")
+
+
+def test_to_and_from_s3(s3, tensors):
+    ours.save_file(tensors, "s3://bucket/module/f.safetensors", {"a": "b"})
+    loaded = ours.load_file("s3://bucket/module/f.safetensors")
+    for name, tensor in tensors.items():
+        assert_same(loaded[name], tensor)
+
+
+def test_folders_and_indices(tmp_path, nginx):
+    tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(10)}
+    for folder in (tmp_path, nginx.root / "sharded"):
+        folder.mkdir(exist_ok=True)
+        tensorizer.save(tensors, folder / "model.safetensors", max_shard_size="12KB")
+    for place in (
+        tmp_path,
+        tmp_path / "model.safetensors.index.json",
+        f"{nginx.http}/sharded/model.safetensors.index.json",
+    ):
+        assert_like(ours.load_file(place), tensors)
+        with ours.safe_open(place, "pt") as file:
+            assert file.offset_keys() == list(tensors)
+            assert file.get_slice("t7")[3:5].tolist() == [7, 7]
+
+
+# Modules
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(10, 10)
+        self.b = self.a
+        self.c = torch.nn.Linear(10, 10)
+        self.c.weight = torch.nn.Parameter(torch.randn(10, 10).t())
+
+
+class Untied(Tied):
+    def __init__(self):
+        super().__init__()
+        self.b = copy.deepcopy(self.a)
+
+
+def test_save_model_drops_names_as_the_library_does(tmp_path):
+    for model in (Tied(), Untied(), torch.nn.Linear(3, 2)):
+        for metadata in (None, {"b.bias": "mine"}):
+            given = copy.copy(metadata)
+            ours.save_model(model, tmp_path / "ours", metadata)
+            assert metadata == given
+            theirs.save_model(model, tmp_path / "theirs", given)
+            left, right = (theirs.safe_open(tmp_path / n, "pt") for n in ("ours", "theirs"))
+            assert left.metadata() == right.metadata()
+            assert_like(left.get_tensors(), right.get_tensors())
+    for module in (ours, theirs):
+        with pytest.raises(ValueError, match=r"non contiguous.*force_contiguous=True"):
+            module.save_model(Tied(), tmp_path / "f", force_contiguous=False)
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(torch.zeros(4, 3)[:2])
+    for module in (ours, theirs):
+        with pytest.raises(RuntimeError, match="Refusing to save"):
+            module.save_model(model, tmp_path / "f")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_load_model(tmp_path, strict, backend):
+    models = {"tied": Tied, "untied": Untied, "other": lambda: torch.nn.Linear(10, 10)}
+    for saved, make_saved in models.items():
+        source = make_saved()
+        ours.save_model(source, tmp_path / saved)
+        for make_loaded in models.values():
+            left, right = make_loaded(), make_loaded()
+            mine, library = (
+                result_of(
+                    lambda m=module, i=into, p=tmp_path / saved: m.load_model(
+                        i, p, strict, backend=backend
+                    )
+                )
+                for module, into in ((ours, left), (theirs, right))
+            )
+            if isinstance(mine[0], set):
+                assert (mine[0], sorted(mine[1])) == (library[0], sorted(library[1]))
+            else:
+                assert mine == library
+            if type(source) is type(left):
+                for one, other in zip(left.parameters(), source.parameters(), strict=True):
+                    assert torch.equal(one, other)
+
+
+def test_names_that_share(tmp_path):
+    base, bits = torch.zeros(3, 3), torch.zeros(8)
+    for state in (
+        {"A": base, "B": base[:1]},
+        {"A": base, "B": base[:1], "C": base},
+        {"B": base[:1]},
+        {"B": bits[:2], "C": bits[2:], "D": bits[:1]},
+        {"A": bits, "C": torch.zeros(2, device="meta"), "E": torch.zeros(0)},
+        {"x": bits, "a": bits, "m": bits},
+    ):
+        mine = ours.sharing._find_shared_tensors(state)
+        assert sorted(map(sorted, mine)) == sorted(map(sorted, theirs._find_shared_tensors(state)))
+        for options in (
+            {},
+            {"preferred_names": ["C", "m"]},
+            {"discard_names": ["A", "a"]},
+            {"preferred_names": ["m", "x"], "discard_names": ["m"]},
+        ):
+            left, right = (
+                result_of(lambda c=call, s=state, o=options: dict(c(s, **o)))
+                for call in (ours.sharing._remove_duplicate_names, theirs._remove_duplicate_names)
+            )
+            assert left == right or left[0] is right[0] is RuntimeError
+    for tensor in (base, base[1:], bits, torch.zeros(2, device="meta"), torch.zeros(0)):
+        assert ours.storage_ptr(tensor) == theirs.storage_ptr(tensor)
+        assert ours.storage_size(tensor) == theirs.storage_size(tensor)
