@@ -197,13 +197,11 @@ def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int) -> None:
     kind, shape, _ = file.reader.describe(number)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor to load {name!r} into, found {type(tensor).__name__}")
-    found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    found = f"the tensor to load into is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
     if tensor.dtype != dtype_of(kind) or list(tensor.shape) != shape:
-        raise ValueError(f"{name!r} is torch.{kind} {shape}, the tensor to load into {found}")
+        raise ValueError(f"tensor `{name}`: the file holds torch.{kind} {shape}, {found}")
     if tensor.is_meta or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"the tensor to load {name!r} into must have data, in row-major order: {found}"
-        )
+        raise ValueError(f"tensor `{name}`: expected memory in row-major order, {found}")
 
 
 def _as_index(shape: torch.Size, given: Any) -> Index:

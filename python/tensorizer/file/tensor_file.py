@@ -161,11 +161,16 @@ class TensorFile:
             KeyError: There is none of this name.
 
         """
-        number = self.reader.find(name)
-        if number is None and isinstance(name, str) and name.startswith("\x1e"):
+        number = None
+        if not isinstance(name, str) or not name.startswith("\x1e"):
+            number = self.reader.find(name)
+        else:
+            # It may be a plain name that begins so, and be too long for one.
+            with contextlib.suppress(ValueError):
+                number = self.reader.find(name)
             with contextlib.suppress(ValueError, RecursionError, TypeError, OverflowError):
                 path = json.loads(name[1:])
-                if isinstance(path, list) and path:
+                if number is None and isinstance(path, list) and path:
                     number = self.reader.find(tuple(path))
         if number is None:
             raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
