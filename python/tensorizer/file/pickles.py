@@ -40,7 +40,7 @@ def unpickled(
     unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     # Sparse tensors that torch.load is to validate, here or in another thread.
-    waiting = torch._utils._sparse_tensors_to_validate
+    waiting = _to_validate()
     theirs = {id(tensor) for tensor in waiting}
     try:
         return unpickler.load()
@@ -64,6 +64,16 @@ def unpickled(
         ) from error
     finally:
         waiting[:] = [t for t in waiting if id(t) in theirs or t.device.type != "meta"]
+
+
+def _to_validate() -> list[torch.Tensor]:
+    """Return the list in which torch keeps sparse tensors until a load has ended."""
+    of_thread = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
+    if of_thread is not None:  # since torch 2.15
+        found: list[torch.Tensor] = of_thread()
+        return found
+    everywhere: list[torch.Tensor] = torch._utils._sparse_tensors_to_validate
+    return everywhere
 
 
 def _special(data: bytes) -> str | None:
