@@ -39,6 +39,8 @@ pub type LoadWhole<'l> =
 
 /// Ranges that are planned and read together, at most.
 pub const ROUND: usize = 64 << 10;
+/// Bytes that are planned and read together, about: a source may promise any number of them.
+const ROUND_LEN: u64 = 16 << 30;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -132,14 +134,7 @@ fn read_plain(
         round.read(&files, options.readers, counters, cancel)
     };
     for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-        // What is read front to back is read once, and all of it comes.
-        if !file.is_seekable() {
-            for span in runs.spans(u64::MAX).filter(|_| runs.total() > 0) {
-                let to = cut(&mut rest, runs.total())?;
-                round.gathered.push(extent(entry, &span));
-                round.spans.push(Span { start: span.start, runs, to });
-            }
-        } else if runs.run() >= SHORT {
+        if runs.run() >= SHORT && file.is_seekable() {
             for start in runs.starts() {
                 round.direct.push(extent(entry, &(start..start + runs.run())));
                 round.to_direct.push(cut(&mut rest, runs.run())?);
@@ -147,11 +142,19 @@ fn read_plain(
                     read_round(std::mem::take(&mut round))?;
                 }
             }
-        } else if runs.total() > 0 {
-            for span in runs.spans(gap) {
-                let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-                round.gathered.push(extent(entry, &span));
-                round.spans.push(Span { start: span.start, runs, to });
+            continue;
+        }
+        // What is read front to back is read once, and all of it comes.
+        let gap = if file.is_seekable() { gap } else { u64::MAX };
+        for span in runs.spans(gap).filter(|_| runs.total() > 0) {
+            let mut start = span.start;
+            while start < span.end {
+                let end = span.end.min(start.saturating_add(ROUND_LEN));
+                let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
+                round.gathered.push(extent(entry, &(start..end)));
+                round.spans.push(Span { start, runs, to });
+                round.len += end - start;
+                start = end;
                 if round.is_full() {
                     read_round(std::mem::take(&mut round))?;
                 }
@@ -168,11 +171,13 @@ struct Round<'r> {
     to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
     gathered: Vec<Extent>,
     spans: Vec<Span<'r>>,
+    /// Bytes of what is gathered from.
+    len: u64,
 }
 
 impl Round<'_> {
     fn is_full(&self) -> bool {
-        self.direct.len() + self.gathered.len() >= ROUND
+        self.direct.len() + self.gathered.len() >= ROUND || self.len >= ROUND_LEN
     }
 
     fn read(

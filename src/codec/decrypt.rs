@@ -145,66 +145,69 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-            #![proptest_config(ProptestConfig::with_cases(64))]
-            /// Pieces of any length: in chunks in any order where they fit, else all at once.
-            #[test]
-            fn data_are_decrypted_in_chunks_or_at_once(
-                len in 1usize..9_000_000,
-                power in 0u32..12,
-                odd in any::<bool>(),
-                backwards in any::<bool>(),
-                damage in proptest::option::of(any::<usize>()),
-            ) {
-                let piece_len = (1024 << power) + if odd { 64 } else { 0 };
-                let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
-                let key = Key::new(&[5; 32]).unwrap();
-                let nonce = [0xff; 24];
-                let mut sealed = data.clone();
-                let macs: Vec<_> = (0..)
-                    .zip(sealed.chunks_mut(piece_len as usize))
-                    .map(|(number, piece)| seal(piece, &nonce, number, &key))
-                    .collect();
-                let block = crypt_info::encode(None, piece_len, &nonce, &macs);
-                let entry = Entry {
-                    name: Name::from_key("a").unwrap(),
-                    kind: TensorKind::StateDict,
-                    dtype: DType::from_name("uint8").unwrap(),
-                    shape: [len as u64].into(),
-                    long: false,
-                    file: 0,
-    header_offset: 100,
-                    data_offset: 4096 + block.len() as u64,
-                    data_len: len as u64, whole: None, strided: false, };
-                let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
-                let raw = draft.finish(0, &[0; 32], &block);
-                let header = Header::parse(&raw, &entry, true).unwrap();
-                if let Some(at) = damage {
-                    sealed[at % len] ^= 1;
-                }
-                let options = DecryptionOptions::new(Secret::Key(key));
-                let entries = [&entry];
-                let decryptor = Decryptor::new(&options, "f", &entries);
-                let in_chunks = decryptor.header(0, &header, &Never).unwrap();
-                let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
-                prop_assert_eq!(in_chunks, fits);
-                let mut outcome = Ok(());
-                let mut chunks: Vec<_> = (0..).step_by(2 << 20).zip(sealed.chunks_mut(2 << 20)).collect();
-                if backwards {
-                    chunks.reverse();
-                }
-                for (start, chunk) in chunks {
-                    match decryptor.chunk(0, start, chunk, &Never) {
-                        Ok(done) => prop_assert_eq!(done, in_chunks),
-                        Err(error) => outcome = Err(error),
-                    }
-                }
-                if !in_chunks {
-                    outcome = decryptor.whole(0, &mut sealed, &Never);
-                }
-                match damage {
-                    Some(_) => prop_assert!(matches!(outcome, Err(Error::Crypt(_)))),
-                    None => prop_assert!(outcome.is_ok() && sealed == data),
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        /// Pieces of any length: in chunks in any order where they fit, else all at once.
+        #[test]
+        fn data_are_decrypted_in_chunks_or_at_once(
+            len in 1usize..9_000_000,
+            power in 0u32..12,
+            odd in any::<bool>(),
+            backwards in any::<bool>(),
+            damage in proptest::option::of(any::<usize>()),
+        ) {
+            let piece_len = (1024 << power) + if odd { 64 } else { 0 };
+            let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
+            let key = Key::new(&[5; 32]).unwrap();
+            let nonce = [0xff; 24];
+            let mut sealed = data.clone();
+            let macs: Vec<_> = (0..)
+                .zip(sealed.chunks_mut(piece_len as usize))
+                .map(|(number, piece)| seal(piece, &nonce, number, &key))
+                .collect();
+            let block = crypt_info::encode(None, piece_len, &nonce, &macs);
+            let entry = Entry {
+                name: Name::from_key("a").unwrap(),
+                kind: TensorKind::StateDict,
+                dtype: DType::from_name("uint8").unwrap(),
+                shape: [len as u64].into(),
+                long: false,
+                file: 0,
+                header_offset: 100,
+                data_offset: 4096 + block.len() as u64,
+                data_len: len as u64,
+                whole: None,
+                strided: false,
+            };
+            let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
+            let raw = draft.finish(0, &[0; 32], &block);
+            let header = Header::parse(&raw, &entry, true).unwrap();
+            if let Some(at) = damage {
+                sealed[at % len] ^= 1;
+            }
+            let options = DecryptionOptions::new(Secret::Key(key));
+            let entries = [&entry];
+            let decryptor = Decryptor::new(&options, "f", &entries);
+            let in_chunks = decryptor.header(0, &header, &Never).unwrap();
+            let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
+            prop_assert_eq!(in_chunks, fits);
+            let mut outcome = Ok(());
+            let mut chunks: Vec<_> = (0..).step_by(2 << 20).zip(sealed.chunks_mut(2 << 20)).collect();
+            if backwards {
+                chunks.reverse();
+            }
+            for (start, chunk) in chunks {
+                match decryptor.chunk(0, start, chunk, &Never) {
+                    Ok(done) => prop_assert_eq!(done, in_chunks),
+                    Err(error) => outcome = Err(error),
                 }
             }
+            if !in_chunks {
+                outcome = decryptor.whole(0, &mut sealed, &Never);
+            }
+            match damage {
+                Some(_) => prop_assert!(matches!(outcome, Err(Error::Crypt(_)))),
+                None => prop_assert!(outcome.is_ok() && sealed == data),
+            }
         }
+    }
 }

@@ -7,6 +7,7 @@ import random
 import pytest
 import tensorizer
 import torch
+from conftest import run_python
 from servers import Nginx
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 
@@ -233,6 +234,25 @@ def test_short_runs_are_planned_in_rounds(tmp_path):
         file.write(b"x")
     loaded = tensorizer.load(path, "cpu", slices={"a": (1, 7, 8)})["a"]
     assert (loaded.shape, int(loaded.sum()), int(loaded[-1])) == ((rows, 1), 120, 120)
+
+
+def test_a_pipe_that_promises_more_than_there_is_takes_no_memory():
+    """One column of 2^61 bytes, of which none come."""
+    code = """
+import io, resource, sys, tensorizer
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+head = b'{"a":{"dtype":"U8","shape":[%d,%d],"data_offsets":[0,%d]}}' % (1 << 20, 1 << 41, 1 << 61)
+class Pipe(io.BytesIO):
+    def seekable(self):
+        return False
+pipe = Pipe(len(head).to_bytes(8, "little") + head)
+try:
+    tensorizer.load(pipe, "cpu", slices={"a": (1, 0, 1)})
+except tensorizer.TruncatedError as error:
+    print("truncated")
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stdout) == (0, "truncated\n"), done.stderr[-2000:]
 
 
 class Counting(io.BytesIO):
