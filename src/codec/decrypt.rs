@@ -144,6 +144,22 @@ mod tests {
     use crate::format::tensors::header::{Draft, Hashes};
     use proptest::prelude::*;
 
+    fn bytes_entry(len: u64, block_len: u64) -> Entry {
+        Entry {
+            name: Name::from_key("a").unwrap(),
+            kind: TensorKind::StateDict,
+            dtype: DType::from_name("uint8").unwrap(),
+            shape: [len].into(),
+            long: false,
+            file: 0,
+            header_offset: 100,
+            data_offset: 4096 + block_len,
+            data_len: len,
+            whole: None,
+            strided: false,
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         /// Pieces of any length: in chunks in any order where they fit, else all at once.
@@ -165,19 +181,7 @@ mod tests {
                 .map(|(number, piece)| seal(piece, &nonce, number, &key))
                 .collect();
             let block = crypt_info::encode(None, piece_len, &nonce, &macs);
-            let entry = Entry {
-                name: Name::from_key("a").unwrap(),
-                kind: TensorKind::StateDict,
-                dtype: DType::from_name("uint8").unwrap(),
-                shape: [len as u64].into(),
-                long: false,
-                file: 0,
-                header_offset: 100,
-                data_offset: 4096 + block.len() as u64,
-                data_len: len as u64,
-                whole: None,
-                strided: false,
-            };
+            let entry = bytes_entry(len as u64, block.len() as u64);
             let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
             let raw = draft.finish(0, &[0; 32], &block);
             let header = Header::parse(&raw, &entry, true).unwrap();
