@@ -24,6 +24,7 @@ from ._errors import (
     DeviceError,
     DeviceMemoryError,
     FormatError,
+    GroupError,
     HashMismatchError,
     InvalidVersionError,
     PairMismatchError,
@@ -43,6 +44,7 @@ from .serialization import (
     TensorType,
 )
 from .tensors.devices import release_pinned, set_pinned_limit, stats
+from .tensors.sharding import Shard
 
 __all__ = [
     "ClosedError",
@@ -54,10 +56,12 @@ __all__ = [
     "FileInfo",
     "FilterFuncType",
     "FormatError",
+    "GroupError",
     "HashMismatchError",
     "InvalidVersionError",
     "PairMismatchError",
     "SaveFuture",
+    "Shard",
     "TensorDeserializer",
     "TensorInfo",
     "TensorSerializer",
@@ -86,9 +90,9 @@ cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 for _public in (
     *(ClosedError, CryptographyError, DeviceError, DeviceMemoryError, FormatError),
-    *(HashMismatchError, InvalidVersionError, PairMismatchError, TruncatedError),
+    *(GroupError, HashMismatchError, InvalidVersionError, PairMismatchError, TruncatedError),
     *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType),
-    *(FileInfo, TensorInfo, TensorSlice, info, iterate),
+    *(FileInfo, Shard, TensorInfo, TensorSlice, info, iterate),
     *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),
 ):
     # Tracebacks, reprs and pickles name them as programs do.

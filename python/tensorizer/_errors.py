@@ -52,5 +52,9 @@ class DeviceMemoryError(MemoryError, torch.OutOfMemoryError):
     """Memory of a device could not be had."""
 
 
+class GroupError(RuntimeError):
+    """A member of a process group was lost, did not answer in time, or was interrupted."""
+
+
 class CryptographyError(Exception):
     """A file is encrypted and no key was given, or the key does not fit."""

@@ -57,6 +57,22 @@ impl TensorFile {
         for (number, entry) in entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(Error::InvalidArgument)?;
         }
+        Ok(self.with_named(entries, names))
+    }
+
+    /// The same file with parts of its tensors in it, of one tensor perhaps several: its name is that
+    /// of the first.
+    pub(super) fn with_parts(&self, entries: Vec<Entry>) -> Result<Self> {
+        let mut names = NameTree::default();
+        for (number, entry) in entries.iter().enumerate() {
+            if names.find(entry.name.stored()).is_none() {
+                names.insert(&entry.name, number).map_err(Error::InvalidArgument)?;
+            }
+        }
+        Ok(self.with_named(entries, names))
+    }
+
+    fn with_named(&self, entries: Vec<Entry>, names: NameTree) -> Self {
         let catalog = Catalog {
             format: self.format(),
             entries: Arc::new(entries),
@@ -64,12 +80,12 @@ impl TensorFile {
             metadata: self.metadata().to_vec(),
             promised: BTreeMap::new(),
         };
-        Ok(TensorFile {
+        TensorFile {
             uri: self.uri.clone(),
             sources: Mutex::new(self.sources()),
             catalog,
             own: self.own.clone(),
-        })
+        }
     }
 
     /// Prologue and index as they are, if the file says that it is sealed.

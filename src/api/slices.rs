@@ -47,7 +47,7 @@ pub type Slice = Box<[Range<u64>]>;
 
 impl TensorFile {
     /// The same file, with slices of some of its tensors as its only tensors, in the order given and
-    /// under the names of the tensors.
+    /// under the names of the tensors. Of one tensor there may be several.
     pub fn sliced(&self, slices: Vec<(usize, Slice)>) -> Result<Self> {
         let entries = slices.into_iter().map(|(number, slice)| {
             let entry = self.entry(number)?;
@@ -64,7 +64,7 @@ impl TensorFile {
             let whole = Some(Arc::new(Whole { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
-        self.with_entries(entries.collect::<Result<Vec<_>>>()?)
+        self.with_parts(entries.collect::<Result<Vec<_>>>()?)
     }
 }
 
@@ -310,7 +310,7 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
         let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
         Entry { shape, whole: None, ..(*entry).clone() }
     });
-    selection.file.with_entries(entries.collect())
+    selection.file.with_parts(entries.collect())
 }
 
 /// Loads whole tensors, some at a time, and takes from them what is wanted.

@@ -27,7 +27,7 @@ PACKAGE = ROOT / "python/tensorizer"
 #: The folders of the Python package, lowest first, and the modules beside them.
 FOLDERS = [
     {"_build", "_errors", "_installed", "_native", "_starting", "_types"},
-    {"tensors", "modules", "streams"},
+    {"group", "tensors", "modules", "streams"},
     {"file"},
     {"checkpoints", "safetensors"},
     {"torch_hooks"},

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,13 @@ from .._types import Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
 from ..streams.upload import UploadFile
-from ..tensors import subclasses
+from ..tensors import sharding, subclasses
 from ..tensors.exchange import lend
 from . import opening
 from .encryption import EncryptionParams, native_encryption
+
+if TYPE_CHECKING:
+    from ..group.gather import Gathering
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -58,6 +61,8 @@ class FileWriter:
         self._stream: Any = None
         self._writer: Writer | None = None
         self._process = os.getpid()
+        #: The processes that have parts of the tensors, and write this file together.
+        self._gathering: Gathering | None = None
         # Whether there is something to keep if this object is forgotten.
         self._complete = False
         self.total_tensor_bytes = 0
@@ -97,9 +102,27 @@ class FileWriter:
     ) -> None:
         """Write tensors, each with its name, what it is, and the index of the owning module."""
         numbers = [int(kind) for kind in kinds]
-        self._write(
-            names, tensors, lambda writer, handle: writer.write(handle, names, numbers, modules)
-        )
+
+        def write(which: slice, whole: Sequence[torch.Tensor]) -> None:
+            rows = names[which], numbers[which], modules[which]
+            self._write(rows[0], whole, lambda writer, handle: writer.write(handle, *rows))
+
+        if self._gathering is None and any(map(sharding.is_sharded, tensors)):
+            self._gather(tensors)
+        if self._gathering is None:
+            write(slice(None), tensors)
+        else:
+            self._gathering.write(names, tensors, write)
+
+    def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write from here on together with other processes, of which one writes."""
+        if self._writer is None:
+            raise ValueError("I/O operation on closed file")
+        from ..group.gather import Gathering  # whoever has DTensors imported it
+
+        self._gathering = Gathering(tensors)
+        if not self._gathering.writes:
+            self._abandon()
 
     def _write(
         self,
@@ -141,6 +164,14 @@ class FileWriter:
 
     def close(self) -> None:
         """Finish the file and close it. Closing again does nothing."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is None:
+            self._close()
+        else:
+            # All learn whether the file is there.
+            gathering.members.together(self._close)
+
+    def _close(self) -> None:
         if self._process != os.getpid() and self._writer is not None:
             self._writer.finish()  # raises, and what is the parent's stays as it is
         writer, self._writer = self._writer, None
@@ -159,6 +190,13 @@ class FileWriter:
 
     def abandon(self) -> None:
         """Give the file up: what was there before stays."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None and not gathering.failed:
+            # The others need not wait for this process.
+            gathering.members.leave()
+        self._abandon()
+
+    def _abandon(self) -> None:
         writer, self._writer = self._writer, None
         if self._process != os.getpid():
             return

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._types import FilterFuncType, Name
+from ..tensors.sharding import Shard
 from . import to_safetensors
-from .arguments import resolve_device
+from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
-from .slices import Index, Wanted
+from .slices import Index
 from .tensor_file import TensorFile
 from .writer import TensorSerializer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .._native import Head
 
 
 def load(
@@ -31,6 +37,9 @@ def load(
     filter_func: FilterFuncType | None = None,
     slices: Mapping[Name, tuple[int, int, int] | Index] | None = None,
     out: Mapping[Name, torch.Tensor] | None = None,
+    like: Mapping[Name, Any] | None = None,
+    shard: Shard | None = None,
+    group: ProcessGroup | None = None,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -53,8 +62,21 @@ def load(
             start, end)``, or what goes into brackets, ``(slice(0, 10), ..., 3)``. See
             :class:`TensorSlice`.
         out: Fill these tensors, by name and wherever they are, instead of making new ones. They
-            have the dtype and shape of what is loaded, and are contiguous. Without ``names``, only
-            these are loaded. If the load fails half-way, they hold some of the new bytes.
+            have the dtype and shape of what is loaded, and are contiguous; of a ``DTensor`` the
+            part of this process is filled. Without ``names``, only these are loaded. If the load
+            fails half-way, they hold some of the new bytes.
+        like: Make tensors like these, by name: on their devices (unless ``device`` is given), and
+            where one is a ``DTensor`` of its mesh and placements; then this process reads only its
+            part of it. Those on the ``meta`` device go where their mesh is, or to torch's default
+            device. Shapes are those of the file, and dtypes those of the file too, or ``dtype=``.
+            Without ``names``, only these are loaded; what is no tensor is passed over.
+        shard: Give every rank its part of each tensor, and read only that: for ranks that know
+            nothing of DTensors. See :class:`Shard`.
+        group: A process group whose members all make this call: every byte is fetched by one of
+            them and given to the others, which may want other tensors or parts. They read a local
+            file each for themselves if they are on one machine. A failure of one, or Ctrl-C, ends
+            the call at all of them, by the time-out of the group at the latest. Views of one
+            storage in a checkpoint of ``torch.save`` become tensors of their own.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -63,41 +85,41 @@ def load(
     Raises:
         KeyError: The file has no tensor of one of the names.
         IndexError, TypeError: A slice is none of its tensor.
+        NotImplementedError: A ``DTensor`` has a placement that is neither ``Shard`` nor
+            ``Replicate``.
+        GroupError: Another member of the group was lost or interrupted.
         OSError, ValueError, HashMismatchError, CryptographyError: See
-            :class:`TensorDeserializer`.
+            :class:`TensorDeserializer`. Another member's error is raised at all of them.
 
     """
-    place = resolve_device(torch.get_default_device() if device is None else device)
-    with TensorFile(
-        uri,
-        dtype=dtype,
-        num_readers=num_readers,
-        verify_hash=verify_hash,
-        encryption=encryption,
-        mmap=mmap,
-        clone=clone,
-    ) as file:
-        name_of = file.reader.name
-        if names is None and out is not None:
-            names = out
-        numbers: dict[Name, int]
-        if names is None:
-            numbers = dict(zip(file.reader.names(range(len(file))), range(len(file)), strict=True))
-        else:
-            numbers = {name: file.find(name) for name in names}
-        if filter_func is not None:
-            numbers = {name: n for name, n in numbers.items() if filter_func(name_of(n))}
-        wanted = Wanted(file, numbers, slices or {})
-        if out is None:
-            loaded = wanted.load(place)
-        else:
-            missing = [name for name in numbers if name not in out]
-            if missing:
-                raise KeyError(f"no tensor to load {missing[0]!r} into")
-            if len(set(numbers.values())) < len(numbers):
-                raise ValueError("two of the names to load into are those of one tensor")
-            loaded = wanted.fill({numbers[name]: out[name] for name in numbers})
-    return {name: loaded[number] for name, number in numbers.items()}
+    if (out is not None) + (like is not None) + (shard is not None) > 1:
+        raise ValueError("out=, like= and shard= exclude each other")
+    members = None
+    if group is not None:
+        from ..group.members import Members  # torch.distributed is slow to import
+
+        members = Members.of(group)
+
+    def opened(heads: Sequence[Head] | None) -> TensorFile:
+        return TensorFile(
+            uri,
+            dtype=dtype,
+            num_readers=num_readers,
+            verify_hash=verify_hash,
+            encryption=encryption,
+            mmap=mmap,
+            clone=clone,
+            heads=heads,
+        )
+
+    what = Choice(names, filter_func, slices or {}, out, like, shard, device)
+    if members is None or members.size == 1:
+        with opened(None) as file:
+            return what.load(file)
+    from .together import open_together  # as above
+
+    with open_together(members, opened) as file:
+        return what.load_together(file, members)
 
 
 def save(
@@ -112,6 +134,10 @@ def save(
     max_shard_size: int | str | None = None,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
+
+    Of ``DTensor`` the whole tensors are saved: all processes of their mesh make this call, tensors
+    are gathered a few at a time, and the first process writes them (of a safetensors file, once it
+    has all of them in its memory). The call ends at all of them when the file is there.
 
     Args:
         tensors: Tensors by name. A nested structure of dicts and lists is saved as such; what

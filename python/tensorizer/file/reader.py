@@ -17,6 +17,7 @@ from ..tensors.exchange import lend
 from ..tensors.usage import convert_bytes
 from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
+from .into_sharded import ShardedPlaces
 from .loaded import LoadedTensors
 from .names import LEFT_OUT, converted, nested, path_of, plain, plain_or_dict
 from .slices import TensorSlice
@@ -433,8 +434,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 ``strict``, also where one has a tensor that the other has not. Nothing has been
                 changed.
             ValueError: A name has no dot, so that no module owns it.
-            NotImplementedError: The file holds a state dict, or the module sharded tensors
-                (``DTensor``) or tensors that are made of others.
+            NotImplementedError: The file holds a state dict, or the module tensors that are made of
+                others, or ``DTensor`` whose placement is neither ``Shard`` nor ``Replicate``.
 
         """
         verify = self._verification(verify_hash)
@@ -454,11 +455,16 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
         state.check(m, places, [str(name) for name in names], shapes, everything)
-        here = self._loaded.fill(places, chosen, self._device, verify)
-        rest = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in here]
+        sharded = ShardedPlaces(self._file, self._loaded, places, chosen)
+        cut = {number for _, number in sharded.pairs}
+        whole = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in cut]
+        here = self._loaded.fill(
+            [place for place, _ in whole], [n for _, n in whole], self._device, verify
+        )
+        rest = [(place, n) for place, n in whole if n not in here]
         self._load([number for _, number in rest], verify)
-        loaded = [self._loaded[number] for _, number in rest]
-        state.assign(m, [place for place, _ in rest], loaded, fill=not self._file.maps)
+        loaded = [(place, self._loaded[number]) for place, number in rest]
+        state.assign(m, [*loaded, *sharded.load(verify)], fill=not self._file.maps)
         self.close()
         return len(chosen)
 

@@ -10,20 +10,23 @@ import mmap as memory_maps
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .._errors import CryptographyError
 from .._native import Reader
 from .._types import Name
-from ..streams.addresses import open_model
+from ..streams.addresses import is_address, open_model
 from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
 from .arguments import check_num_readers, checked_dtype, checked_verification
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
+
+if TYPE_CHECKING:
+    from .._native import Head
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
@@ -45,6 +48,8 @@ class TensorFile:
         mmap: Use tensors in place in a mapping of the file.
         clone: On CUDA, give each tensor a storage of its own.
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
+        heads: What another process has learnt by opening the same address; an empty sequence to
+            learn it here.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -56,6 +61,8 @@ class TensorFile:
         maps: Whether tensors are used in place of the file.
         verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
         bytes_read: Bytes of tensor data read so far.
+        heads: What opening has learnt, for other processes.
+        is_local: Whether it is a file of this machine.
         keeps_shared: Whether tensors that shared a storage are to share it again.
 
     """
@@ -71,8 +78,10 @@ class TensorFile:
         mmap: bool = False,
         clone: bool = False,
         key_needed: bool = True,
+        heads: Sequence[Head] | None = None,
     ) -> None:
-        opened = open_model(file_obj)
+        by_address = heads is not None and is_address(file_obj)
+        opened = file_obj if by_address else open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         self.bytes_read = 0
@@ -84,7 +93,12 @@ class TensorFile:
             self.verify = checked_verification(verify_hash)
             check_num_readers(num_readers)
             self._num_readers = num_readers
-            self.reader = _open_reader(opened)
+            if by_address:
+                self.reader = Reader.from_address(opened, heads or None)
+            else:
+                self.reader = _open_reader(opened)
+            self.heads = self.reader.heads() if by_address and not heads else []
+            self.is_local = _is_local(opened)
             if encryption is not None:
                 self.decrypt(encryption)
             elif key_needed and self.reader.encrypted:
@@ -101,6 +115,10 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
+
+    def is_strided(self, number: int) -> bool:
+        """Tell whether the bytes of a tensor do not lie in order in the file."""
+        return self._checkpoint is not None and self._checkpoint.strided(number)
 
     def decrypt(self, encryption: DecryptionParams) -> None:
         """Decrypt what is loaded from here on."""
@@ -299,6 +317,12 @@ def in_batches(
         size += length(number)
     if batch:
         yield batch
+
+
+def _is_local(opened: Any) -> bool:
+    """Tell whether what was opened is a file of this machine."""
+    target = None if is_address(opened) else opening.classify(opened)
+    return isinstance(target, (opening.LocalPath, opening.Descriptor))
 
 
 def _open_reader(file_obj: Any) -> Reader:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..streams.open import open_stream
+from ..tensors import sharding
 from .file_writer import FileWriter
 from .tensor_file import in_batches
 
@@ -27,6 +28,9 @@ def save_safetensors(
 ) -> None:
     """Save tensors as a safetensors file, or as several with an index.
 
+    With DTensors among them, all processes of their mesh make this call; the first one gathers the
+    whole tensors in its memory, and writes them.
+
     Raises:
         TypeError: What is given is not tensors by name, or metadata are not strings.
         ValueError: Tensors share memory, or safetensors has no place for one.
@@ -36,6 +40,30 @@ def save_safetensors(
     """
     named = _checked(tensors)
     pairs = metadata_pairs(metadata)
+    if not any(map(sharding.is_sharded, named.values())):
+        _save(named, uri, pairs, max_shard_size)
+        return
+    from ..group.gather import Gathering  # whoever has DTensors imported it
+
+    gathering = Gathering(list(named.values()))
+    names, whole = list(named), dict[str, torch.Tensor]()
+
+    def keep(which: slice, tensors: list[torch.Tensor]) -> None:
+        whole.update(zip(names[which], (tensor.cpu() for tensor in tensors), strict=True))
+
+    gathering.write(names, list(named.values()), keep)
+    gathering.members.together(
+        lambda: _save(whole, uri, pairs, max_shard_size) if gathering.writes else None
+    )
+
+
+def _save(
+    named: Mapping[str, torch.Tensor],
+    uri: str | os.PathLike[Any] | Any,
+    pairs: Sequence[tuple[str, str]],
+    max_shard_size: int | str | None,
+) -> None:
+    """Save tensors that are here as a whole."""
     _refuse_shared(named)
     shards = [list(named)]
     if max_shard_size is not None:

@@ -12,7 +12,7 @@ import torch
 from .._native import cpu_count
 from .._types import TensorType
 from ..modules import state
-from ..tensors import subclasses
+from ..tensors import sharding, subclasses
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
@@ -136,6 +136,10 @@ class TensorSerializer:
         Tensors are called ``"<module path>.<attribute>"``; those of the root module begin with
         a dot. A tensor with two names is written under both.
 
+        Of a module with ``DTensor`` parameters (FSDP2, tensor parallel) the whole tensors are
+        written: all processes of its mesh make the same calls, including that of the constructor
+        and :meth:`close`, tensors are gathered a few at a time, and the first process writes them.
+
         Args:
             m: The module.
             remove_tensors: Set the module's tensors to None once they are written.
@@ -152,7 +156,8 @@ class TensorSerializer:
             or item[3].attribute not in item[3].module._non_persistent_buffers_set
         ]
         for _, name, _, place, tensor in found:
-            if why := subclasses.reason_in(place.module, tensor):
+            sharded = sharding.is_sharded(tensor)
+            if not sharded and (why := subclasses.reason_in(place.module, tensor)):
                 raise NotImplementedError(f"{name!r} is a {why}")
         self._file.write(
             [name for _, name, _, _, _ in found],

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
-from ..tensors import subclasses
+from ..tensors import sharding, subclasses
 
 
 @dataclass
@@ -116,7 +116,7 @@ def without_overlaps(
     """Leave out tensors that share memory, such as tied ones."""
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
-        for at, (_, tensor) in enumerate(found)
+        for at, tensor in enumerate(sharding.local_of(tensor) for _, tensor in found)
         if not is_lazy(tensor) and tensor.nbytes
     )
     shared: set[int] = set()
@@ -163,12 +163,8 @@ def check(
                 )
             unknown.append(name)
             continue
-        if subclasses.is_sharded(tensor):
-            raise NotImplementedError(
-                f"{name!r} is a DTensor, of which this process has a part: loading into sharded "
-                "modules is not supported; load before the module is sharded"
-            )
-        if subclasses.reason_in(place.module, tensor) is not None:
+        sharded = sharding.is_sharded(tensor)
+        if not sharded and subclasses.reason_in(place.module, tensor) is not None:
             raise NotImplementedError(
                 f"{name!r} is a {type(tensor).__name__}, which is more than the bytes of one "
                 "tensor of a file; load before the module is quantized or wrapped, or torch.load it"
@@ -228,24 +224,22 @@ def _missing(root: torch.nn.Module, places: Sequence[Place], names: set[str]) ->
 
 def assign(
     root: torch.nn.Module,
-    places: Sequence[Place],
-    tensors: Sequence[torch.nn.Parameter],
+    loaded: Sequence[tuple[Place, torch.Tensor]],
     fill: bool,
 ) -> None:
     """Give parameters and buffers what was loaded.
 
     Args:
         root: The module in which they are.
-        places: Where.
-        tensors: What, for each of them.
+        loaded: What, and where it belongs.
         fill: Whether memory that fits is filled, instead of being replaced.
 
     """
-    first: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
-    there = [old for old in (place.current() for place in places) if old is not None]
+    first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    there = [old for old in (place.current() for place, _ in loaded) if old is not None]
     alone = without_overlaps([(id(old), old) for old in {id(t): t for t in there}.values()])
     own = {number for number, _ in alone} if fill else set()
-    for place, tensor in zip(places, tensors, strict=True):
+    for place, tensor in loaded:
         old = place.current()
         known = None if old is None else first.get(id(old))
         if old is None or is_lazy(old) or not place.is_of(old):
@@ -265,11 +259,13 @@ def assign(
                 place.set(replaced[id(other)])
 
 
-def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool) -> torch.Tensor:
+def _put(place: Place, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> torch.Tensor:
     """Have a tensor of a module hold what was loaded; return it, or what takes its place."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
     fill = fill and not frozen
+    if sharding.is_sharded(old):
+        return _put_part(place, old, new, frozen)
     if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
         with torch.no_grad():
             old.copy_(new)
@@ -284,12 +280,25 @@ def _put(place: Place, old: torch.Tensor, tensor: torch.nn.Parameter, fill: bool
     return old
 
 
-def _like(old: torch.Tensor, tensor: torch.nn.Parameter) -> torch.Tensor:
+def _put_part(place: Place, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
+    """Do the same with a DTensor, whose memory others know."""
+    here = sharding.local_of(old)
+    if here.is_meta or frozen:
+        replacement = _like(old, new)
+        place.set(replacement)
+        return replacement
+    here.copy_(sharding.local_of(new))
+    return old
+
+
+def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return what was loaded as an object of the class, and with the attributes, of another."""
     new = tensor.detach()
     differentiable = new.is_floating_point() or new.is_complex()
     gradient = old.requires_grad and differentiable
-    if type(old) is torch.Tensor:
+    if sharding.is_sharded(old) and isinstance(old, torch.nn.Parameter):
+        like: torch.Tensor = torch.nn.Parameter(new, gradient)
+    elif type(old) is torch.Tensor or sharding.is_sharded(old):
         like = new.requires_grad_(gradient)
     else:
         like = torch.Tensor._make_subclass(type(old), new, gradient)
@@ -303,16 +312,17 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = sharding.local_of(tensor).detach().resolve_conj().resolve_neg()
     return plain.reshape(-1).view(torch.uint8)
 
 
-def _register(place: Place, tensor: torch.nn.Parameter) -> None:
+def _register(place: Place, tensor: torch.Tensor) -> None:
     """Put a tensor where none of its kind is."""
     module, name = place.module, place.attribute
     if place.kind is TensorType.PARAM:
         module._buffers.pop(name, None)
-        module.register_parameter(name, tensor)
+        parameter: Any = tensor  # one that nothing is there for is not sharded
+        module.register_parameter(name, parameter)
         return
     module._parameters.pop(name, None)
     persistent = name not in module._non_persistent_buffers_set

@@ -8,7 +8,6 @@ that the file chooses.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,16 +15,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .sharding import is_sharded
+
 #: What trainers attach to parameters, and make anew: gradients, and copies in another dtype.
 _OF_TRAINERS = ("main_grad", "main_param", "grad_added_to_main_grad")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Tell whether a process has only a part of a tensor."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def reason(tensor: torch.Tensor) -> str | None:
@@ -38,8 +33,8 @@ def reason(tensor: torch.Tensor) -> str | None:
         return None
     if is_sharded(tensor):
         return (
-            f"{kind.__name__}, of which this process has a part: save what its full_tensor() "
-            "returns, on one rank"
+            f"{kind.__name__}, of which this process has a part: tensorizer.save and "
+            "TensorSerializer write it, where all ranks call them"
         )
     if is_traceable_wrapper_subclass(tensor):
         return (

@@ -1,0 +1,160 @@
+"""What a call of ``load`` asks for: which tensors, which parts of them, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._types import FilterFuncType, Name
+from ..tensors import sharding
+from ..tensors.sharding import Part, Shard
+from .arguments import resolve_device
+from .parts import Wanted
+from .slices import parts_of, with_ones
+from .tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from ..group.members import Members
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Arguments of :func:`tensorizer.load`, which says what they mean."""
+
+    names: Iterable[Name] | None
+    filter_func: FilterFuncType | None
+    slices: Mapping[Name, Any]
+    out: Mapping[Name, torch.Tensor] | None
+    like: Mapping[Name, Any] | None
+    shard: Shard | None
+    device: torch.device | str | None
+
+    def load(self, file: TensorFile) -> dict[Name, torch.Tensor]:
+        """Return the tensors by name."""
+        return _Load(self, file).load()
+
+    def load_together(self, file: TensorFile, members: Members) -> dict[Name, torch.Tensor]:
+        """Do the same at all members of a group."""
+        from .together import fill_together, is_read_by_each, made_for  # with a
+        # group only: torch.distributed is slow to import
+
+        what, _ = members.together(lambda: _Load(self, file))
+        if is_read_by_each(members, file):
+            return members.together(what.load)[0]
+        file.keeps_shared = False
+        places, _ = members.together(lambda: what.places() or made_for(what.wanted, what.device_of))
+        fill_together(members, what.wanted, places)
+        return what.named(places)
+
+
+class _Load:
+    """A choice among the tensors of a file.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError, NotImplementedError: See ``load``.
+
+    """
+
+    def __init__(self, choice: Choice, file: TensorFile) -> None:
+        self._choice, self._file = choice, file
+        default = torch.get_default_device() if choice.device is None else choice.device
+        self._default = resolve_device(default)
+        self._numbers = self._chosen()
+        #: Tensors that say which part is wanted, or take it.
+        self._given: dict[int, Any] = {}
+        if choice.out is not None:
+            missing = [name for name in self._numbers if name not in choice.out]
+            if missing:
+                raise KeyError(f"no tensor to load {missing[0]!r} into")
+            if len(set(self._numbers.values())) < len(self._numbers):
+                raise ValueError("two of the names to load into are those of one tensor")
+        given = choice.out or choice.like or {}
+        self._given.update((n, given[name]) for name, n in self._numbers.items() if name in given)
+        parts, self._rests = parts_of(file, self._numbers, choice.slices)
+        self.wanted = Wanted(file, self._numbers.values(), self._with_shards(parts))
+
+    def _chosen(self) -> dict[Name, int]:
+        """Return the numbers of the tensors by the names that they are returned under."""
+        names, file = self._choice.names, self._file
+        if names is None and self._choice.out is not None:
+            names = self._choice.out
+        if names is None and self._choice.like is not None:
+            like = self._choice.like
+            names = [name for name, one in like.items() if isinstance(one, torch.Tensor)]
+        if names is None:
+            every = range(len(file))
+            numbers = dict(zip(file.reader.names(every), every, strict=True))
+        else:
+            numbers = {name: file.find(name) for name in names}
+        wants = self._choice.filter_func
+        if wants is not None:
+            numbers = {name: n for name, n in numbers.items() if wants(file.reader.name(n))}
+        return numbers
+
+    def _with_shards(self, parts: dict[int, Part]) -> dict[int, Part]:
+        """Add what this process has of tensors that are cut among several."""
+        for name, number in self._numbers.items():
+            shape = self._file.reader.describe(number)[1]
+            given, part = self._given.get(number), None
+            if sharding.is_sharded(given):
+                part = sharding.part_of(given)
+            elif self._choice.shard is not None:
+                part = self._choice.shard.part(name, shape)
+            if self._choice.like is not None and given is not None and number not in parts:
+                _check_shape(name, given, shape)
+            if part is not None and number in parts:
+                raise ValueError(f"both a slice and a shard of {name!r} are asked for")
+            if part is not None:
+                if sharding.is_sharded(given):
+                    _check_shape(name, given, shape)
+                parts[number] = part
+        return parts
+
+    def device_of(self, number: int) -> torch.device:
+        """Return where a tensor goes."""
+        given = self._given.get(number)
+        if self._choice.device is not None or given is None or self._choice.out is not None:
+            return self._default
+        device = sharding.device_of(given)
+        return self._default if device.type == "meta" else resolve_device(device)
+
+    def places(self) -> dict[int, torch.Tensor]:
+        """Return the memory that was given to be filled, by number, after checking it."""
+        if self._choice.out is None:
+            return {}
+        places = {}
+        for name, number in self._numbers.items():
+            local = sharding.local_of(self._given[number])
+            places[number] = with_ones(local, self._rests.get(number, ()), name)
+        self.wanted.check_fits(places)
+        return places
+
+    def load(self) -> dict[Name, torch.Tensor]:
+        """Load in this process alone."""
+        places = self.places()
+        if self._choice.out is not None:
+            return self.named(self.wanted.fill(places))
+        return self.named(self.wanted.load(self.device_of))
+
+    def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """Return tensors by name, in the form in which they were asked for."""
+        if self._choice.out is not None:
+            return {name: self._given[number] for name, number in self._numbers.items()}
+        named: dict[Name, torch.Tensor] = {}
+        for name, number in self._numbers.items():
+            tensor, given, rest = tensors[number], self._given.get(number), self._rests.get(number)
+            if sharding.is_sharded(given):
+                tensor = sharding.as_sharded(tensor, given)
+            named[name] = tensor[rest] if rest else tensor
+        return named
+
+
+def _check_shape(name: Name, given: Any, shape: list[int]) -> None:
+    if list(given.shape) != shape:
+        raise ValueError(
+            f"tensor {name!r}: the file holds {shape}, and the tensor to be like is "
+            f"{list(given.shape)}"
+        )

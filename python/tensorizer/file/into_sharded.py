@@ -1,0 +1,102 @@
+"""Loading into modules whose parameters are DTensors: of each the part of this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..modules.state import Place
+from ..tensors import sharding
+from ..tensors.exchange import dtype_of
+from ..tensors.sharding import Part
+from .arguments import resolve_device
+from .loaded import LoadedTensors
+from .parts import Wanted
+from .tensor_file import TensorFile
+
+
+class ShardedPlaces:
+    """The places of a module that hold DTensors.
+
+    Args:
+        file: What they are loaded from.
+        loaded: The tensors of it that are here already, as a whole.
+        places: Places in the module.
+        numbers: The tensor of the file for each of them.
+
+    Raises:
+        NotImplementedError: See :func:`tensorizer.tensors.sharding.part_of`.
+
+    """
+
+    def __init__(
+        self,
+        file: TensorFile,
+        loaded: LoadedTensors,
+        places: Sequence[Place],
+        numbers: Sequence[int],
+    ) -> None:
+        self._file, self._loaded = file, loaded
+        self.pairs = [
+            (place, number)
+            for place, number in zip(places, numbers, strict=True)
+            if sharding.is_sharded(place.current())
+        ]
+        parts = {number: sharding.part_of(place.current()) for place, number in self.pairs}
+        self._parts: dict[int, Part] = {n: part for n, part in parts.items() if part is not None}
+
+    def load(self, verify: str) -> list[tuple[Place, torch.Tensor]]:
+        """Fill those that can be filled; return the others with what is to be put there."""
+        direct: dict[int, torch.Tensor] = {}
+        rest = []
+        # Of one that is tied, the file may hold two, which may differ.
+        users = Counter(id(place.current()) for place, _ in self.pairs)
+        for place, number in self.pairs:
+            tensor = place.current()
+            local = sharding.local_of(tensor)
+            if users[id(tensor)] == 1 and self._can_fill(local, number):
+                direct[number] = local
+            else:
+                rest.append((place, number))
+        if direct:
+            Wanted(self._file, direct, self._of(direct)).fill(direct, verify)
+        devices = {number: _device(place.current()) for place, number in rest}
+        missing = [number for number in devices if number not in self._loaded]
+        wanted = Wanted(self._file, missing, self._of(missing))
+        found = wanted.load(devices.__getitem__, verify)
+        made = []
+        for place, number in rest:
+            local = found[number] if number in found else self._cut(number, devices[number])
+            made.append((place, sharding.as_sharded(local, place.current())))
+        return made
+
+    def _of(self, numbers: Iterable[int]) -> dict[int, Part]:
+        return {number: self._parts[number] for number in numbers if number in self._parts}
+
+    def _can_fill(self, local: torch.Tensor, number: int) -> bool:
+        dtype = dtype_of(self._file.reader.describe(number)[0])
+        return (
+            number not in self._loaded
+            and not local.is_meta
+            and self._file.dtype is None
+            and local.dtype == dtype
+            and local.is_contiguous()
+            and self._file.can_fill_on(local.device)
+        )
+
+    def _cut(self, number: int, device: torch.device) -> torch.Tensor:
+        """Return the part of a tensor that is here as a whole."""
+        whole = self._loaded[number].detach()
+        part = self._parts.get(number)
+        if part is None:
+            return whole.to(device)
+        local = torch.empty(part.shape, dtype=whole.dtype, device=device)
+        for box in part.boxes:
+            box.of_part(local).copy_(box.of_whole(whole))
+        return local
+
+
+def _device(tensor: torch.Tensor | None) -> torch.device:
+    return resolve_device(sharding.device_of(tensor))

@@ -1,0 +1,200 @@
+"""Loading by the members of a process group: every byte is fetched by one of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..group import plan
+from ..group.exchange import BATCH_BYTES, Exchange
+from ..group.members import Members
+from ..tensors.exchange import cast_dtype, dtype_of
+from .parts import Wanted
+from .tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from .._native import Head
+
+#: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
+_ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
+
+
+def open_together(members: Members, opened: Callable[[Sequence[Head]], TensorFile]) -> TensorFile:
+    """Open a file at all members; the first one reads its index, for all of them.
+
+    Args:
+        members: Who opens it.
+        opened: Opens it, with what the first member has learnt by that.
+
+    Raises:
+        ValueError: Members have opened different files.
+
+    """
+    mine: list[TensorFile] = []
+
+    def first() -> Sequence[Head]:
+        if members.rank == 0:
+            mine.append(opened([]))
+        return mine[0].heads if mine else []
+
+    def others() -> TensorFile:
+        if not mine:
+            mine.append(opened(heads))
+        return mine[0]
+
+    try:
+        _, (heads, *_) = members.together(first, lambda known: known)
+        file, digests = members.together(others, _digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"rank {other} of the group has opened another file than rank 0: their tensors "
+                f"differ (here it is {file.reader.uri})"
+            )
+    except BaseException:
+        for file in mine:
+            file.close()
+        raise
+    return file
+
+
+def _digest(file: TensorFile) -> bytes:
+    """Return what tells the tensors of a file from those of others."""
+    reader, every = file.reader, range(len(file))
+    digest = hashlib.sha256()
+    for name, length, number in zip(reader.names(every), reader.data_lens(), every, strict=True):
+        digest.update(repr((name, length, reader.describe(number))).encode())
+    return digest.digest()
+
+
+def is_read_by_each(members: Members, file: TensorFile) -> bool:
+    """Tell whether members read a file each for themselves.
+
+    They do where it is local to the machine that they all are on, whose page cache they share, and
+    where it comes to one of them front to back.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text() if file.is_local and boot.exists() else None
+    answers = members.tell((file.reader.seekable, machine))
+    one_machine = machine is not None and all(found == machine for _, found in answers)
+    return one_machine or not all(seekable for seekable, _ in answers)
+
+
+def fill_together(
+    members: Members, wanted: Wanted, tensors: Mapping[int, torch.Tensor], verify: str | None = None
+) -> None:
+    """Fill tensors, by number, with what this member wants; others may want other tensors.
+
+    Raises:
+        BaseException: What has failed here, or at another member.
+
+    """
+    file = wanted.file
+    lens = file.reader.data_lens()
+    # What has no data in the file takes no time.
+    empty = [n for n in wanted.numbers if lens[n] == 0]
+    own: dict[int, tuple[int, int]] = {}
+    for number in wanted.numbers:
+        if lens[number]:
+            shape = file.reader.describe(number)[1]
+            own[number] = wanted.part(number).rows() if shape else (0, 1)
+    rows = plan.rows_of_all(members.tell(own))
+    rows = {number: ends for number, ends in rows.items() if ends[0] < ends[1]}
+
+    def prepared() -> Exchange:
+        for number in empty:
+            tensors[number].detach().zero_()
+        whole = (verify or file.verify) != "nothing"
+        most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
+        batches = plan.batches(
+            (_wanted(file, number, ends, whole) for number, ends in rows.items()),
+            members.size,
+            most,
+        )
+        device = _buffers_on(members, tensors)
+        somewhere = any(tensor.is_cuda for tensor in tensors.values())
+        return Exchange(
+            members,
+            batches,
+            device=device,
+            pinned=device.type == "cpu" and somewhere,
+            fetch=lambda batch, buffer: _fetch(file, batch, buffer, verify),
+            deliver=lambda batch, buffer: _deliver(wanted, tensors, batch, buffer),
+            stop=file.stop,
+        )
+
+    exchange, _ = members.together(prepared)
+    exchange.run()
+
+
+def made_for(wanted: Wanted, device_of: Callable[[int], torch.device]) -> dict[int, torch.Tensor]:
+    """Return new tensors for what is wanted."""
+    made = {}
+    for number in wanted.numbers:
+        dtype = cast_dtype(dtype_of(wanted.file.reader.describe(number)[0]), wanted.file.dtype)
+        shape = wanted.part(number).shape
+        made[number] = torch.empty(shape, dtype=dtype, device=device_of(number))
+    return made
+
+
+def _wanted(file: TensorFile, number: int, rows: tuple[int, int], whole: bool) -> plan.Wanted:
+    dtype, shape, _ = file.reader.describe(number)
+    whole = whole or file.is_strided(number)
+    return plan.Wanted(number, tuple(shape), dtype_of(dtype).itemsize, rows, whole)
+
+
+def _buffers_on(members: Members, tensors: Mapping[int, torch.Tensor]) -> torch.device:
+    """Return where batches are exchanged."""
+    device = torch.device("cpu")
+    if members.on_device:
+        here = [tensor.device for tensor in tensors.values() if tensor.is_cuda]
+        device = here[0] if here else torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[torch.Tensor]:
+    views = []
+    for piece in batch.pieces:
+        shape = tuple(stop - start for start, stop in piece.ranges)
+        dtype = dtype_of(file.reader.describe(piece.number)[0])
+        data = buffer.narrow(0, piece.start, piece.nbytes)
+        views.append(data.view(dtype).view(shape))
+    return views
+
+
+def _fetch(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor, verify: str | None) -> None:
+    """Read a batch into a buffer."""
+    views = _views(file, batch, buffer)
+    whole: list[tuple[torch.Tensor, plan.Piece]] = []
+    cut: list[tuple[torch.Tensor, plan.Piece]] = []
+    for view, piece in zip(views, batch.pieces, strict=True):
+        shape = file.reader.describe(piece.number)[1]
+        (whole if list(view.shape) == shape else cut).append((view, piece))
+    if whole:
+        file.fill([view for view, _ in whole], [piece.number for _, piece in whole], verify)
+    if cut:
+        sliced = file.sliced([(piece.number, piece.ranges) for _, piece in cut])
+        sliced.fill([view for view, _ in cut], range(len(cut)), verify)
+    if buffer.is_cuda:
+        torch.cuda.current_stream(buffer.device).synchronize()
+
+
+def _deliver(
+    wanted: Wanted, tensors: Mapping[int, torch.Tensor], batch: plan.Batch, buffer: torch.Tensor
+) -> None:
+    """Put what this member wants of a batch where it belongs."""
+    for view, piece in zip(_views(wanted.file, batch, buffer), batch.pieces, strict=True):
+        tensor = tensors.get(piece.number)
+        if tensor is None:
+            continue
+        for box in wanted.part(piece.number).boxes:
+            common = plan.overlap(piece.ranges, box.ranges)
+            if common is None:
+                continue
+            source = view[tuple(slice(*ends) for ends in common[0])]
+            to = box.of_part(tensor.detach())[tuple(slice(*ends) for ends in common[1])]
+            to.copy_(source)

@@ -1,0 +1,1 @@
+"""Processes of ``torch.distributed`` that load one file together."""

@@ -1,0 +1,142 @@
+"""Batches that each member of a group fetches for all, and gives to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import torch
+
+from .._errors import GroupError
+from .members import Members
+from .plan import Batch
+
+#: Bytes of a batch, about: some milliseconds of a fast network.
+BATCH_BYTES = 32 << 20
+#: Batches that a member reads at once, so that a server has always something to do.
+_READ_AT_ONCE = 3
+#: Batches that are on their way between members at once: one is put in place during the next.
+_SENT_AT_ONCE = 2
+#: Bytes in front of a batch that say whether its owner, or anything at it, has failed.
+_HEADER = 64
+
+#: Fills a buffer with a batch.
+Fetch: TypeAlias = Callable[[Batch, torch.Tensor], None]
+#: Takes what is wanted from a buffer with a batch.
+Deliver: TypeAlias = Callable[[Batch, torch.Tensor], None]
+
+
+class Exchange:
+    """One pass over all batches. They come in order, at all members at once.
+
+    Args:
+        members: Who takes part.
+        batches: What each of them fetches, the same at all of them.
+        device: Where the buffers are.
+        pinned: Whether they are host memory from which a device copies at full speed.
+        fetch: Called on other threads.
+        deliver: Called for every batch, those of this member too.
+        stop: Ends what is being fetched.
+
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        batches: Sequence[Batch],
+        *,
+        device: torch.device,
+        pinned: bool,
+        fetch: Fetch,
+        deliver: Deliver,
+        stop: Callable[[], None],
+    ) -> None:
+        self._members, self._batches = members, batches
+        self._fetch, self._deliver, self._stop = fetch, deliver, stop
+        self._mine = deque(batch for batch in batches if batch.owner == members.rank)
+        size = _HEADER + max((batch.nbytes for batch in batches), default=0)
+        #: While a batch is sent, others are read or wait for their turn.
+        own = min(len(self._mine), _READ_AT_ONCE + _SENT_AT_ONCE)
+
+        def buffers(count: int) -> deque[torch.Tensor]:
+            kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
+            return deque(torch.zeros(size, **kind) for _ in range(count))
+
+        self._free, self._for_others = buffers(own), buffers(_SENT_AT_ONCE)
+        self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
+        self._failed: BaseException | None = None
+
+    def run(self) -> None:
+        """Fetch, send and deliver everything.
+
+        Raises:
+            BaseException: What has failed here, or at another member.
+
+        """
+        pool = ThreadPoolExecutor(_READ_AT_ONCE, "tensorizer-fetch")
+        try:
+            self._pass(pool)
+        except GroupError:
+            raise
+        except BaseException:
+            # The others would wait.
+            self._members.leave()
+            raise
+        finally:
+            if self._coming or self._failed is not None:
+                self._stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._members.agree(self._failed)
+
+    def _pass(self, pool: ThreadPoolExecutor) -> None:
+        """Go through all batches, or to the first whose owner has failed."""
+        self._fetch_more(pool)
+        for batch in self._batches:
+            own = batch.owner == self._members.rank
+            buffer = self._fetched() if own else self._for_others.popleft()
+            data = buffer[: _HEADER + batch.nbytes]
+            self._sent.append((batch, buffer, self._members.broadcast(data, batch.owner)))
+            if len(self._sent) == _SENT_AT_ONCE and not self._finish():
+                break
+            self._fetch_more(pool)
+        # What others have begun to send, they finish.
+        while self._sent:
+            self._finish()
+
+    def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
+        """Have batches read into all buffers that are free."""
+        while self._mine and self._free:
+            batch, buffer = self._mine.popleft(), self._free.popleft()
+            inside = buffer[_HEADER : _HEADER + batch.nbytes]
+            self._coming.append((buffer, pool.submit(self._fetch, batch, inside)))
+
+    def _fetched(self) -> torch.Tensor:
+        """Wait for the next batch of this member; its header says whether all is well here."""
+        buffer, future = self._coming.popleft()
+        self._failed = self._failed or self._members.interrupted()
+        if self._failed is None:
+            try:
+                future.result()
+            except BaseException as error:
+                self._failed = error
+        buffer[0] = self._failed is not None
+        return buffer
+
+    def _finish(self) -> bool:
+        """Wait for the oldest batch that is being sent; tell whether its owner is well."""
+        batch, buffer, work = self._sent.popleft()
+        self._members.wait(work)
+        well = not bool(buffer[0])
+        if well and self._failed is None:
+            try:
+                self._deliver(batch, buffer[_HEADER : _HEADER + batch.nbytes])
+            except BaseException as error:
+                self._failed = error
+        if buffer.is_cuda:
+            # A buffer is free when the copies out of it are done.
+            torch.cuda.current_stream(buffer.device).synchronize()
+        (self._free if batch.owner == self._members.rank else self._for_others).append(buffer)
+        return well

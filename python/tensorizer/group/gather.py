@@ -1,0 +1,122 @@
+"""Saving tensors of which several processes have parts: one of them writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..tensors import sharding
+from .members import Members
+
+#: Bytes of tensors that are gathered before they are written, or one tensor that has more.
+_BATCH_BYTES = 64 << 20
+
+
+class Gathering:
+    """The processes of a mesh, which make the same calls; the first of them writes.
+
+    Args:
+        tensors: What is to be saved, DTensors among it.
+
+    Raises:
+        ValueError: Tensors are of meshes of different processes.
+        GroupError: A process was lost.
+
+    Attributes:
+        members: The processes.
+        writes: Whether this one writes.
+        failed: Whether a write has failed, which all know.
+
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        found = {_ranks(tensor) for tensor in tensors if sharding.is_sharded(tensor)}
+        ranks, *others = sorted(found)
+        if others:
+            raise ValueError(
+                f"tensors are of meshes of different processes, {list(ranks)} and "
+                f"{list(others[0])}: save them to files of their own"
+            )
+        assert dist.group.WORLD is not None
+        self.members = Members(ranks, dist.group.WORLD)
+        self.writes = self.members.rank == 0
+        self.failed = False
+
+    def write(
+        self,
+        names: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        write: Callable[[slice, list[torch.Tensor]], None],
+    ) -> None:
+        """Gather tensors a few at a time, and have one process write them.
+
+        Args:
+            names: Their names.
+            tensors: DTensors and others, the same at all processes. Of others the first process
+                writes what it has.
+            write: Called at one process, with which of them these are, and them as a whole.
+
+        Raises:
+            ValueError: Another process is to write other tensors.
+            BaseException: What ``write`` has raised.
+
+        """
+        described = [(n, str(t.dtype), tuple(t.shape)) for n, t in zip(names, tensors, strict=True)]
+        digest = hashlib.sha256(repr(described).encode()).digest()
+        digests = self._agree(None, digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            self.failed = True
+            raise ValueError(
+                f"rank {other} of those that save together has other tensors than rank 0: expected "
+                "the same names, dtypes and shapes in the same order"
+            )
+        for which in _batches(tensors):
+            error: BaseException | None = None
+            # All take part in gathering, whatever has happened to one of them.
+            whole = [_whole(tensor) for tensor in tensors[which]]
+            try:
+                if self.writes:
+                    write(which, whole)
+            except BaseException as raised:
+                error = raised
+            self._agree(error)
+
+    def _agree(self, error: BaseException | None, told: Any = None) -> list[Any]:
+        try:
+            return self.members.agree(error, told)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _ranks(tensor: Any) -> tuple[int, ...]:
+    """Return the ranks of the mesh that a tensor's mesh is cut from."""
+    mesh = tensor.device_mesh
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return tuple(sorted(root.mesh.flatten().tolist()))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    if not sharding.is_sharded(tensor):
+        plain: torch.Tensor = tensor
+        return plain
+    with torch.no_grad():
+        whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    start, size = 0, 0
+    for at, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        if size and size + nbytes > _BATCH_BYTES:
+            yield slice(start, at)
+            start, size = at, 0
+        size += nbytes
+    if tensors:
+        yield slice(start, len(tensors))

@@ -1,0 +1,248 @@
+"""The members of a process group: what they tell each other, and that they fail together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import pickle
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .._errors import GroupError
+
+_T = TypeVar("_T")
+
+#: How many calls the processes of this one's default group have made together, by their ranks. Each
+#: has connections of its own, so that it is mixed up with no other, and none with one that failed.
+_CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+#: The connections of the last call. Others may still read from them what was sent at its end; they
+#: have done so when the next call has begun.
+_LAST: list[Any] = []
+#: Seconds that a member waits for others beyond the group's timeout, which they see first.
+_GRACE = 10.0
+
+
+class Members:
+    """Some processes, for one call that all of them make.
+
+    Args:
+        ranks: Their ranks in the default group, the same at all of them.
+        like: A group whose backend and time-out are used.
+
+    Raises:
+        ValueError: This process is none of them.
+        GroupError: One of them was lost.
+
+    Attributes:
+        rank: The number of this process among them.
+        size: How many there are.
+        on_device: Whether they exchange tensors of CUDA devices without the CPU.
+
+    """
+
+    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup) -> None:
+        if dist.get_rank() not in ranks:
+            raise ValueError("this process is no member of the group that makes this call")
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.on_device = "nccl" in dist.get_backend(like)
+        self._timeout = _timeout(like, self.on_device)
+        self._interrupt: BaseException | None = None
+        self._among_hosts: Any = None
+        self._among_devices: Any = None
+        assert dist.group.WORLD is not None
+        calls = _CALLS.setdefault(dist.group.WORLD, Counter())
+        calls[tuple(ranks)] += 1
+        name = f"tensorizer/{','.join(map(str, ranks))}/{calls[tuple(ranks)]}"
+        self._store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+        with self._or_lost():
+            self._among_hosts = dist.ProcessGroupGloo(
+                self._store, self.rank, self.size, self._timeout
+            )
+        _LAST[:] = [self._among_hosts]
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Members:
+        """Return the members of a group."""
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is no member of the group that makes this call")
+        return Members(sorted(dist.get_process_group_ranks(group)), group)
+
+    def leave(self) -> None:
+        """Give the connections up, for others not to wait for this process."""
+        for group in (self._among_hosts, self._among_devices):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                group.abort()
+        self._among_hosts = self._among_devices = None
+        _LAST.clear()
+
+    # What happens at all of them
+
+    def together(
+        self, work: Callable[[], _T], tell: Callable[[_T], Any] | None = None
+    ) -> tuple[_T, list[Any]]:
+        """Do some work at every member; return its result, and what each tells of its own.
+
+        Raises:
+            BaseException: See :meth:`agree`.
+
+        """
+        try:
+            result = work()
+            told = None if tell is None else tell(result)
+        except BaseException as error:
+            self.agree(error)
+            raise
+        return result, self.agree(None, told)
+
+    def agree(self, error: BaseException | None, told: Any = None) -> list[Any]:
+        """Return what every member tells, unless one of them has failed.
+
+        Raises:
+            BaseException: What has failed here. Else what has failed at the first of the others:
+                an error of the same class, where it can be sent.
+
+        """
+        if isinstance(error, GroupError):
+            raise error
+        answers = self.tell((told, None if error is None else _sendable(error)))
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                raise _received(failure, rank)
+        return [told for told, _ in answers]
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return what every member tells."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        lengths[self.rank][0] = data.numel()
+        for rank, length in enumerate(lengths):
+            self.wait(self.broadcast(length, rank))
+        answers = []
+        for rank, length in enumerate(lengths):
+            sent = data if rank == self.rank else torch.empty(int(length), dtype=torch.uint8)
+            self.wait(self.broadcast(sent, rank))
+            answers.append(value if rank == self.rank else pickle.loads(sent.numpy().tobytes()))
+        interrupt = self.interrupted()
+        if interrupt is not None:
+            # The others go on, and would wait for this one.
+            self.leave()
+            raise interrupt
+        return answers
+
+    # One exchange
+
+    def broadcast(self, data: torch.Tensor, rank: int) -> Any:
+        """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        with self._or_lost():
+            group = self._of_devices() if data.is_cuda and self.on_device else self._among_hosts
+            if group is None:
+                raise RuntimeError("the connections were given up")
+            return group.broadcast([data], options)
+
+    def _of_devices(self) -> Any:
+        """Return the connections between devices, which take long to be made."""
+        if self._among_devices is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            store = distributed_c10d.PrefixStore("devices", self._store)
+            self._among_devices = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            _LAST.append(self._among_devices)
+        return self._among_devices
+
+    def wait(self, work: Any) -> None:
+        """Wait for an exchange, to its end even where this process is interrupted.
+
+        Raises:
+            GroupError: It did not come to its end.
+
+        """
+        until = time.monotonic() + self._timeout.total_seconds() + _GRACE
+        pause = 1e-4
+        with self._or_lost():
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
+                self._pause(pause)
+                pause = min(pause * 1.5, 5e-3)
+            work.wait()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, and remember an interruption; a second one ends the call at once."""
+        try:
+            time.sleep(seconds)
+        except BaseException as interrupt:
+            if self._interrupt is not None:
+                self.leave()
+                raise
+            self._interrupt = interrupt
+
+    def interrupted(self) -> BaseException | None:
+        """Return what has interrupted this process during an exchange, once."""
+        interrupt, self._interrupt = self._interrupt, None
+        return interrupt
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            self.leave()
+            raise GroupError(
+                f"rank {self.rank} of {self.size} lost the other members of its group, or they "
+                f"did not answer within {self._timeout}: {error}"
+            ) from error
+
+
+def _timeout(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
+    """Return how long members of a group wait for each other."""
+    device = torch.device("cuda" if on_device else "cpu")
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = None
+    default: datetime.timedelta = dist.default_pg_timeout
+    return timeout if isinstance(timeout, datetime.timedelta) else default
+
+
+def _sendable(error: BaseException) -> tuple[bytes | None, str]:
+    """Return an error as bytes, where it survives that, and as text."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, Exception):
+        return None, text
+    try:
+        data = pickle.dumps(error)
+        same = type(pickle.loads(data)) is type(error)
+    except Exception:  # of any library
+        return None, text
+    return (data if same else None), text
+
+
+def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
+    """Return the error of another member."""
+    data, text = failure
+    where = f"rank {rank} of the group failed"
+    if data is None:
+        return GroupError(f"{where}: {text}")
+    error: BaseException = pickle.loads(data)
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(where)
+    return error
+
+
+@atexit.register
+def _close_last() -> None:
+    _LAST.clear()

@@ -1,0 +1,230 @@
+"""Which part of a tensor a process has: of DTensors, and of tensors cut among ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from .._types import Name
+
+#: First index and end in each dimension.
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+#: Ranges of one dimension, in the order in which a process has them.
+_Runs: TypeAlias = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A range of each dimension of a tensor, and where in the part it begins."""
+
+    ranges: Ranges
+    at: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        return tuple(stop - start for start, stop in self.ranges)
+
+    def of_part(self, part: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a tensor that is the part."""
+        for dim, (start, size) in enumerate(zip(self.at, self.shape, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
+
+    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a tensor that is the whole."""
+        return whole[tuple(slice(*ends) for ends in self.ranges)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process has of a tensor: the elements of one box, or of several that are joined."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def of_ranges(ranges: Iterable[tuple[int, int]]) -> Part:
+        """Return the part that is one box."""
+        ends = tuple(ranges)
+        box = Box(ends, (0,) * len(ends))
+        return Part(box.shape, (box,))
+
+    @staticmethod
+    def _of_runs(runs: Sequence[_Runs]) -> Part:
+        """Return the part with some ranges of each dimension."""
+        placed = []
+        for of_dim in runs:
+            starts = itertools.accumulate((stop - start for start, stop in of_dim), initial=0)
+            placed.append(list(zip(of_dim, starts, strict=False)))
+        boxes = [
+            Box(tuple(ends for ends, _ in chosen), tuple(at for _, at in chosen))
+            for chosen in itertools.product(*placed)
+        ]
+        return Part(tuple(map(_length, runs)), tuple(boxes))
+
+    def rows(self) -> tuple[int, int]:
+        """Return the range of the first dimension that holds all of it; nothing of no elements."""
+        ends = [box.ranges[0] for box in self.boxes if math.prod(box.shape)]
+        return (min(ends)[0], max(stop for _, stop in ends)) if ends else (0, 0)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How tensors are cut among ranks that know nothing of DTensors.
+
+    Rank ``rank`` gets the part that ``torch.chunk(tensor, world, dim)`` would give it: where the
+    dimension is no multiple of ``world``, the last ranks get less, or nothing.
+
+    Args:
+        dim: The dimension that is cut, as a number for all tensors or as a function of a tensor's
+            name, which returns None for those that every rank gets as a whole.
+        rank: Which part, from 0 on.
+        world: The number of parts.
+
+    Raises:
+        ValueError: There is no such rank.
+
+    """
+
+    dim: int | Callable[[Name], int | None] | None
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank {self.rank} of {self.world}: expected 0 to {self.world - 1}")
+
+    def part(self, name: Name, shape: Sequence[int]) -> Part | None:
+        """Return the part of a tensor; None for all of it.
+
+        Raises:
+            IndexError: The tensor has no such dimension.
+
+        """
+        dim = self.dim(name) if callable(self.dim) else self.dim
+        if dim is None:
+            return None
+        if not -len(shape) <= dim < len(shape):
+            raise IndexError(f"dimension {dim} of tensor {name!r}, which has {len(shape)}")
+        runs: list[_Runs] = [[(0, size)] for size in shape]
+        runs[dim] = _chunk(runs[dim], self.world, self.rank)
+        return Part._of_runs(runs)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Tell whether a tensor is a DTensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def part_of(tensor: Any) -> Part | None:
+    """Return the part of a DTensor that this process has; None for all of it.
+
+    Raises:
+        NotImplementedError: Its elements are sums over ranks, or its placement is none that is
+            known.
+
+    """
+    from torch.distributed.tensor.placement_types import (  # torch is slow to
+        Replicate,  # import it, and whoever has a DTensor has done so
+        Shard,
+        _StridedShard,
+    )
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Part((0,), ())
+    runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        count, index = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
+        if isinstance(placement, _StridedShard):
+            pieces = [
+                _chunk(runs[placement.dim], placement.split_factor, piece)
+                for piece in range(placement.split_factor)
+            ]
+            runs[placement.dim] = _joined(run for p in pieces for run in _chunk(p, count, index))
+        elif isinstance(placement, Shard):
+            runs[placement.dim] = _chunk(runs[placement.dim], count, index)
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"a DTensor that is {placement} over a dimension of its mesh cannot be loaded: "
+                "expected Shard or Replicate"
+            )
+    part = Part._of_runs(runs)
+    found = tuple(local_of(tensor).shape)
+    if part.shape != found:
+        raise NotImplementedError(
+            f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has "
+            f"{list(found)} here, and not {list(part.shape)} as torch would cut it"
+        )
+    return None if part.shape == tuple(tensor.shape) else part
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return what this process has of a DTensor; any other tensor as it is."""
+    if not is_sharded(tensor):
+        plain: torch.Tensor = tensor
+        return plain
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def device_of(tensor: Any) -> torch.device:
+    """Return where tensors like this one go; the ``meta`` device where nobody says it."""
+    local = local_of(tensor)
+    if is_sharded(tensor) and local.is_meta:
+        return torch.device(tensor.device_mesh.device_type)
+    return local.device
+
+
+def as_sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor of the placement of another, of which this process has a part."""
+    from torch.distributed.tensor import DTensor  # as above
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _length(runs: _Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
+    """Return one of ``count`` parts of equal length, of which the last may have less or nothing."""
+    each = -(-_length(runs) // count)
+    first, end = index * each, (index + 1) * each
+    found: _Runs = []
+    for start, stop in runs:
+        size = stop - start
+        low, high = max(first, 0), min(end, size)
+        if low < high:
+            found.append((start + low, start + high))
+        first, end = first - size, end - size
+    return found or [(runs[-1][1], runs[-1][1])]
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
+    """Return ranges without empty ones, neighbours as one."""
+    found: _Runs = []
+    last = (0, 0)
+    for start, stop in runs:
+        last = (start, stop)
+        if found and found[-1][1] == start and start < stop:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found or [(last[1], last[1])]
