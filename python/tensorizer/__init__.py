@@ -12,7 +12,9 @@ from . import _starting  # isort: skip  # before torch, which takes long
 
 from . import _installed  # isort: skip  # before what may have been replaced
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
 
 from ._native import __version__
 
@@ -84,6 +86,14 @@ __all__ = [
     "torch_compat",
     "utils",
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """Import what takes long and few use when it is asked for."""
+    if name == "distributed":
+        return _import_module(f"{__name__}.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 #: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")

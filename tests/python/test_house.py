@@ -29,7 +29,7 @@ FOLDERS = [
     {"_build", "_errors", "_installed", "_native", "_starting", "_types"},
     {"group", "tensors", "modules", "streams"},
     {"file"},
-    {"checkpoints", "safetensors"},
+    {"checkpoints", "distributed", "safetensors"},
     {"torch_hooks"},
     {"serialization", "stream_io", "torch_compat", "utils", "_NumpyTensor", "tensors_pb2"},
     {"protobuf"},

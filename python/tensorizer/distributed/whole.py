@@ -1,0 +1,122 @@
+"""The tensors of a checkpoint as wholes, whatever the ranks that saved it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+
+from .._errors import FormatError
+from ..file.encryption import DecryptionParams
+from ..file.tensor_file import TensorFile
+from ..tensors.sharding import Box
+from . import layout
+
+
+class Whole:
+    """The tensors of a checkpoint, by the names that its planner gave them.
+
+    Args:
+        uri: The folder.
+        encryption: What encrypted files are decrypted with.
+        verify_hash: Compare tensors with the hashes in their files.
+
+    Raises:
+        OSError, FormatError, CryptographyError: See :class:`tensorizer.distributed.Reader`.
+
+    Attributes:
+        names: The tensors.
+        objects: What is no tensor, and is passed over.
+
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[Any],
+        encryption: DecryptionParams | None = None,
+        verify_hash: bool | str = False,
+    ) -> None:
+        self._folder = layout.folder_of(uri)
+        metadata, files = layout.read(self._folder)
+        self._places: dict[dcp.MetadataIndex, layout.Place] = metadata.storage_data
+        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
+        self.objects: list[str] = []
+        for name, item in metadata.state_dict_metadata.items():
+            if isinstance(item, dcp.TensorStorageMetadata):
+                self._tensors[name] = item
+            else:
+                self.objects.append(name)
+        self.names = list(self._tensors)
+        with contextlib.ExitStack() as stack:
+            self._files = {
+                file: stack.enter_context(
+                    TensorFile(
+                        layout.join(self._folder, file),
+                        encryption=encryption,
+                        verify_hash=verify_hash,
+                    )
+                )
+                for file in files
+            }
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        tensor = self._tensors[name]
+        return math.prod(tensor.size) * tensor.properties.dtype.itemsize
+
+    def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
+        """Yield tensors on the CPU.
+
+        Raises:
+            FormatError: Their chunks are not all of them.
+
+        """
+        for name in names:
+            tensor = self._tensors[name]
+            made = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            covered = 0
+            for chunk in tensor.chunks:
+                ends = zip(chunk.offsets, chunk.sizes, strict=True)
+                box = Box(tuple((at, at + size) for at, size in ends), tuple(chunk.offsets))
+                self._load(self._places[dcp.MetadataIndex(name, chunk.offsets)], box.of_part(made))
+                covered += math.prod(chunk.sizes)
+            if covered != made.numel():
+                raise FormatError(
+                    f"the chunks of {name!r} in {self._folder} have {covered} elements together, "
+                    f"and the tensor has {made.numel()}"
+                )
+            yield made
+
+    def _load(self, place: layout.Place, view: torch.Tensor) -> None:
+        file = self._files[place.file]
+        number = layout.find(file, place.name)
+        _, shape, _ = file.reader.describe(number)
+        if shape != list(view.shape):
+            raise FormatError(
+                f"tensor {place.name!r} of {file.reader.uri} is {shape}, and the checkpoint says "
+                f"{list(view.shape)}"
+            )
+        if view.is_contiguous():
+            file.fill([view], [number])
+        else:
+            (loaded,), _ = file.read([number], torch.device("cpu"))
+            view.copy_(loaded)
+
+
+def is_checkpoint(uri: Any) -> bool:
+    """Tell whether a local folder, or what lies below an address that ends with a slash, is one."""
+    if not isinstance(uri, (str, os.PathLike)):
+        return False
+    return layout.is_there(layout.folder_of(uri))

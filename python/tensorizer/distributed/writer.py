@@ -1,0 +1,201 @@
+"""Writing the checkpoints of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem, metadata as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from .._types import TensorType
+from ..file.encryption import EncryptionParams
+from ..file.file_writer import FileWriter
+from ..streams.addresses import is_address
+from ..streams.open import open_stream
+from . import layout
+
+#: Bytes of tensors that a planner is asked for at a time, which may be copies.
+_BATCH_BYTES = 256 << 20
+
+
+class Writer(StorageWriter):
+    """Saves for ``torch.distributed.checkpoint``, in a folder or below an address.
+
+    ``dcp.save(state, storage_writer=Writer("s3://bucket/step-100"))``, also with ``async_save``.
+    Every rank writes one ``.tensors`` file, which appears once it is whole and on the disk; then
+    the coordinator writes ``checkpoint.json``, and with that the checkpoint is there. Until then an
+    older one in the same folder can be loaded; its files are removed afterwards (on servers they
+    stay). What is no tensor is stored as ``torch.save`` has it.
+
+    Args:
+        uri: The folder; None where ``dcp.save(checkpoint_id=...)`` names it.
+        encryption: A key to encrypt the tensors' data with, the same or another at every rank.
+            Names and shapes are not encrypted.
+        hashes: Which hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        OSError: A file cannot be written.
+        FileExistsError: There is a checkpoint, and ``overwrite`` is false.
+        NotImplementedError: A tensor is sparse, quantized or nested.
+
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[Any] | None = None,
+        *,
+        encryption: EncryptionParams | None = None,
+        hashes: str = "all",
+        overwrite: bool = True,
+    ) -> None:
+        super().__init__()
+        self._folder = None if uri is None else layout.folder_of(uri)
+        self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
+        self._rank, self._save_id = 0, ""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder."""
+        if self._folder is None:
+            raise ValueError("expected Writer(uri) or checkpoint_id=")
+        return self._folder
+
+    # What torch.distributed.checkpoint calls, in this order
+
+    def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
+        """Begin another checkpoint, perhaps in another folder."""
+        if checkpoint_id:
+            self._folder = layout.folder_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn which rank this is."""
+        if not kwargs.get("use_collectives", True):
+            raise NotImplementedError(
+                "use_collectives=False writes a checkpoint for each rank: give each a Writer of "
+                "its own folder, and no_dist=True"
+            )
+        rank = kwargs.get("rank")
+        known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._rank = known if rank is None else rank
+        # Not that of an earlier checkpoint, whose files stay until this one is there.
+        self._save_id = secrets.token_hex(8)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse to replace a checkpoint, where that was asked for."""
+        if not self._overwrite and layout.is_there(self.checkpoint_id):
+            raise FileExistsError(
+                f"there is a checkpoint at {self.checkpoint_id}, and overwrite is false"
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans: each rank knows the name of its file."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of this rank into its file."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        return done
+
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        file = f"rank-{self._rank:05}-{self._save_id}.tensors"
+        results = []
+        options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
+        with FileWriter(self._made(file), **options) as writer:
+            for batch in _batches(items):
+                tensors = [_resolved(item, planner) for item in batch]
+                names = [_name(item) for item in batch]
+                count = len(batch)
+                writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
+                results += [
+                    WriteResult(item.index, tensor.nbytes, layout.Place(file, name))
+                    for item, tensor, name in zip(batch, tensors, names, strict=True)
+                ]
+        return results
+
+    def _made(self, file: str) -> str:
+        """Return the path or address of a file in the folder, after making that."""
+        if not is_address(self.checkpoint_id):
+            Path(self.checkpoint_id).mkdir(parents=True, exist_ok=True)
+        return layout.join(self.checkpoint_id, file)
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what makes the files a checkpoint, and remove those of an older one."""
+        places = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        content = layout.encoded(dataclasses.replace(metadata, version=version), places)
+        local = not is_address(self.checkpoint_id)
+        before: list[str] = []
+        if local:
+            # One that cannot be read has no files that are known.
+            with contextlib.suppress(OSError, ValueError):
+                _, before = layout.read(self.checkpoint_id)
+        with open_stream(self._made(layout.FILE), "wb") as file:
+            file.write(content)
+        now = {place.file for place in places.values()}
+        for old in before:
+            if old not in now:
+                with contextlib.suppress(OSError):
+                    Path(layout.join(self.checkpoint_id, old)).unlink()
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+
+    def storage_meta(self) -> dcp.StorageMeta:
+        """Return what planners are told."""
+        return dcp.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
+        """Tell whether a folder can be named so."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        length = _length(item)
+        if batch and size + length > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += length
+    if batch:
+        yield batch
+
+
+def _length(item: WriteItem) -> int:
+    """Return about how many bytes an item has."""
+    data = item.tensor_data
+    if data is None:
+        return 0
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return the tensor of an item; what is none as the bytes of ``torch.save``."""
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        return data.detach()
+    assert isinstance(data, io.BytesIO)
+    return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+
+
+def _name(item: WriteItem) -> str:
+    """Return what the tensor of an item is called in the file of its rank."""
+    if item.type is WriteItemType.BYTE_IO or not item.index.offset or not any(item.index.offset):
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
