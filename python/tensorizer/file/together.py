@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -167,20 +168,22 @@ def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[to
 
 
 def _fetch(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor, verify: str | None) -> None:
-    """Read a batch into a buffer."""
+    """Read a batch into a buffer, on a thread of its own."""
     views = _views(file, batch, buffer)
     whole: list[tuple[torch.Tensor, plan.Piece]] = []
     cut: list[tuple[torch.Tensor, plan.Piece]] = []
     for view, piece in zip(views, batch.pieces, strict=True):
         shape = file.reader.describe(piece.number)[1]
         (whole if list(view.shape) == shape else cut).append((view, piece))
-    if whole:
-        file.fill([view for view, _ in whole], [piece.number for _, piece in whole], verify)
-    if cut:
-        sliced = file.sliced([(piece.number, piece.ranges) for _, piece in cut])
-        sliced.fill([view for view, _ in cut], range(len(cut)), verify)
-    if buffer.is_cuda:
-        torch.cuda.current_stream(buffer.device).synchronize()
+    # The device that is current is a matter of each thread.
+    with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
+        if whole:
+            file.fill([view for view, _ in whole], [piece.number for _, piece in whole], verify)
+        if cut:
+            sliced = file.sliced([(piece.number, piece.ranges) for _, piece in cut])
+            sliced.fill([view for view, _ in cut], range(len(cut)), verify)
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 def _deliver(
