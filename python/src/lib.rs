@@ -6,6 +6,7 @@ mod errors;
 mod file;
 mod gil;
 mod handle;
+mod heads;
 mod names;
 mod reader;
 mod sink;

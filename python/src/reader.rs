@@ -26,6 +26,7 @@ use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
+use crate::heads::{Given, Shown, for_python, known};
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::signals;
 use crate::source::Source;
@@ -125,6 +126,20 @@ impl Reader {
     fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
         Ok(Self::new(gil::without(py, || OPENING.source(source, base))?))
+    }
+
+    /// Opens an address, as `open_stream` does by default, or that of a folder with a model. Files of
+    /// which there are heads are opened without a request.
+    #[staticmethod]
+    #[pyo3(signature = (uri, heads = None))]
+    fn from_address(py: Python<'_>, uri: String, heads: Option<Vec<Given>>) -> Answer<Self> {
+        let known = known(heads.into_iter().flatten());
+        Ok(Self::new(gil::without(py, || OPENING.uri(&uri, &known))?))
+    }
+
+    /// What servers have said of its files, with all that comes before their tensors.
+    fn heads<'py>(&self, py: Python<'py>) -> Answer<Vec<Shown<'py>>> {
+        Ok(for_python(py, gil::without(py, || self.file.heads(&signals))?))
     }
 
     /// What a server sent along when the file was opened.

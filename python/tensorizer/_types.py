@@ -14,6 +14,11 @@ Name: TypeAlias = "str | tuple[str | int, ...]"
 FilterFuncType: TypeAlias = Callable[[Any], "bool | Any"]
 
 
+#: What a process has learnt by opening an address, for others: the address as it is shown, size,
+#: ETag, date, what the server said, and the first bytes.
+Head: TypeAlias = "tuple[str, int, str | None, str | None, list[tuple[str, str]], bytes]"
+
+
 class TensorType(enum.IntEnum):
     """What a tensor was in the object that was saved."""
 

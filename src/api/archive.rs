@@ -68,7 +68,9 @@ pub fn read_archive(
         })
     });
     let entries = entries.collect::<Result<_>>()?;
-    Ok(Part { source, format: Format::TorchZip, entries, metadata: Vec::new() })
+    // Its directory is at its end.
+    let (format, head_end) = (Format::TorchZip, 0);
+    Ok(Part { source, format, head_end, entries, metadata: Vec::new() })
 }
 
 fn bytes_dtype() -> Result<DType> {

@@ -13,7 +13,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::tensors::index;
 use crate::format::tensors::pair::PairId;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
-use crate::io::source::{ClosedSource, ReadAt, read_exact_at};
+use crate::io::source::{ClosedSource, KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
 /// Tensors, and where their bytes come from.
@@ -23,6 +23,15 @@ pub struct TensorFile {
     catalog: Catalog,
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
+    heads: Arc<Heads>,
+}
+
+/// How its files begin.
+pub(super) struct Heads {
+    /// The whole index of shards, where it came from a server.
+    pub of_index: Option<KnownHead>,
+    /// For each source how many of its first bytes hold its index; 0 where that is elsewhere.
+    pub ends: Vec<u64>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -47,8 +56,10 @@ impl TensorFile {
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
         own: Option<Own>,
+        heads: Heads,
     ) -> Self {
-        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own: own.map(Arc::new) }
+        let (own, heads) = (own.map(Arc::new), Arc::new(heads));
+        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own, heads }
     }
 
     /// The same file with other tensors in it.
@@ -85,7 +96,12 @@ impl TensorFile {
             sources: Mutex::new(self.sources()),
             catalog,
             own: self.own.clone(),
+            heads: Arc::clone(&self.heads),
         }
+    }
+
+    pub(super) fn known_heads(&self) -> &Heads {
+        &self.heads
     }
 
     /// Prologue and index as they are, if the file says that it is sealed.

@@ -8,10 +8,15 @@ use std::sync::Arc;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::format::shards::IN_FOLDERS;
-use crate::io::source::{ReadAt, address};
+use crate::io::source::{KnownHeads, ReadAt, address};
 
 /// Other names that a folder's only file may have.
 const ENDINGS: [&str; 3] = [".safetensors.index.json", ".safetensors", ".bin.index.json"];
+
+/// Schemes of servers that have folders, or keys that look like it.
+const SCHEMES: [&str; 3] = ["http://", "https://", "s3://"];
+/// What addresses of files end with, and hardly those of folders.
+const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// The file of a folder that is opened for it.
 pub fn find(folder: &Path) -> Result<PathBuf> {
@@ -43,46 +48,63 @@ pub fn find(folder: &Path) -> Result<PathBuf> {
 }
 
 /// Opens an address for reading, with the options of the environment. Where there is nothing, or the
-/// address ends with a slash, it is the beginning of the address of one of [`IN_FOLDERS`].
-pub fn open_address(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
-    // Servers that may not say what they have refuse what there is not.
-    let is_missing = |error: &Error| {
-        let missing = [ErrorKind::NotFound, ErrorKind::PermissionDenied];
-        matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))
-    };
-    if !uri.ends_with('/') {
-        match address::open(uri, cancel) {
-            Err(error) if is_missing(&error) && !is_of_a_file(uri) => {
-                return open_below(uri, cancel, is_missing)?.ok_or(error);
-            }
+/// address ends with a slash, it may be that of a folder with one of [`IN_FOLDERS`]. If a head is known
+/// of one of the files that it may name, it names that one.
+pub fn open_address(uri: &str, known: &KnownHeads, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let below = below(uri);
+    let itself = below.is_empty() || !uri.ends_with('/');
+    let places: Vec<String> = itself.then(|| uri.to_owned()).into_iter().chain(below).collect();
+    let is_known =
+        |place: &&String| address::shown(place).is_some_and(|shown| known.of(&shown).is_some());
+    if let Some(place) = places.iter().find(is_known) {
+        return address::open(place, known, cancel);
+    }
+    let mut missing = None;
+    for place in &places {
+        match address::open(place, known, cancel) {
+            Err(error) if is_missing(&error) => missing = missing.or(Some(error)),
             opened => return opened,
         }
     }
-    open_below(uri.trim_end_matches('/'), cancel, is_missing)?.ok_or_else(|| {
+    Err(missing.filter(|_| itself).unwrap_or_else(|| {
         let what = format!("there is none of {}", IN_FOLDERS.join(", "));
-        Error::io("opening", uri, io::Error::new(ErrorKind::NotFound, what))
-    })
+        let shown = address::shown(uri).unwrap_or_else(|| uri.to_owned());
+        Error::io("opening", &shown, io::Error::new(ErrorKind::NotFound, what))
+    }))
 }
 
-/// Whether an address ends as those of files do, and hardly those of folders.
-fn is_of_a_file(uri: &str) -> bool {
-    const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
-    uri.contains('?') || FILES.iter().any(|ending| uri.ends_with(ending))
+/// Servers that may not say what they have refuse what there is not.
+fn is_missing(error: &Error) -> bool {
+    let missing = [ErrorKind::NotFound, ErrorKind::PermissionDenied];
+    matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))
 }
 
-fn open_below(
-    prefix: &str,
-    cancel: &dyn Cancel,
-    is_missing: impl Fn(&Error) -> bool,
-) -> Result<Option<Arc<dyn ReadAt>>> {
-    if !["http://", "https://", "s3://"].iter().any(|scheme| prefix.starts_with(scheme)) {
-        return Ok(None);
+/// The files that an address names if it is that of a folder; none if it cannot be.
+fn below(uri: &str) -> Vec<String> {
+    let named = SCHEMES.iter().find_map(|scheme| uri.strip_prefix(scheme)).unwrap_or("");
+    let named = named.trim_matches('/');
+    let of_a_file = uri.contains('?') || FILES.iter().any(|ending| named.ends_with(ending));
+    if named.is_empty() || of_a_file {
+        return Vec::new();
     }
-    for name in IN_FOLDERS {
-        match address::open(&format!("{prefix}/{name}"), cancel) {
-            Err(error) if is_missing(&error) => {}
-            opened => return opened.map(Some),
+    let folder = uri.trim_end_matches('/');
+    IN_FOLDERS.iter().map(|name| format!("{folder}/{name}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_folders() {
+        for uri in ["http://h", "https://h/a/", "s3://b/k.d", "http://h/a.tensors.d//"] {
+            let folder = uri.trim_end_matches('/');
+            let expected: Vec<_> = IN_FOLDERS.iter().map(|n| format!("{folder}/{n}")).collect();
+            assert_eq!(below(uri), expected, "{uri}");
         }
+        for uri in ["http://", "s3:///", "http://h/f.tensors/", "s3://b/f.bin", "http://h/?a=/"] {
+            assert_eq!(below(uri), Vec::<String>::new(), "{uri}");
+        }
+        assert_eq!(below("redis://h/key/"), Vec::<String>::new());
     }
-    Ok(None)
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::archive::read_archive;
-use super::file::{Own, TensorFile};
+use super::file::{Heads, Own, TensorFile};
 use super::part::{Opening, Part, malformed, read_growing, read_up_to};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
@@ -16,7 +16,7 @@ use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::{index, pair};
 use crate::format::torch_zip;
-use crate::io::source::{Prefixed, ReadAt};
+use crate::io::source::{KnownHead, Prefixed, ReadAt};
 
 /// A source of which the first bytes were read.
 pub struct Head {
@@ -43,6 +43,12 @@ impl Head {
     /// Where they come from.
     pub fn source(&self) -> &Arc<dyn ReadAt> {
         &self.source
+    }
+
+    /// What its server said of the file that begins with these bytes.
+    pub fn known(&self, first: &[u8]) -> Option<KnownHead> {
+        let known = self.source.known_head().filter(|_| self.base == 0)?;
+        Some(KnownHead { first: first.into(), ..known })
     }
 
     /// All of the file, which may not be longer than `most`.
@@ -92,10 +98,11 @@ impl Head {
         for (number, entry) in part.entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
-        let Part { source, format, entries, metadata } = part;
+        let Part { source, format, head_end, entries, metadata } = part;
+        let heads = Heads { of_index: None, ends: vec![head_end] };
         let (entries, promised) = (Arc::new(entries), BTreeMap::new());
         let catalog = Catalog { format, entries, names, metadata, promised };
-        Ok(TensorFile::new(uri, vec![source], catalog, None))
+        Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
 
     /// Reads what the file has, as number `file` of several, of which `at_once` are opened at once.
@@ -143,8 +150,8 @@ impl Head {
         } else {
             self.source
         };
-        let format = Format::Safetensors;
-        Ok(Part { source, format, entries: found.entries, metadata: found.metadata })
+        let (format, head_end) = (Format::Safetensors, if base == 0 { data_at } else { 0 });
+        Ok(Part { source, format, head_end, entries: found.entries, metadata: found.metadata })
     }
 
     fn open_tensors(self, cancel: &dyn Cancel) -> Result<TensorFile> {
@@ -190,6 +197,8 @@ impl Head {
         };
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Vec::new());
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
-        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own)))
+        let end = if base == 0 { index_at.saturating_add(prologue.index_len) } else { 0 };
+        let heads = Heads { of_index: None, ends: vec![end] };
+        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))
     }
 }

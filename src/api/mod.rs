@@ -6,6 +6,7 @@ pub mod file;
 mod folder;
 mod head;
 pub mod headers;
+mod known;
 pub mod load;
 pub mod load_options;
 mod open;

@@ -14,7 +14,7 @@ use crate::cancel::{Cancel, Never};
 use crate::error::{Error, Result};
 use crate::format::shards;
 use crate::io::source::address::{self, Address};
-use crate::io::source::{FileSource, Pipe, PipeSource, ReadAt};
+use crate::io::source::{FileSource, KnownHeads, Pipe, PipeSource, ReadAt};
 
 impl TensorFile {
     /// Opens a local path: a file, the index of shards, or a folder that holds one of these.
@@ -29,11 +29,7 @@ impl TensorFile {
 
     /// Opens an address, such as `https://host/model.safetensors`, or a local path.
     pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
-        let opening = Opening { cancel, storages: false };
-        match address::parse(OsStr::new(uri))? {
-            Address::Path(path) => opening.path(&path),
-            Address::Scheme(_) => opening.source(folder::open_address(uri, cancel)?, 0),
-        }
+        Opening { cancel, storages: false }.uri(uri, &KnownHeads::default())
     }
 
     /// Opens a source. `base` is the position of the file's first byte in it; positions inside a
@@ -44,6 +40,15 @@ impl TensorFile {
 }
 
 impl Opening<'_> {
+    /// Opens an address or a local path. Files of which the heads are known are opened without a
+    /// request.
+    pub fn uri(&self, uri: &str, known: &KnownHeads) -> Result<TensorFile> {
+        match address::parse(OsStr::new(uri))? {
+            Address::Path(path) => self.path(&path),
+            Address::Scheme(_) => self.source(folder::open_address(uri, known, self.cancel)?, 0),
+        }
+    }
+
     /// Opens a local path.
     pub fn path(&self, path: &Path) -> Result<TensorFile> {
         let uri = path.display().to_string();

@@ -24,6 +24,8 @@ pub struct Part {
     pub source: Arc<dyn ReadAt>,
     /// Its format.
     pub format: Format,
+    /// How many of its first bytes hold its index; 0 where that is elsewhere.
+    pub head_end: u64,
     /// Its tensors, by position.
     pub entries: Vec<Entry>,
     /// Names and values.

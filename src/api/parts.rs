@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::file::TensorFile;
+use super::file::{Heads, TensorFile};
 use super::head::Head;
 use super::part::{Opening, Part, malformed};
 use crate::engine::workers;
@@ -23,6 +23,8 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
     let parts = open_all(&head, &index, &uri, opening)?;
     let promised = promised(&index, &uri)?;
+    let of_index = head.known(&json);
+    let ends = parts.iter().map(|part| part.head_end).collect();
     let mut sources = Vec::with_capacity(parts.len());
     let mut entries: Vec<Entry> = Vec::new();
     let mut metadata: BTreeMap<String, String> = BTreeMap::new();
@@ -56,7 +58,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     }
     let promised = if format.names_tensors() { BTreeMap::new() } else { index.tensors };
     let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
-    Ok(TensorFile::new(uri, sources, catalog, None))
+    Ok(TensorFile::new(uri, sources, catalog, None, Heads { of_index, ends }))
 }
 
 /// The file of each tensor that the index names, by the stored form of its name.

@@ -73,6 +73,7 @@ http {{
       if ($http_x_token != "secret") {{ return 403; }}
       alias {folder}/root/;
     }}
+    location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden"; }}
     location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
     location /elsewhere/ {{ return 307 http://localhost:{port}/token/f.tensors; }}
     location /loop/ {{ return 302 /loop/again; }}

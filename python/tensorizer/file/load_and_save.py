@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import FilterFuncType, Name
+from .._types import FilterFuncType, Head, Name
 from ..tensors.sharding import Shard
 from . import to_safetensors
 from .choice import Choice
@@ -19,8 +19,6 @@ from .writer import TensorSerializer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .._native import Head
 
 
 def load(

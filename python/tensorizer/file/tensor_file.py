@@ -10,13 +10,13 @@ import mmap as memory_maps
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .._errors import CryptographyError
 from .._native import Reader
-from .._types import Name
+from .._types import Head, Name
 from ..streams.addresses import is_address, open_model
 from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
@@ -24,9 +24,6 @@ from . import opening
 from .arguments import check_num_readers, checked_dtype, checked_verification
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
-
-if TYPE_CHECKING:
-    from .._native import Head
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20

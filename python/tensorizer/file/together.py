@@ -6,19 +6,16 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from .._types import Head
 from ..group import plan
 from ..group.exchange import BATCH_BYTES, Exchange
 from ..group.members import Members
 from ..tensors.exchange import cast_dtype, dtype_of
 from .parts import Wanted
 from .tensor_file import TensorFile
-
-if TYPE_CHECKING:
-    from .._native import Head
 
 #: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
 _ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES

@@ -5,7 +5,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{FileSource, ReadAt};
+use super::{FileSource, KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 #[cfg(any(feature = "http", feature = "redis"))]
@@ -59,24 +59,34 @@ fn split(uri: &[u8]) -> Option<(String, &[u8])> {
     (letter && word).then_some((scheme, rest.get(3..)?))
 }
 
-/// Opens an address or a local path for reading, with the options of the environment.
-pub fn open(uri: &str, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+/// An address as the head of its file has it; None for what no head is known of.
+pub fn shown(uri: &str) -> Option<String> {
+    let Ok(Address::Scheme(scheme)) = parse(OsStr::new(uri)) else { return None };
+    match scheme.as_str() {
+        #[cfg(feature = "http")]
+        "http" | "https" => super::http::shown(uri),
+        #[cfg(feature = "s3")]
+        "s3" => super::s3::shown(uri),
+        _ => None,
+    }
+}
+
+/// Opens an address or a local path for reading, with the options of the environment. Files of which
+/// the heads are known are opened without a request.
+pub fn open(uri: &str, known: &KnownHeads, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let scheme = match parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
         Address::Scheme(scheme) => scheme,
     };
+    #[cfg(any(feature = "http", feature = "redis"))]
+    let options = NetOptions { known: known.clone(), ..NetOptions::from_environment()? };
     match scheme.as_str() {
         #[cfg(feature = "http")]
-        "http" | "https" => super::http::open(uri, NetOptions::from_environment()?, cancel),
+        "http" | "https" => super::http::open(uri, options, cancel),
         #[cfg(feature = "s3")]
-        "s3" => super::s3::open(
-            uri,
-            &crate::io::net::s3::S3Options::default(),
-            NetOptions::from_environment()?,
-            cancel,
-        ),
+        "s3" => super::s3::open(uri, &crate::io::net::s3::S3Options::default(), options, cancel),
         #[cfg(feature = "redis")]
-        "redis" | "rediss" => super::redis::open(uri, NetOptions::from_environment()?, cancel),
+        "redis" | "rediss" => super::redis::open(uri, options, cancel),
         _ => Err(Error::Unsupported(format!(
             "`{scheme}://` addresses: this build has no such feature"
         ))),

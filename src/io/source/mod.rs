@@ -6,6 +6,7 @@ mod direct;
 mod file;
 #[cfg(feature = "http")]
 pub mod http;
+mod known;
 mod memory;
 mod pipe;
 mod prefixed;
@@ -17,6 +18,7 @@ pub mod s3;
 pub use closed::ClosedSource;
 pub use direct::DirectReader;
 pub use file::FileSource;
+pub use known::{KnownHead, KnownHeads};
 pub use memory::MemorySource;
 pub use pipe::{Opener, Pipe, PipeSource, Stream};
 pub use prefixed::Prefixed;
@@ -88,6 +90,12 @@ pub trait ReadAt: Send + Sync {
     /// Fields that a server sent along, by name.
     fn headers(&self) -> &[(String, String)] {
         &[]
+    }
+
+    /// What its server said of it, without its first bytes; None where there is no server, or where it
+    /// can only be read front to back.
+    fn known_head(&self) -> Option<KnownHead> {
+        None
     }
 
     /// The file behind it, where it is a local regular file that can be mapped.

@@ -30,7 +30,7 @@ pub fn open(
 ) -> Result<Arc<dyn ReadAt>> {
     let (bucket, key) = parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
-    let shown = format!("s3://{bucket}/{key}");
+    let shown = show(bucket, key);
     let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown);
     let resolved = wait_for(&shown, &http, cancel, found)?;
     let Some(keys) = resolved.credentials.clone() else {
@@ -40,6 +40,15 @@ pub fn open(
     let (bucket, key, headers) = (bucket.to_owned(), key.to_owned(), http.headers.clone());
     let signer = Signer { resolved: Arc::new(resolved), keys, bucket, key, headers };
     http::open_signed(Box::new(signer), tls, &shown, http, cancel)
+}
+
+/// An address as messages show it; None for what is none.
+pub fn shown(uri: &str) -> Option<String> {
+    parse(uri).ok().map(|(bucket, key)| show(bucket, key))
+}
+
+fn show(bucket: &str, key: &str) -> String {
+    format!("s3://{bucket}/{key}")
 }
 
 /// Signs the address of an object.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
 
-use super::{Opener, PipeSource, ReadAt, Traits};
+use super::{KnownHead, Opener, PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{NetOptions, Tries, show_text};
@@ -18,7 +18,7 @@ use client::{Clients, Target};
 use named::Named;
 #[cfg(feature = "s3")]
 pub use named::{Sign, Work};
-use reply::{Identity, Range};
+use reply::{First, Identity, Range};
 
 /// What the first request asks for: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
@@ -30,6 +30,8 @@ const FIRST_CONNECTIONS: usize = 4;
 const MOST_CONNECTIONS: usize = 32;
 /// Reading this much costs less than another request.
 const MERGE_GAP: u64 = 512 << 10;
+/// Fields of answers that may hold secrets: sessions, and addresses with their queries.
+const SECRETS: [&str; 4] = ["content-location", "link", "location", "set-cookie"];
 
 /// A server's file that can be read at positions.
 pub struct HttpSource {
@@ -40,7 +42,7 @@ pub struct HttpSource {
     clients: Clients,
     options: NetOptions,
     identity: Identity,
-    head: Vec<u8>,
+    head: Arc<[u8]>,
     headers: Vec<(String, String)>,
     tls: bool,
 }
@@ -97,29 +99,9 @@ fn open_named(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
-    let mut tries = Tries::new("reading", &options, cancel).opening();
-    let head = Range { start: 0, end: HEAD_LEN };
-    let (moved, reply, head) = loop {
-        let found = clients.with(&tries, |client| {
-            client.run(&tries, async {
-                let (moved, response) = named.ask(client, None, Some(head), None, &tries).await?;
-                let reply = reply::first(&response, head)?;
-                if !reply.ranges {
-                    return Ok((moved, reply, Vec::new()));
-                }
-                let mut bytes = Vec::new();
-                // The body of a refused range is a page.
-                if reply.identity.len != Some(0) {
-                    client.collect(response, reply.len, &mut bytes, &tries).await?;
-                }
-                Ok((moved, reply, bytes))
-            })
-        });
-        match found {
-            Ok(found) => break found,
-            Err(failure) if tries.renews(&failure) => {}
-            Err(failure) => tries.wait(failure, 0, &shown)?,
-        }
+    let (moved, reply, head) = match options.known.of(&shown) {
+        Some(known) => (None, First::known(known)?, Arc::clone(&known.first)),
+        None => ask_first(&named, &clients, &shown, &options, cancel)?,
     };
     if !reply.ranges {
         let (folder, like, known) = (named.beside(""), shown.clone(), options.clone());
@@ -144,6 +126,40 @@ fn open_named(
     }))
 }
 
+/// What the first request has found: where redirects have led, what the server said, and the first
+/// bytes of a file that can be read at positions.
+type Asked = (Option<Arc<Target>>, First, Arc<[u8]>);
+
+fn ask_first(
+    named: &Named,
+    clients: &Clients,
+    shown: &str,
+    options: &NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<Asked> {
+    let mut tries = Tries::new("reading", options, cancel).opening();
+    let head = Range { start: 0, end: HEAD_LEN };
+    loop {
+        let found = clients.with(&tries, |client| {
+            client.run(&tries, async {
+                let (moved, response) = named.ask(client, None, Some(head), None, &tries).await?;
+                let reply = reply::first(&response, head)?;
+                let mut bytes = Vec::new();
+                // The body of a refused range is a page.
+                if reply.ranges && reply.identity.len != Some(0) {
+                    client.collect(response, reply.len, &mut bytes, &tries).await?;
+                }
+                Ok((moved, reply, bytes.into()))
+            })
+        });
+        match found {
+            Ok(found) => return Ok(found),
+            Err(failure) if tries.renews(&failure) => {}
+            Err(failure) => tries.wait(failure, 0, shown)?,
+        }
+    }
+}
+
 /// Opens another file in the same folder, in the same way.
 fn beside(
     named: &Named,
@@ -166,7 +182,11 @@ impl HttpSource {
     }
 }
 
-/// An address as messages show it.
+/// An address as messages show it; None for what is none.
+pub fn shown(address: &str) -> Option<String> {
+    Url::parse(address).ok().map(|url| show(&url))
+}
+
 fn show(url: &Url) -> String {
     let mut url = url.clone();
     let query = url.query().is_some();
@@ -242,5 +262,13 @@ impl ReadAt for HttpSource {
 
     fn headers(&self) -> &[(String, String)] {
         &self.headers
+    }
+
+    fn known_head(&self) -> Option<KnownHead> {
+        let Identity { len, tag, modified } = self.identity.clone();
+        let harmless = |(name, _): &&(String, String)| !SECRETS.contains(&name.as_str());
+        let headers = self.headers.iter().filter(harmless).cloned().collect();
+        let (uri, len, first) = (self.shown.clone(), len?, Arc::default());
+        Some(KnownHead { uri, len, tag, modified, headers, first })
     }
 }

@@ -9,7 +9,9 @@ use reqwest::header::{
 };
 use reqwest::{Response, StatusCode};
 
+use crate::error::Error;
 use crate::io::net::Failure;
+use crate::io::source::KnownHead;
 
 /// What S3 and its like say of credentials and addresses that have expired.
 const EXPIRED: [&str; 5] = [
@@ -39,8 +41,8 @@ impl Range {
 pub struct Identity {
     /// Bytes of the file, where that is known.
     pub len: Option<u64>,
-    tag: Option<String>,
-    modified: Option<String>,
+    pub tag: Option<String>,
+    pub modified: Option<String>,
 }
 
 /// The first response.
@@ -51,6 +53,22 @@ pub struct First {
     pub len: Option<u64>,
     pub identity: Identity,
     pub headers: Vec<(String, String)>,
+}
+
+impl First {
+    /// The response that another opening got. A head that cannot be of its file is the error.
+    pub fn known(head: &KnownHead) -> crate::error::Result<Self> {
+        let found = head.first.len() as u64;
+        if found > head.len {
+            return Err(Error::InvalidArgument(format!(
+                "the known head of `{}`: expected at most the {} bytes of the file, found {found}",
+                head.uri, head.len
+            )));
+        }
+        let (tag, modified) = (head.tag.clone(), head.modified.clone());
+        let identity = Identity { len: Some(head.len), tag, modified };
+        Ok(First { ranges: true, len: Some(found), identity, headers: head.headers.clone() })
+    }
 }
 
 fn text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {

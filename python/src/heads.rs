@@ -1,0 +1,31 @@
+//! Heads of files as Python hands them on: plain tuples.
+
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
+use tensorizer::source::{KnownHead, KnownHeads};
+
+/// Address, bytes of the file, `ETag`, `Last-Modified`, what the server sent along, first bytes.
+type Head<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String)>, B);
+/// One that Python hands in.
+pub type Given = Head<PyBackedBytes>;
+/// One that it is handed.
+pub type Shown<'py> = Head<Bound<'py, PyBytes>>;
+
+/// What Python hands in, for the core.
+pub fn known(heads: impl Iterator<Item = Given>) -> KnownHeads {
+    let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
+        let first: &[u8] = &first;
+        KnownHead { uri, len, tag, modified, headers, first: first.into() }
+    });
+    heads.collect()
+}
+
+/// What the core has found, for Python.
+pub fn for_python(py: Python<'_>, heads: Vec<KnownHead>) -> Vec<Shown<'_>> {
+    let heads = heads.into_iter().map(|head| {
+        let KnownHead { uri, len, tag, modified, headers, first } = head;
+        (uri, len, tag, modified, headers, PyBytes::new(py, &first))
+    });
+    heads.collect()
+}

@@ -1,0 +1,371 @@
+"""Files of servers that are opened without a request, from what another opening has learnt."""
+
+import functools
+import pickle
+import shutil
+
+import pytest
+import redis
+import tensorizer
+import torch
+from conftest import assert_same
+from packing import filled, pack, pack_tensors
+from safetensors.torch import load_file
+from servers import Nginx, Redis, Relay
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer._C import Reader
+from tensorizer.streams.addresses import open_model
+from tensorizer.tensors.exchange import take
+from test_shards import INDEX, TENSORS, write_shards
+
+#: As many bytes as the format of a file is told by.
+LEAST = 73
+#: Bytes of a file that the first request asks for.
+FIRST_REQUEST = 1 << 20
+MANY = {f"model.layers.{i}.self_attn.weight": filled("U8", (i % 5,), i) for i in range(20_000)}
+FILES = ["f.tensors", "many.tensors", "many.safetensors", "empty.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "many.safetensors").write_bytes(pack_tensors(MANY))
+    (folder / "empty.safetensors").write_bytes(pack({}))
+    tensorizer.save(TENSORS, folder / "f.tensors")
+    tensorizer.save(load_file(folder / "many.safetensors"), folder / "many.tensors")
+    torch.save(TENSORS, folder / "f.bin")
+    write_shards(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nginx(root, tmp_path_factory):
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    shutil.copytree(root, server.root, dirs_exist_ok=True)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def settings(no_settings_of_the_machine, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
+
+
+def hand_on(heads):
+    """Return what another process would get."""
+    return pickle.loads(pickle.dumps(heads))
+
+
+def load(reader):
+    numbers = list(range(len(reader)))
+    options = {"readers": None, "map": False, "device": -1, "apart": False}
+    handle, _ = reader.load(numbers, verify="nothing", **options)
+    return dict(zip(reader.names(numbers), take(handle), strict=True))
+
+
+def check(loaded, expected=TENSORS):
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        assert_same(loaded[name].detach(), tensor)
+
+
+def check_the_same(address, requests, expected=TENSORS):
+    """Open an address twice, load what was opened without a request, and return the heads."""
+    first = Reader.from_address(address)
+    heads = hand_on(first.heads())
+    before = requests()
+    second = Reader.from_address(address, heads)
+    assert requests() == before
+    assert (second.uri, second.format, second.files()) == (first.uri, first.format, first.files())
+    assert second.offsets() == first.offsets()
+    assert second.metadata == first.metadata
+    assert second.headers() == first.headers()
+    assert second.heads() == heads
+    assert requests() == before
+    check(load(second), expected)
+    return heads
+
+
+# Without a request
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_file(nginx, root, name):
+    address = f"{nginx.http}/{name}"
+    expected = tensorizer.load(root / name, "cpu")
+    [head] = check_the_same(address, nginx.requests, expected)
+    uri, size, etag, modified, headers, first = head
+    data = (root / name).read_bytes()
+    assert (uri, size) == (address, len(data))
+    assert (etag, modified) == (dict(headers)["etag"], dict(headers)["last-modified"])
+    begin = min((at for at, _ in Reader.from_path(str(root / name)).offsets()), default=len(data))
+    assert first == data[: len(first)]
+    assert len(first) <= max(begin, LEAST)
+    assert (len(first) > FIRST_REQUEST) == name.startswith("many")
+
+
+@pytest.mark.parametrize("place", [INDEX, "", "/"])
+def test_shards(nginx, place):
+    address = f"{nginx.http}/model" + (place and f"/{place.strip('/')}")
+    heads = check_the_same(address, nginx.requests)
+    assert [uri.rpartition("/")[2] for uri, *_ in heads[:2]] == [
+        INDEX,
+        "model-00001-of-00004.safetensors",
+    ]
+    assert len(heads) == 5
+    assert all(uri.startswith(f"{nginx.http}/model/") for uri, *_ in heads)
+
+
+def test_only_ranges_of_data_are_read(nginx, root):
+    reader = Reader.from_address(f"{nginx.http}/many.safetensors")
+    second = Reader.from_address(f"{nginx.http}/many.safetensors", reader.heads())
+    before = len(nginx.requests())
+    load(second)
+    answers = [line.split('"')[2].split() for line in nginx.requests()[before:]]
+    assert {status for status, _ in answers} == {"206"}
+    size = sum(second.data_lens())
+    assert (
+        sum(int(sent) for _, sent in answers) == size < (root / "many.safetensors").stat().st_size
+    )
+
+
+@pytest.fixture
+def bucket(s3, root, monkeypatch):
+    client = s3.client()
+    for path in [root / "f.tensors", *(root / "model").iterdir()]:
+        client.upload_file(str(path), "bucket", str(path.relative_to(root)))
+    with Relay(s3.host) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
+        yield relay
+
+
+@pytest.mark.parametrize("place", ["f.tensors", f"model/{INDEX}", "model", "model/"])
+def test_objects_of_s3(bucket, place):
+    heads = check_the_same(f"s3://bucket/{place}", lambda: len(bucket.requests))
+    expected = f"model/{INDEX}" if "model" in place else place
+    assert heads[0][0] == f"s3://bucket/{expected}"
+    assert all(uri.startswith("s3://bucket/") for uri, *_ in heads)
+    for secret in (b"secret", b"Signature", b"Credential"):
+        assert secret not in pickle.dumps(heads)
+
+
+def test_the_keys_of_s3cfg(bucket, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    keys = "access_key = from-the-file\nsecret_key = secret"
+    text = f"[default]\n{keys}\nhost_base = {bucket.host}\nuse_https = False\n"
+    (tmp_path / ".s3cfg").write_text(text)
+    check_the_same("s3://bucket/f.tensors", lambda: len(bucket.requests))
+    assert set(bucket.signers) == {"from-the-file"}
+
+
+def test_archives_of_torch(nginx, root):
+    """Their directories are at their ends, and asked for again."""
+    address = f"{nginx.http}/f.bin"
+    with open_model(address) as stream:
+        expected = Reader.from_source(stream._native_source(), 0)
+    reader = Reader.from_address(address)
+    [head] = hand_on(reader.heads())
+    assert head[-1] == (root / "f.bin").read_bytes()[:LEAST]
+    numbers = list(range(len(expected)))
+    for opened in (reader, Reader.from_address(address, [head])):
+        assert opened.format == expected.format == "torch"
+        assert opened.names(numbers) == expected.names(numbers)
+        assert opened.offsets() == expected.offsets()
+        assert opened.read(numbers) == expected.read(numbers)
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("place", ["f.tensors", "f.tensors?token=hidden#x", "model/", "model"])
+def test_secrets_of_addresses(nginx, place):
+    address = f"http://user:word@127.0.0.1:{nginx.port}/auth/{place}"
+    heads = check_the_same(address, nginx.requests)
+    assert heads[0][0].startswith(f"{nginx.http}/auth/{place.partition('?')[0]}")
+    assert heads[0][0].endswith("?...") == ("?" in place)
+    for secret in (b"user", b"word", b"hidden"):
+        assert secret not in pickle.dumps(heads)
+
+
+def test_secrets_of_answers(nginx):
+    reader = Reader.from_address(f"{nginx.http}/session/f.tensors")
+    assert ("set-cookie", "session=hidden") in reader.headers()
+    [head] = reader.heads()
+    assert "set-cookie" not in dict(head[4])
+    assert b"hidden" not in pickle.dumps(head)
+
+
+# Files that have changed
+
+
+def test_a_file_that_was_replaced(nginx, tmp_path):
+    path = nginx.root / "replaced.tensors"
+    tensorizer.save(TENSORS, path)
+    address = f"{nginx.http}/replaced.tensors"
+    heads = Reader.from_address(address).heads()
+    tensorizer.save(TENSORS | {"scalar": torch.arange(900)}, tmp_path / "new")
+    shutil.move(tmp_path / "new", path)
+    before = nginx.requests()
+    reader = Reader.from_address(address, heads)
+    assert nginx.requests() == before
+    with pytest.raises(OSError, match=r"the file changed while it was read: its ETag was"):
+        load(reader)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="404"):
+        load(reader)
+
+
+def test_a_shard_that_was_replaced(nginx, root):
+    shutil.copytree(root / "model", nginx.root / "changing")
+    address = f"{nginx.http}/changing/"
+    heads = Reader.from_address(address).heads()
+    shard = nginx.root / "changing/model-00003-of-00004.safetensors"
+    shard.write_bytes(shard.read_bytes() + b" ")
+    with pytest.raises(OSError, match=r"00003-of-00004.*the file changed while it was read"):
+        load(Reader.from_address(address, heads))
+
+
+# What is handed in
+
+
+@pytest.mark.parametrize("known", [0, 1, 8, 72, LEAST, 100, 5000])
+def test_less_than_the_whole_index(nginx, known):
+    address = f"{nginx.http}/model/{INDEX}"
+    heads = Reader.from_address(address).heads()
+    heads = [(*head[:5], head[5][:known]) for head in heads]
+    check(load(Reader.from_address(address, heads)))
+    # A shard is asked for, and the others are not.
+    whole = Reader.from_address(address).heads()
+    check(load(Reader.from_address(address, whole[:3] + whole[4:])))
+
+
+def test_heads_of_other_files(nginx):
+    heads = Reader.from_address(f"{nginx.http}/many.tensors").heads()
+    check(load(Reader.from_address(f"{nginx.http}/f.tensors", heads)))
+
+
+def test_heads_that_cannot_be(nginx):
+    address = f"{nginx.http}/f.tensors"
+    [head] = Reader.from_address(address).heads()
+    uri, size, etag, modified, headers, first = head
+    opened = functools.partial(Reader.from_address, address)
+    with pytest.raises(ValueError, match=rf"at most the {len(first) - 1} bytes .*{len(first)}$"):
+        opened([(uri, len(first) - 1, etag, modified, headers, first)])
+    with pytest.raises(tensorizer.TruncatedError):
+        opened([(uri, len(first) + 1, etag, modified, headers, first)])
+    with pytest.raises(tensorizer.FormatError, match="is empty"):
+        opened([(uri, 0, etag, modified, headers, b"")])
+    with pytest.raises(tensorizer.FormatError):
+        opened([(uri, size, etag, modified, headers, b"\xff" * len(first))])
+    for odd in ((2**64 - 1, etag), (size, 'W/"x"'), (size, '"two\r\nlines"'), (size, '"ü"')):
+        with pytest.raises(OSError, match=r"f\.tensors"):
+            load(opened([(uri, *odd, modified, headers, first)]))
+    with pytest.raises(OSError, match="Last-Modified was then"):
+        load(opened([(uri, size, etag, "then", headers, first)]))
+    for wrong in (head[:5], [*head], (*head[:5], "text"), (uri, "1", *head[2:]), None):
+        with pytest.raises((TypeError, ValueError), match="heads"):
+            opened([wrong])
+    with pytest.raises(OverflowError):
+        opened([(uri, -1, *head[2:])])
+    check(load(opened([(uri, size, None, None, [], first)])))
+
+
+# What gives no heads
+
+
+def test_nothing_to_hand_on(nginx, root, tmp_path):
+    for address in (
+        str(root / "f.tensors"),
+        (root / "model").as_uri(),
+        f"{nginx.http}/whole/f.tensors",
+    ):
+        reader = Reader.from_address(address)
+        assert reader.heads() == []
+        check(load(Reader.from_address(address, reader.heads())))
+    reader = Reader.from_address(f"{nginx.http}/f.tensors")
+    heads = reader.heads()
+    assert reader.sliced([(reader.find("large"), [(1, 3), (0, 1000)])]).heads() == heads
+    reader.close()
+    assert reader.heads() == []
+    with (tmp_path / "framed").open("wb+") as file:
+        file.write(b"before")
+        with TensorSerializer(file) as serializer:
+            serializer.write_state_dict(TENSORS)
+    shutil.copy(tmp_path / "framed", nginx.root)
+    with open_model(f"{nginx.http}/framed") as stream:
+        [head] = Reader.from_source(stream._native_source(), 6).heads()
+        assert len(head[-1]) == LEAST
+
+
+def test_redis(root, tmp_path):
+    server = Redis(tmp_path)
+    try:
+        with (
+            redis.Redis(port=server.port) as client,
+            TensorDeserializer(root / "f.tensors", "cpu", lazy_load=True) as deserializer,
+        ):
+            deserializer.to_redis(client, "model")
+        reader = Reader.from_address(f"{server.address}/model")
+        assert reader.heads() == []
+        check(load(Reader.from_address(f"{server.address}/model", [])))
+    finally:
+        server.stop()
+
+
+# The same as other ways to open
+
+
+def outcome(function):
+    try:
+        reader = function()
+    except Exception as error:
+        return type(error)
+    return reader.uri, reader.names(list(range(len(reader))))
+
+
+ODD = [
+    "{http}/nothing",
+    "{http}/nothing/",
+    "{http}/nothing.tensors",
+    "{http}/f.tensors/",
+    "{http}/f.tensors?a=/",
+    "{http}/model?a",
+    "{http}/model//",
+    "{http}/token/f.tensors",
+    "{http}/token/",
+    "{http}/moved/f.tensors",
+    "{http}/moved/model/",
+    "{http}/loop/f",
+    "{http}",
+    "HTTP://127.0.0.1:{port}/f.tensors",
+    "HTTP://127.0.0.1:{port}/model",
+    "{https}/f.tensors",
+    "http://",
+    "http://127.0.0.1:1/f",
+    "s3://bucket",
+    "s3://bucket/",
+    "s3://bucket/model",
+    "s3://bucket/nothing/",
+    "S3://bucket/f.tensors",
+    "redis://127.0.0.1:1/key/",
+    "gs://bucket/f",
+]
+
+
+@pytest.mark.parametrize("address", ODD)
+def test_the_same_as_by_streams(nginx, bucket, address):
+    address = address.format(http=nginx.http, https=nginx.https, port=nginx.port)
+
+    def by_stream():
+        with open_model(address) as stream:
+            return Reader.from_source(stream._native_source(), 0)
+
+    expected = outcome(by_stream)
+    assert outcome(lambda: Reader.from_address(address)) == expected
+    if isinstance(expected, tuple):
+        heads = Reader.from_address(address).heads()
+        before = nginx.requests(), len(bucket.requests)
+        assert outcome(lambda: Reader.from_address(address, heads)) == expected
+        assert (nginx.requests(), len(bucket.requests)) == before
