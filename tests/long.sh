@@ -30,6 +30,7 @@ for feature in cuda http redis s3; do
   try "the core with $feature alone" cargo check --package tensorizer --no-default-features --features $feature
 done
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
+try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py
 for torch in $torches; do
   try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"
   rm -rf ".venv-$torch"

@@ -41,6 +41,8 @@ struct Given {
     threads: Option<usize>,
     hashes: String,
     encryption: Option<Py<Encryption>>,
+    metadata: Option<Vec<(String, String)>>,
+    clear_metadata: bool,
 }
 
 impl Given {
@@ -54,8 +56,9 @@ impl Given {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let Given { alignment, threads, .. } = self;
-        Ok(SaveOptions { alignment, threads, hashes, encryption, pair: None })
+        let Given { alignment, threads, metadata, clear_metadata, .. } = self;
+        let pair = None;
+        Ok(SaveOptions { alignment, threads, hashes, encryption, pair, metadata, clear_metadata })
     }
 }
 
@@ -163,20 +166,19 @@ impl Writer {
         self.with(py, move |writer| writer.write(to_save(&lent, names, kinds, modules)?, &signals))
     }
 
-    /// Writes lent tensors as all of a safetensors file, with names and values of its metadata.
+    /// Writes lent tensors as all of a safetensors file.
     fn write_safetensors(
         &self,
         py: Python<'_>,
         handle: &Handle,
         names: Vec<Bound<'_, PyAny>>,
-        metadata: Vec<(String, String)>,
     ) -> Answer<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.with(py, move |writer| {
             let count = names.len();
             let tensors = to_save(&lent, names, vec![2; count], vec![0; count])?;
-            writer.write_safetensors(tensors, &metadata, &signals)
+            writer.write_safetensors(tensors, &signals)
         })
     }
 

@@ -138,6 +138,23 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             "--alignment", type=_alignment, metavar="N", help="of tensors' data, in bytes; 64"
         )
+        made.add_argument(
+            "--verify",
+            action="store_true",
+            help="read both again and compare them, with status 1 if they differ",
+        )
+        made.set_defaults(clear_metadata=False)
+        metadata = made.add_mutually_exclusive_group()
+        metadata.add_argument(
+            "--drop-metadata", action="store_true", help="leave the file's metadata out"
+        )
+        if name in {"encrypt", "rekey"}:
+            metadata.add_argument(
+                "--clear-metadata",
+                action="store_true",
+                help="copy the metadata of a plain file, which an encrypted one has in the clear; "
+                "without one of these two, a file with metadata is refused",
+            )
         return made
 
     command("ls", "List the tensors of a file.", "file")
@@ -149,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     _decrypts(cp, "the key, if it is encrypted, one of")
     _encrypts(copies("encrypt", "Copy a file, encrypted."), "", "the key, one of")
     _decrypts(copies("decrypt", "Copy an encrypted file as plain data."), "the key, one of")
-    rekey = copies("rekey", "Copy an encrypted file under another key.")
+    rekey = copies("rekey", "Copy an encrypted file under another key, with its metadata.")
     _decrypts(rekey, "the old key, one of")
     _encrypts(rekey, "new-", "the new key, one of")
     return parser

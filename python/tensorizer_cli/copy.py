@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorType, save
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_safetensors import is_meant
 
 from . import keys, redis_target
+from .compare import DAMAGES, differences
 from .file import File
 from .output import Report, plural, without_password
 from .progress import Progress, size
 
 _ALIGNMENT = 64
+_DIFFERENT = 1
 
 
 def cp(options: argparse.Namespace) -> int:
@@ -51,6 +54,14 @@ def _run(
     at_once = is_meant(options.target, None)
     with File(options.file, params, options.readers, mmap=at_once) as source:
         source.check_key(*hint)
+        if options.verify and not source.reader.seekable:
+            raise ValueError(
+                f"--verify reads {source.shown} a second time, and it comes front to back only"
+            )
+        if options.drop_metadata:
+            source.metadata = {}
+        if encryption is not None and not options.clear_metadata:
+            _refuse_to_disclose(source)
         if not redis_target.is_meant(options.target):
             _copy(source, options.target, encryption, options)
         elif _is_stored_as_it_is(source, params, encryption, options):
@@ -58,13 +69,21 @@ def _run(
         else:
             with redis_target.changed(options.target) as file:
                 _copy(source, file, encryption, options)
-    seconds = time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        found = _verified(source, encryption, options, report) if options.verify else []
     rate = source.total / max(seconds, 1e-6)
     target = without_password(options.target)
     report.done(
         f"{done}: {plural(len(source), 'tensor')}, {size(source.total)} in {seconds:.2f} s, "
         f"{size(rate)}/s, to {target}"
     )
+    if options.verify:
+        report.done(
+            f"{plural(len(found), 'difference')} between {source.shown} and {target}"
+            if found
+            else f"verified: {target} has the same tensors and metadata"
+        )
+    checked = {"verified": not found, "differences": found} if options.verify else {}
     report.result(
         file=source.shown,
         target=target,
@@ -72,8 +91,43 @@ def _run(
         bytes=source.total,
         seconds=round(seconds, 6),
         bytes_per_second=round(rate),
+        **checked,
     )
-    return 0
+    return _DIFFERENT if found else 0
+
+
+def _refuse_to_disclose(source: File) -> None:
+    """Refuse to encrypt a file with metadata, unless these are in the clear as it is."""
+    if source.metadata and not source.reader.encrypted:
+        raise ValueError(
+            f"{source.shown} has metadata, which an encrypted file would have in the clear: "
+            "--clear-metadata copies them so, --drop-metadata leaves them out"
+        )
+
+
+def _verified(
+    source: File,
+    encryption: EncryptionParams | None,
+    options: argparse.Namespace,
+    report: Report,
+) -> list[dict[str, Any]]:
+    """Read the copy again from where it was written, and return what differs."""
+    params = None
+    if encryption is not None:
+        params = DecryptionParams.from_key(encryption.key, require_manifest=options.manifest)
+    all_found: list[dict[str, Any]] = []
+    try:
+        with (
+            File(options.target, params, options.readers) as copy,
+            Progress(source.total, options) as progress,
+        ):
+            for found, line in differences(source, copy, progress, copied=True):
+                report.finding(line)
+                all_found.append(found)
+    except DAMAGES as error:
+        report.finding(str(error))
+        all_found.append({"name": None, "difference": "damage", "message": str(error)})
+    return all_found
 
 
 def _is_stored_as_it_is(
@@ -84,6 +138,7 @@ def _is_stored_as_it_is(
 ) -> bool:
     """Tell whether the bytes of a file are what a server is to have."""
     same = params is None and encryption is None and options.alignment is None
+    same = same and source.metadata == dict(source.reader.metadata)
     return same and source.reader.format == "tensors"
 
 
@@ -98,9 +153,14 @@ def _copy(
         return
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
-    alignment = options.alignment or _ALIGNMENT
     with (
-        FileWriter(target, encryption=encryption, alignment=alignment) as writer,
+        FileWriter(
+            target,
+            encryption=encryption,
+            alignment=options.alignment or _ALIGNMENT,
+            metadata=source.metadata,
+            clear_metadata=True,
+        ) as writer,
         Progress(source.total, options) as progress,
     ):
         identity = source.reader.pair_id
@@ -134,6 +194,6 @@ def _to_safetensors(
             dict(zip(names, tensors, strict=True)),
             target,
             format="safetensors",
-            metadata=dict(source.reader.metadata),
+            metadata=source.metadata or None,
         )
         progress.add(source.total)

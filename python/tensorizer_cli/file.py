@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
+from tensorizer._native import Reader
 from tensorizer._types import Name
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
@@ -44,6 +45,7 @@ class File:
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
+        self.metadata = _metadata(self.reader)
 
     def __enter__(self) -> File:
         return self
@@ -89,6 +91,14 @@ class File:
     def _meta(self, number: int) -> torch.Tensor:
         dtype, shape, _ = self.reader.describe(number)
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _metadata(reader: Reader) -> dict[str, str]:
+    """Return what a file says beside its tensors, without the bytes that an index counts."""
+    found = dict(reader.metadata)
+    if reader.files() != [reader.uri]:
+        found.pop("total_size", None)
+    return found
 
 
 def text(name: Name) -> str:

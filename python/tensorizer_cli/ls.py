@@ -8,7 +8,7 @@ from typing import Any
 from tensorizer import TensorType
 
 from .file import File, plain, text
-from .output import Report, plural, shown
+from .output import Report, brief, plural, shown
 from .progress import size
 
 _HEAD = ("name", "dtype", "shape", "bytes", "type")
@@ -21,6 +21,8 @@ def run(options: argparse.Namespace) -> int:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)
+        for name, value in file.reader.metadata:
+            report.finding(f"metadata  {brief(name)} = {brief(value)}")
         encrypted = ", encrypted" if file.reader.encrypted else ""
         report.finding(
             f"{plural(len(file), 'tensor')}, {size(file.total)}, {_format(file)}{encrypted}"

@@ -61,6 +61,11 @@ def without_password(text: str) -> str:
     return re.sub(r"(\b\w+://[^?\s]*)\?(?!db=\d+\b(?!&))[^\s'\"]*", r"\1?...", text)
 
 
+def brief(text: str, most: int = 200) -> str:
+    """Return the beginning of a text that may be long."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON that a terminal does not act on."""
     # The one control character that JSON leaves as it is.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tensorizer import CryptographyError, FormatError, HashMismatchError
+from tensorizer import CryptographyError, FormatError
 
 from . import keys
+from .compare import DAMAGES
 from .file import File, plain
 from .output import Report, plural
 from .progress import Progress
 
 _DAMAGED = 1
-#: How a tensor says that it is not as it was written.
-_DAMAGES = (HashMismatchError, CryptographyError, FormatError)
 #: A key that fits none of so many tensors is the wrong one.
 _TRIED = 16
 
@@ -85,7 +84,7 @@ def _damages(file: File, batch: list[int]) -> Iterator[tuple[int, Exception]]:
     """Load a batch, and yield what is damaged in it."""
     try:
         file.load(batch, "all")
-    except _DAMAGES as error:
+    except DAMAGES as error:
         if len(batch) == 1:
             yield batch[0], error
             return

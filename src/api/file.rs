@@ -10,9 +10,9 @@ use crate::codec::hash::Verify;
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
-use crate::format::tensors::index;
 use crate::format::tensors::pair::PairId;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
+use crate::format::tensors::{behind, index, metadata};
 use crate::io::source::{ClosedSource, KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
@@ -198,7 +198,8 @@ impl TensorFile {
         self.catalog.format
     }
 
-    /// What the file says beside its tensors, as names and values.
+    /// What the file says beside its tensors, as names and values. Those of a `.tensors` file are
+    /// authenticated where it is sealed by a manifest, once it was opened with a key, and else not.
     pub fn metadata(&self) -> &[(String, String)] {
         &self.catalog.metadata
     }
@@ -260,9 +261,14 @@ impl TensorFile {
             count: entries.len() as u64,
             ..own.prologue
         };
-        let mut head = prologue.encode().to_vec();
-        head.extend(index::encode(&entries, prologue.versioned_entries, prologue.index_len)?);
-        Ok(head)
+        let tagged = prologue.versioned_entries;
+        let mut block = index::encode(&entries, tagged, prologue.index_len)?;
+        let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
+        // The identity is that of all tensors.
+        let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
+        let metadata = metadata::encode(self.metadata()).map_err(Error::InvalidArgument)?;
+        behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
+        Ok(prologue.encode().into_iter().chain(block).collect())
     }
 
     /// Bytes of the file as they are.

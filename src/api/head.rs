@@ -13,8 +13,9 @@ use crate::error::{Error, Result};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
+use crate::format::tensors::behind::{self, Behind};
+use crate::format::tensors::index::{self, Index};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
-use crate::format::tensors::{index, pair};
 use crate::format::torch_zip;
 use crate::io::source::{KnownHead, Prefixed, ReadAt};
 
@@ -181,11 +182,14 @@ impl Head {
         }
         let mut block = Vec::new();
         read_growing(&*source, index_at, prologue.index_len, &mut block, "tensor index", cancel)?;
-        let (entries, names) = index::parse(&block, index_at, &prologue, file_len, uri)?;
+        let Index { entries, names, len } =
+            index::parse(&block, index_at, &prologue, file_len, uri)?;
         // All that a seal covers is needed again to check it.
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
-        let pair_id = block.get(..unsealed).and_then(pair::find);
+        let space = block.get(len..unsealed).unwrap_or(&[]);
+        let Behind { pair_id, metadata } =
+            behind::find(space, index_at.saturating_add(len as u64)).map_err(|e| e.of(uri))?;
         let own = Own {
             base,
             prologue,
@@ -195,7 +199,7 @@ impl Head {
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
-        let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Vec::new());
+        let (format, entries) = (Format::Tensors, Arc::new(entries));
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         let end = if base == 0 { index_at.saturating_add(prologue.index_len) } else { 0 };
         let heads = Heads { of_index: None, ends: vec![end] };

@@ -14,10 +14,11 @@ use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::index::{self, end_of_index};
 use crate::format::tensors::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
-use crate::format::tensors::pair::{self, PAIR_LEN, PairId};
+use crate::format::tensors::pair::PairId;
 use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
+use crate::format::tensors::{behind, metadata};
 use crate::io::sink::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
 
@@ -45,6 +46,8 @@ pub struct Writer {
     /// What stands for their headers in a manifest and in the file's identity.
     digests: Vec<[u8; 32]>,
     names: NameTree,
+    /// As they are written behind the index.
+    metadata: Vec<u8>,
     index_len: u64,
     shown: Shown,
     pub(super) end: u64,
@@ -77,6 +80,15 @@ impl Writer {
             )));
         }
         let encrypted = options.encryption.is_some();
+        let pairs = options.metadata.as_deref().unwrap_or(&[]);
+        if encrypted && !pairs.is_empty() && !options.clear_metadata {
+            return Err(Error::InvalidArgument(format!(
+                "`{}`: metadata of an encrypted file stay in the clear, and are authenticated only \
+                 by a manifest: leave them out, or say that they may be read by clear_metadata",
+                sink.uri()
+            )));
+        }
+        let metadata = metadata::encode(pairs).map_err(Error::InvalidArgument)?;
         Ok(Writer {
             maker: Maker::this(),
             uri: sink.uri().to_owned(),
@@ -87,6 +99,7 @@ impl Writer {
             entries_len: 0,
             digests: Vec::new(),
             names: NameTree::default(),
+            metadata,
             index_len: 0,
             shown: Shown::default(),
             end: 0,
@@ -213,7 +226,7 @@ impl Writer {
         self.failed = true;
         if !self.foreign {
             if self.index_len == 0 {
-                self.reserve_index(MIN_INDEX_LEN)?;
+                self.reserve_index(index_len_for(self.behind_len()))?;
             }
             self.write_index(cancel)?;
         }
@@ -277,8 +290,7 @@ impl Writer {
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let used = self.used(tagged) + encoded_lens(&trial.entries, tagged);
-        let pair = self.options.pair.map_or(0, |_| PAIR_LEN);
-        let used = used + (self.seal_len() + pair) as u64;
+        let used = used + self.behind_len();
         if self.index_len == 0 {
             self.reserve_index(index_len_for(used))?;
         } else if used > self.index_len {
@@ -313,6 +325,11 @@ impl Writer {
     fn seal_len(&self) -> usize {
         let encryption = self.options.encryption.as_deref();
         if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
+    }
+
+    /// Bytes at the end of the index block that are no entries.
+    fn behind_len(&self) -> u64 {
+        (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
     }
 
     /// Bytes of all entries in the index.
@@ -371,12 +388,10 @@ impl Writer {
         let encryption = self.options.encryption.as_deref();
         let mut block = index::encode(&self.entries, self.tagged(), self.index_len)?;
         let start = self.prologue();
+        let used = usize::try_from(self.used(self.tagged())).unwrap_or(usize::MAX);
         let unsealed = block.len().saturating_sub(self.seal_len());
-        if let (Some(id), Some(space)) = (self.pair_id(), block.get_mut(..unsealed))
-            && !pair::put(space, id)
-        {
-            return Err(Error::Bug("no room for an identity".to_owned()));
-        }
+        let space = block.get_mut(used..unsealed).unwrap_or(&mut []);
+        behind::put(space, &self.metadata, self.pair_id())?;
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }

@@ -40,6 +40,11 @@ pub struct SaveOptions {
     pub encryption: Option<Arc<EncryptionOptions>>,
     /// Give the file an identity, by which the other half of a saved object knows it.
     pub pair: Option<Pair>,
+    /// What the file says beside its tensors, as names and values: no name twice, and 100,000,000
+    /// bytes at most. A safetensors file tells an empty list from none.
+    pub metadata: Option<Vec<(String, String)>>,
+    /// Whether a file that encrypts its tensors may have metadata, which are not encrypted.
+    pub clear_metadata: bool,
 }
 
 /// Where the identity of a file comes from.
@@ -59,6 +64,8 @@ impl Default for SaveOptions {
             hashes: Hashes::All,
             encryption: None,
             pair: None,
+            metadata: None,
+            clear_metadata: false,
         }
     }
 }

@@ -11,12 +11,11 @@ use crate::format::safetensors::{Layout, Placed};
 use crate::io::sink::write_all_at;
 
 impl Writer {
-    /// Writes all tensors of a safetensors file, with names and values of its metadata. Nothing may
-    /// have been written before, and nothing can be after.
+    /// Writes all tensors of a safetensors file. Nothing may have been written before, and nothing
+    /// can be after.
     pub fn write_safetensors(
         &mut self,
         tensors: Vec<SaveTensor<'_>>,
-        metadata: &[(String, String)],
         cancel: &dyn Cancel,
     ) -> Result<()> {
         self.usable()?;
@@ -38,6 +37,7 @@ impl Writer {
             Ok(Placed { name, dtype, shape: tensor.shape.clone() })
         });
         let placed = placed.collect::<Result<Vec<_>>>()?;
+        let metadata = self.options.metadata.as_deref();
         let layout = Layout::new(placed, metadata, self.base).map_err(Error::InvalidArgument)?;
         self.failed = true;
         self.foreign = true;

@@ -49,10 +49,11 @@ class SaveFuture(Future[None]):
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.wrap_future(self).__await__()
 
-    def _run(self, tensors: Any, uri: str) -> None:
+    def _run(self, tensors: Any, uri: str, safetensors: bool) -> None:
         try:
             with self._file as file:
-                file.write_leaves(*named_leaves(tensors))
+                write = file.write_safetensors if safetensors else file.write_leaves
+                write(*named_leaves(tensors))
         except BaseException as error:
             logger.error("saving to %s failed: %s", uri, error)
             self.set_exception(error)
@@ -67,6 +68,9 @@ def save_async(
     alignment: int = 64,
     encryption: EncryptionParams | None = None,
     hashes: str = "all",
+    format: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    clear_metadata: bool = False,
 ) -> SaveFuture:
     """Save tensors as they are now, while the caller goes on and may change them.
 
@@ -80,6 +84,9 @@ def save_async(
         alignment: See :class:`TensorSerializer`.
         encryption: A key to encrypt the tensors' data with.
         hashes: See :class:`TensorSerializer`.
+        format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
+        metadata: Strings by name; see :class:`TensorSerializer`.
+        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: At once, where the file cannot be begun
@@ -87,8 +94,10 @@ def save_async(
             logged.
 
     """
-    if to_safetensors.is_meant(uri, None):
-        raise NotImplementedError(f"save_async writes .tensors files, and not {uri}: use save")
+    safetensors = to_safetensors.is_meant(uri, format)
+    if safetensors:
+        to_safetensors.refuse_options(alignment, encryption, hashes)
+        tensors = to_safetensors.checked(tensors)
     # Refuses at once what cannot be saved.
     leaves = []
     for path, tensor in flatten(tensors):
@@ -97,9 +106,18 @@ def save_async(
         leaves.append(tensor)
     size = sum(t.numel() * t.element_size() for t in leaves if not t.is_meta)
     copies = _copied(tensors)
-    file = FileWriter(uri, alignment=alignment, encryption=encryption, hashes=hashes)
+    file = FileWriter(
+        uri,
+        alignment=alignment,
+        encryption=encryption,
+        hashes=hashes,
+        metadata=metadata,
+        clear_metadata=clear_metadata,
+    )
     future = SaveFuture(file, size)
-    thread = threading.Thread(target=future._run, args=(copies, str(uri)), name="tensorizer-save")
+    thread = threading.Thread(
+        target=future._run, args=(copies, str(uri), safetensors), name="tensorizer-save"
+    )
     thread.start()
     return future
 

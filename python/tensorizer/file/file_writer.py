@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ class FileWriter:
         limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         hashes: ``"all"`` or ``"crc32"``.
+        metadata: Strings by name, which the file has beside its tensors.
+        clear_metadata: Whether an encrypted file may have metadata, which are not encrypted.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -57,6 +59,8 @@ class FileWriter:
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
         hashes: str = "all",
+        metadata: Mapping[str, str] | None = None,
+        clear_metadata: bool = False,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -71,6 +75,8 @@ class FileWriter:
             "threads": _checked_concurrency(limit_cpu_concurrency),
             "hashes": hashes,
             "encryption": native_encryption(encryption),
+            "metadata": _metadata_pairs(metadata),
+            "clear_metadata": bool(clear_metadata),
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)
@@ -144,16 +150,9 @@ class FileWriter:
             self._complete = self._complete and not self._writer.failed
         self.total_tensor_bytes = self._writer.total_tensor_bytes
 
-    def write_safetensors(
-        self,
-        names: Sequence[str],
-        tensors: Sequence[torch.Tensor],
-        metadata: Sequence[tuple[str, str]],
-    ) -> None:
-        """Write all tensors of a safetensors file, and its metadata as names and values."""
-        self._write(
-            names, tensors, lambda writer, handle: writer.write_safetensors(handle, names, metadata)
-        )
+    def write_safetensors(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
+        """Write all tensors of a safetensors file."""
+        self._write(names, tensors, lambda writer, handle: writer.write_safetensors(handle, names))
 
     def write_leaves(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors of nested mappings and sequences."""
@@ -272,6 +271,21 @@ class FileWriter:
 def _is_ended(stream: Any) -> bool:
     """Tell whether a stream has no position any more, or never had one to be set."""
     return isinstance(stream, UploadFile) or bool(getattr(stream, "closed", False))
+
+
+def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]] | None:
+    if metadata is None:
+        return None
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata are strings by name, found {type(metadata).__name__}")
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"metadata are strings by name, found {value!r} at {name!r}")
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"metadata have half a character: {error}") from None
+    return list(metadata.items())
 
 
 def _checked_concurrency(limit: int | None) -> int | None:

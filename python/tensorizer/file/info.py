@@ -50,7 +50,8 @@ class FileInfo:
         encrypted: Whether the tensors' data are encrypted.
         files: The path or address of each file: several for the shards of a checkpoint.
         tensors: The tensors by name, in the order of the file.
-        metadata: What the file says beside its tensors, names and values.
+        metadata: What the file says beside its tensors, names and values. Nothing but a manifest
+            authenticates them, which is checked if ``encryption`` is given.
         nbytes: Bytes that all tensors take in memory.
 
     """

@@ -129,6 +129,7 @@ def save(
     hashes: str = "all",
     format: str | None = None,
     metadata: Mapping[str, str] | None = None,
+    clear_metadata: bool = False,
     max_shard_size: int | str | None = None,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
@@ -147,7 +148,9 @@ def save(
         format: ``"tensors"`` or ``"safetensors"``; None for the latter where ``uri`` is a path or
             an address that ends with ``.safetensors``. Such files hold tensors by name, which share
             no memory, and neither hashes nor encryption.
-        metadata: Of a safetensors file: strings by name.
+        metadata: Strings by name, which :func:`tensorizer.info` returns; see
+            :class:`TensorSerializer`.
+        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
         max_shard_size: Split a safetensors file that would have more bytes of tensors, as in
             ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
             ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
@@ -159,13 +162,17 @@ def save(
 
     """
     if to_safetensors.is_meant(uri, format):
-        if encryption is not None or hashes != "all":
-            raise ValueError("safetensors files have neither encryption nor hashes")
-        if alignment != 64:
-            raise ValueError(f"safetensors files have an order of their own: alignment={alignment}")
+        to_safetensors.refuse_options(alignment, encryption, hashes)
         to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size)
         return
-    if metadata is not None or max_shard_size is not None:
-        raise ValueError("metadata= and max_shard_size= are for safetensors files")
-    with TensorSerializer(uri, alignment=alignment, encryption=encryption, hashes=hashes) as file:
+    if max_shard_size is not None:
+        raise ValueError("max_shard_size= is for safetensors files")
+    with TensorSerializer(
+        uri,
+        alignment=alignment,
+        encryption=encryption,
+        hashes=hashes,
+        metadata=metadata,
+        clear_metadata=clear_metadata,
+    ) as file:
         file.write_state_dict(tensors)

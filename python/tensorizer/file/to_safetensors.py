@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ def save_safetensors(
         OSError, NotImplementedError: See :class:`tensorizer.TensorSerializer`.
 
     """
-    named = _checked(tensors)
-    pairs = metadata_pairs(metadata)
+    named = checked(tensors)
     if not any(map(sharding.is_sharded, named.values())):
-        _save(named, uri, pairs, max_shard_size)
+        _save(named, uri, metadata, max_shard_size)
         return
     from ..group.gather import Gathering  # whoever has DTensors imported it
 
@@ -53,24 +52,23 @@ def save_safetensors(
 
     gathering.write(names, list(named.values()), keep)
     gathering.members.together(
-        lambda: _save(whole, uri, pairs, max_shard_size) if gathering.writes else None
+        lambda: _save(whole, uri, metadata, max_shard_size) if gathering.writes else None
     )
 
 
 def _save(
     named: Mapping[str, torch.Tensor],
     uri: str | os.PathLike[Any] | Any,
-    pairs: Sequence[tuple[str, str]],
+    metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
 ) -> None:
     """Save tensors that are here as a whole."""
-    _refuse_shared(named)
     shards = [list(named)]
     if max_shard_size is not None:
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
-        write_one(uri, named, pairs)
+        write_one(uri, named, metadata)
         return
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
@@ -85,11 +83,11 @@ def _save(
             )
     weight_map = {}
     for path, names in zip(paths, shards, strict=True):
-        write_one(path, {name: named[name] for name in names}, pairs)
+        write_one(path, {name: named[name] for name in names}, metadata)
         weight_map.update(dict.fromkeys(names, path[len(folder) :]))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
-        {"metadata": {**dict(pairs), "total_size": total}, "weight_map": weight_map},
+        {"metadata": {**(metadata or {}), "total_size": total}, "weight_map": weight_map},
         indent=2,
         sort_keys=True,
     )
@@ -98,14 +96,40 @@ def _save(
 
 
 def write_one(
-    uri: Any, tensors: Mapping[str, torch.Tensor], pairs: Sequence[tuple[str, str]]
+    uri: Any, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> None:
-    """Write one file, of tensors of which nobody asks whether they share memory."""
-    with FileWriter(uri) as file:
-        file.write_safetensors(list(tensors), list(tensors.values()), pairs)
+    """Write one file, of tensors of which nobody asks whether they share memory.
+
+    Raises:
+        TypeError: Metadata are not strings by name.
+        OSError, ValueError, NotImplementedError: See :func:`save_safetensors`.
+
+    """
+    with FileWriter(uri, metadata=metadata) as file:
+        file.write_safetensors(list(tensors), list(tensors.values()))
 
 
-def _checked(tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
+    """Refuse what only ``.tensors`` files have.
+
+    Raises:
+        ValueError: Something of it is asked for.
+
+    """
+    if encryption is not None or hashes != "all":
+        raise ValueError("safetensors files have neither encryption nor hashes")
+    if alignment != 64:
+        raise ValueError(f"safetensors files have an order of their own: alignment={alignment}")
+
+
+def checked(tensors: Any) -> dict[str, torch.Tensor]:
+    """Return tensors that safetensors has a place for, as far as their names and memory say.
+
+    Raises:
+        TypeError: They are not tensors by name.
+        ValueError: They share memory, or names are those of nested structures.
+
+    """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"expected tensors by name, found {type(tensors).__name__}")
     for name, tensor in tensors.items():
@@ -116,30 +140,15 @@ def _checked(tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
                 "safetensors files hold tensors by name, and nothing nested: found "
                 f"{type(tensor).__name__} at {name!r}"
             )
+    _refuse_shared(tensors)
     return dict(tensors)
-
-
-def metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    """Return names and values.
-
-    Raises:
-        TypeError: They are not strings by name.
-
-    """
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata are strings by name, found {type(metadata).__name__}")
-    pairs = list((metadata or {}).items())
-    for name, value in pairs:
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"metadata are strings by name, found {value!r} at {name!r}")
-    return pairs
 
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that share memory, which a file would hold twice, and a load not share."""
     ranges = sorted(
         (str(tensor.device), *extent(tensor), name)
-        for name, tensor in tensors.items()
+        for name, tensor in ((name, sharding.local_of(one)) for name, one in tensors.items())
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel()
     )
     for one, other in itertools.pairwise(ranges):

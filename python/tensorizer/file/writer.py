@@ -53,10 +53,15 @@ class TensorSerializer:
         hashes: Which hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or
             ``"crc32"``, which finds damage by accident and costs little. Readers verify those that
             are there.
+        metadata: Strings by name, up to 100,000,000 bytes of them, which
+            :func:`tensorizer.info` returns and old releases do not see. They are authenticated in
+            an encrypted file with a manifest, and else not.
+        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
-        TypeError, ValueError: An argument is not one of the above.
+        TypeError, ValueError: An argument is not one of the above, or the file is encrypted and has
+            metadata without ``clear_metadata``.
 
     """
 
@@ -69,6 +74,8 @@ class TensorSerializer:
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
         hashes: str = "all",
+        metadata: Mapping[str, str] | None = None,
+        clear_metadata: bool = False,
     ) -> None:
         if compress_tensors:
             warnings.warn("compress_tensors has no effect", stacklevel=2)
@@ -81,6 +88,8 @@ class TensorSerializer:
             limit_cpu_concurrency=limit_cpu_concurrency,
             alignment=alignment,
             hashes=hashes,
+            metadata=metadata,
+            clear_metadata=clear_metadata,
         )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..file.to_safetensors import metadata_pairs, write_one
+from ..file.to_safetensors import write_one
 from .errors import as_safetensor_errors
 from .opened import Opened
 from .reading import safe_open
@@ -78,14 +78,14 @@ def save_file(
         )
     _check(tensors)
     with as_safetensor_errors("serializing", OSError):
-        write_one(filename, tensors, metadata_pairs(metadata))
+        write_one(filename, tensors, metadata)
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Return the bytes of a safetensors file. Arguments and errors: see :func:`save_file`."""
     _check(tensors)
     memory = _Memory()
-    write_one(memory, tensors, metadata_pairs(metadata))
+    write_one(memory, tensors, metadata)
     return memory.getvalue()
 
 

@@ -81,12 +81,12 @@ impl Layout {
     /// sorted by name. Says what cannot be written.
     pub fn new(
         tensors: Vec<Placed>,
-        metadata: &[(String, String)],
+        metadata: Option<&[(String, String)]>,
         base: u64,
     ) -> Result<Self, String> {
         let sorted = sorted(tensors)?;
         let mut json = String::from("{");
-        if !metadata.is_empty() {
+        if let Some(metadata) = metadata {
             let metadata: BTreeMap<&String, &String> =
                 metadata.iter().map(|(name, value)| (name, value)).collect();
             json += &format!("{}:{},", to_json(METADATA)?, to_json(&metadata)?);

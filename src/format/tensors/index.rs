@@ -114,18 +114,28 @@ pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malforme
         .ok_or_else(|| Malformed::new(at, format!("expected tensor type 0, 1 or 2, found {byte}")))
 }
 
+/// What an index block says.
+pub struct Index {
+    /// The tensors, in the order of the index.
+    pub entries: Vec<Entry>,
+    /// Their numbers by name.
+    pub names: NameTree,
+    /// Bytes of all entries; what follows them in the block is no part of them.
+    pub len: usize,
+}
+
 /// Reads the index block, which lies at file position `base`.
 ///
 /// `file_len` is the size of the file where that is known. Every entry is checked against it and
 /// against the other entries: the bytes of two tensors never overlap, so that the sizes of all
-/// tensors together are bounded by the file's. Entries come back in the index's order.
+/// tensors together are bounded by the file's.
 pub fn parse(
     block: &[u8],
     base: u64,
     prologue: &Prologue,
     file_len: Option<u64>,
     uri: &str,
-) -> Result<(Vec<Entry>, NameTree)> {
+) -> Result<Index> {
     let mut cursor = Cursor::new(block, base, "tensor index");
     if prologue.count == 0 || block.is_empty() {
         return Err(cursor.error("Tensor index in the file is empty").of(uri));
@@ -152,7 +162,7 @@ pub fn parse(
         entries.push(entry);
     }
     check_extents(&entries, base.saturating_add(prologue.index_len), file_len, uri)?;
-    Ok((entries, names))
+    Ok(Index { entries, names, len: cursor.position() })
 }
 
 /// Bytes of the longest index that is read: room for 60,000 names of full length, or for tens of

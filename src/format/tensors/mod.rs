@@ -2,14 +2,16 @@
 //!
 //! ```text
 //! prologue  73 bytes: magic, version, flags, totals, length of the index
-//! index     one entry a tensor, then unused space
+//! index     one entry a tensor, then unused space, in the end of which may be what `behind` tells of
 //! tensor    header, data          (repeated, in the order of the index)
 //! end       8 zero bytes
 //! ```
 
+pub mod behind;
 pub mod crypt_info;
 pub mod header;
 pub mod index;
 pub mod layout;
+pub mod metadata;
 pub mod pair;
 pub mod prologue;

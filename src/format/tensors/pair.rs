@@ -2,8 +2,8 @@
 //! file that holds its storages. The pickle states the identity of its file, so that no other
 //! file is taken for it.
 //!
-//! In the file the identity is at the end of the index block (in front of a manifest, if there is
-//! one), where other readers see unused space.
+//! In the file the identity is at the end of the index block, behind all but a manifest: see
+//! [`behind`](super::behind).
 
 /// What the bytes begin with.
 const MAGIC: [u8; 8] = *b"TZPAIR01";
