@@ -11,6 +11,7 @@ from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_safetensors import is_meant
 
 from . import keys, redis_target
+from .checkpoint import open_file
 from .compare import DAMAGES, differences
 from .file import File
 from .output import Report, plural, without_password
@@ -18,6 +19,8 @@ from .progress import Progress, size
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
+#: Names in a message.
+_SHOWN = 4
 
 
 def cp(options: argparse.Namespace) -> int:
@@ -52,7 +55,7 @@ def _run(
     report = Report(options)
     begun = time.monotonic()
     at_once = is_meant(options.target, None)
-    with File(options.file, params, options.readers, mmap=at_once) as source:
+    with open_file(options.file, params, options.readers, mmap=at_once) as source:
         source.check_key(*hint)
         if options.verify and not source.reader.seekable:
             raise ValueError(
@@ -77,6 +80,9 @@ def _run(
         f"{done}: {plural(len(source), 'tensor')}, {size(source.total)} in {seconds:.2f} s, "
         f"{size(rate)}/s, to {target}"
     )
+    if source.left_out:
+        names = ", ".join(source.left_out[:_SHOWN]) + (", ..." * (len(source.left_out) > _SHOWN))
+        report.done(f"left out, as no tensors: {plural(len(source.left_out), 'object')} ({names})")
     if options.verify:
         report.done(
             f"{plural(len(found), 'difference')} between {source.shown} and {target}"

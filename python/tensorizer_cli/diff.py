@@ -8,6 +8,7 @@ from typing import Any
 from tensorizer import CryptographyError
 
 from . import keys
+from .checkpoint import open_file
 from .compare import differences
 from .file import File
 from .output import Report, plural
@@ -21,8 +22,8 @@ def run(options: argparse.Namespace) -> int:
     report = Report(options)
     all_found: list[dict[str, Any]] = []
     with (
-        File(options.file, None, options.readers) as file,
-        File(options.other, None, options.readers) as other,
+        open_file(options.file, None, options.readers) as file,
+        open_file(options.other, None, options.readers) as other,
     ):
         _decrypt(file, other, options)
         with Progress(file.total, options) as progress:

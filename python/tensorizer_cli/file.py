@@ -46,6 +46,8 @@ class File:
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
         self.metadata = _metadata(self.reader)
+        #: What is no tensor.
+        self.left_out: list[str] = []
 
     def __enter__(self) -> File:
         return self

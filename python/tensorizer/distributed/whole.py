@@ -76,6 +76,11 @@ class Whole:
         tensor = self._tensors[name]
         return math.prod(tensor.size) * tensor.properties.dtype.itemsize
 
+    def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and shape of a tensor."""
+        tensor = self._tensors[name]
+        return tensor.properties.dtype, tensor.size
+
     def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
         """Yield tensors on the CPU.
 
@@ -113,10 +118,3 @@ class Whole:
         else:
             (loaded,), _ = file.read([number], torch.device("cpu"))
             view.copy_(loaded)
-
-
-def is_checkpoint(uri: Any) -> bool:
-    """Tell whether a local folder, or what lies below an address that ends with a slash, is one."""
-    if not isinstance(uri, (str, os.PathLike)):
-        return False
-    return layout.is_there(layout.folder_of(uri))

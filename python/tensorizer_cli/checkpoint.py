@@ -1,0 +1,99 @@
+"""Checkpoints of many ranks, as the commands read them: one file of whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensorizer import DecryptionParams, TensorType
+from tensorizer.streams.open import open_stream
+
+from .file import File
+from .output import without_password
+
+if TYPE_CHECKING:
+    from tensorizer.distributed.whole import Whole
+
+#: What makes a folder a checkpoint; `tensorizer.distributed` takes long to import.
+_MARK = "checkpoint.json"
+
+
+def open_file(
+    file: str | int,
+    params: DecryptionParams | None = None,
+    readers: int | None = None,
+    mmap: bool = False,
+) -> File:
+    """Open a file, or the folder of a checkpoint of many ranks."""
+    if isinstance(file, str) and _is_checkpoint(file):
+        return _CheckpointFile(file, params)
+    return File(file, params, readers, mmap)
+
+
+def _is_checkpoint(file: str) -> bool:
+    if "://" not in file:
+        return (Path(file) / _MARK).is_file()
+    if not file.endswith("/"):
+        return False
+    try:
+        with open_stream(file + _MARK):
+            return True
+    except (FileNotFoundError, PermissionError):
+        return False
+
+
+class _CheckpointFile(File):
+    """The whole tensors of a checkpoint."""
+
+    def __init__(self, folder: str, params: DecryptionParams | None) -> None:
+        from tensorizer.distributed.whole import Whole  # see above
+
+        self.shown = without_password(folder)
+        self._whole = Whole(folder, params)
+        self.reader: Any = _Tensors(self._whole)
+        self.kinds = [int(TensorType.STATE_DICT)] * len(self._whole.names)
+        self.data_lens = [self._whole.nbytes(name) for name in self._whole.names]
+        self.memory_lens = self.data_lens
+        self.total = sum(self.data_lens)
+        self.metadata = {}
+        self.left_out = self._whole.objects
+
+    def __exit__(self, *_: object) -> None:
+        self._whole.__exit__()
+
+    def decrypt(self, params: DecryptionParams) -> None:
+        """Refuse: its files were opened with their key, or are not encrypted."""
+        raise ValueError(f"{self.shown} is a checkpoint: expected its key at cp")
+
+    def check_key(self, hint: str = "") -> None:
+        """Do nothing: files that need a key were not opened without."""
+
+    def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors, and module indices."""
+        names = [self._whole.names[number] for number in numbers]
+        return list(self._whole.load(names)), [0] * len(names)
+
+
+class _Tensors:
+    """What a reader says of a file, of a checkpoint."""
+
+    seekable, encrypted, pair_id, format = True, False, None, "checkpoint"
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
+        self._numbers = {name: number for number, name in enumerate(whole.names)}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def name(self, number: int) -> str:
+        return self._whole.names[number]
+
+    def find(self, name: Any) -> int | None:
+        return self._numbers.get(name)
+
+    def describe(self, number: int) -> tuple[str, list[int], bool]:
+        dtype, shape = self._whole.describe(self._whole.names[number])
+        return str(dtype).removeprefix("torch."), list(shape), False
