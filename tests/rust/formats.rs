@@ -218,8 +218,16 @@ fn check_slices(file: &TensorFile) {
     }
     let whole = || [0..40, 0..30].into();
     assert!(matches!(file.sliced(vec![(99, whole())]), Err(Error::InvalidArgument(_))));
-    let twice = vec![(number, whole()), (number, whole())];
-    assert!(matches!(file.sliced(twice), Err(Error::InvalidArgument(_))));
+    // Of one tensor there may be several, each a tensor of its own.
+    let several = vec![(number, [39..40, 0..1].into()), (number, [0..1, 1..3].into())];
+    let several = file.sliced(several).unwrap();
+    let (mut last, mut first) = ([0; 4], [0; 8]);
+    let into: Vec<&mut [u8]> = vec![&mut last, &mut first];
+    load_into(&several, &[0, 1], into, &LoadOptions::default(), &Never).unwrap();
+    assert_eq!(
+        (last, first[4..].to_vec()),
+        (1170.0f32.to_le_bytes(), 2.0f32.to_le_bytes().to_vec())
+    );
     // A slice is cut from a tensor, not from a slice.
     assert!(matches!(part.sliced(vec![(0, [0..1, 0..1].into())]), Err(Error::InvalidArgument(_))));
     let mut short = [9.0f32; 39];
