@@ -1,0 +1,176 @@
+"""Loading what a process has of tensors: DTensors of every placement, and shards."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from ranks.common import cut
+from tensorizer import Shard
+from tensorizer.tensors import sharding
+from tensorizer.tensors.sharding import Part
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard as Sharded
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+MESHES = [(4,), (7,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 8), (2, 2, 2), (3, 1, 2)]
+SIZES = (0, 1, 2, 3, 5, 6, 7, 8, 11, 16, 17)
+
+
+def joined(part, whole):
+    """Return a part of a tensor, put together from its boxes."""
+    if part is None:
+        return whole
+    found = torch.full(part.shape, -1, dtype=whole.dtype)
+    for box in part.boxes:
+        box.of_part(found).copy_(box.of_whole(whole))
+    assert (found >= 0).all(), "boxes do not cover the part"
+    assert sum(math.prod(box.shape) for box in part.boxes) == found.numel(), "boxes overlap"
+    return found
+
+
+# Shards of ranks that know nothing of DTensors
+
+
+def test_shards_are_those_of_chunk():
+    for size, world, dims in itertools.product(SIZES, range(1, 9), (1, 2, 3)):
+        for dim in range(-dims, dims):
+            shape = [3] * dims
+            shape[dim] = size
+            whole = torch.arange(math.prod(shape)).reshape(shape)
+            parts = [Shard(dim, rank, world).part("x", shape) for rank in range(world)]
+            for rank, part in enumerate(parts):
+                assert torch.equal(joined(part, whole), cut(whole, dim, world, rank))
+            together = torch.cat([joined(part, whole) for part in parts], dim)
+            assert torch.equal(together, whole)
+
+
+def test_shards_by_name():
+    shard = Shard(lambda name: {"a": 1, "b": None}[name], 1, 2)
+    assert shard.part("a", [4, 4]) == Part.of_ranges([(0, 4), (2, 4)]).__class__(
+        (4, 2), shard.part("a", [4, 4]).boxes
+    )
+    assert shard.part("b", [4, 4]) is None
+    with pytest.raises(IndexError, match="dimension 1 of tensor 'a', which has 1"):
+        shard.part("a", [4])
+    with pytest.raises(IndexError, match="dimension 0 of tensor 'x', which has 0"):
+        Shard(0, 0, 1).part("x", [])
+    for rank, world in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank {rank} of {world}"):
+            Shard(0, rank, world)
+
+
+def test_rows_of_parts():
+    assert Part.of_ranges([(2, 5), (1, 2)]).rows() == (2, 5)
+    assert Part.of_ranges([(2, 5), (1, 1)]).rows() == (0, 0)
+    assert Part((0,), ()).rows() == (0, 0)
+
+
+# DTensors: every rank of many meshes, in one process
+
+
+@pytest.fixture(params=MESHES, ids=str)
+def every_rank(request):
+    """Yield a mesh as each of its ranks has it, one after another."""
+
+    def ranks():
+        world = math.prod(request.param)
+        for rank in range(world):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            try:
+                yield init_device_mesh("cpu", request.param)
+            finally:
+                dist.destroy_process_group()
+
+    return ranks()
+
+
+def as_dtensor(local, mesh, placements, whole):
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=whole.shape,
+        stride=whole.stride(),
+    )  # fmt: skip
+
+
+def split(whole, mesh, placements):
+    """Return what torch itself gives a rank, from the first dimension of the mesh to the last."""
+    for at, placement in enumerate(placements):
+        if not isinstance(placement, Replicate):
+            parts, _ = placement._split_tensor(whole, mesh.size(at), with_padding=False)
+            whole = parts[mesh.get_coordinate()[at]]
+    return whole
+
+
+def some_placements(rng, count, dims):
+    made = []
+    for _ in range(count):
+        dim, kind = rng.randrange(dims), rng.random()
+        strided = _StridedShard(dim, split_factor=rng.choice([2, 3, 4]))
+        made.append(Replicate() if kind < 0.2 else Sharded(dim) if kind < 0.6 else strided)
+    return made
+
+
+def test_parts_are_those_of_torch(every_rank):
+    rng = random.Random(3)
+    for mesh in every_rank:
+        for _ in range(40):
+            shape = [rng.choice(SIZES) for _ in range(rng.randint(1, 3))]
+            whole = torch.arange(math.prod(shape)).reshape(shape)
+            placements = some_placements(rng, mesh.ndim, len(shape))
+            local = split(whole, mesh, placements)
+            part = sharding.part_of(as_dtensor(local, mesh, placements, whole))
+            assert torch.equal(joined(part, whole), local), (shape, placements)
+
+
+def test_fsdp_cuts_what_tensor_parallelism_has_cut(every_rank):
+    """The dimensions of the mesh from right to left, also where that gives other sizes."""
+    for mesh in every_rank:
+        if mesh.ndim != 2:
+            continue
+        (outer, inner), (row, column) = mesh.shape, mesh.get_coordinate()
+        placements = [_StridedShard(0, split_factor=inner), Sharded(0)]
+        for size in (*range(40), 57, 101, 50257):
+            whole = torch.arange(size)
+            local = cut(cut(whole, 0, inner, column), 0, outer, row)
+            part = sharding.part_of(as_dtensor(local, mesh, placements, whole))
+            assert torch.equal(joined(part, whole), local), (size, mesh.get_coordinate())
+
+
+def test_every_element_has_its_rank():
+    """All ranks of a mesh together have each element as often as it is replicated."""
+    rng = random.Random(4)
+    for shape in MESHES:
+        world = math.prod(shape)
+        tensor = [rng.choice(SIZES[1:]) for _ in range(2)]
+        whole = torch.arange(math.prod(tensor)).reshape(tensor)
+        placements = some_placements(rng, len(shape), 2)
+        copies = math.prod(
+            n for n, p in zip(shape, placements, strict=True) if isinstance(p, Replicate)
+        )
+        count = torch.zeros_like(whole)
+        for rank in range(world):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            mesh = init_device_mesh("cpu", shape)
+            part = sharding.part_of(
+                as_dtensor(split(whole, mesh, placements), mesh, placements, whole)
+            )
+            for box in part.boxes if part is not None else ():
+                box.of_whole(count).add_(1)
+            if part is None:
+                count.add_(1)
+            dist.destroy_process_group()
+        assert (count == copies).all(), (shape, tensor, placements)
+
+
+def test_a_local_tensor_that_torch_would_not_cut_so():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(8)
+        with pytest.raises(NotImplementedError, match=r"has \[5\] here, and not \[4\]"):
+            sharding.part_of(as_dtensor(whole[:5], mesh, [Sharded(0)], whole))
+    finally:
+        dist.destroy_process_group()
