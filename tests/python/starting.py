@@ -24,21 +24,28 @@ TIMEOUT = 60
 
 
 class Ranks:
-    """Starts processes for each call; ``env`` is what all get besides."""
+    """Starts processes for each call; ``env`` is what all get besides.
+
+    They do without the credentials and proxies of whoever runs the tests.
+    """
 
     def __init__(self, env=None):
+        hidden = ("AWS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+        own = {name: value for name, value in os.environ.items()
+               if not name.upper().startswith(hidden)}  # fmt: skip
+        own["AWS_EC2_METADATA_DISABLED"] = "true"
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            env=own | {"OMP_NUM_THREADS": "1"} | (env or {}),
         )
 
     def start(self, program, world, *args, env=None, timeout=TIMEOUT):
         """Run ``module.function(*args)`` of ``ranks`` in so many processes, with more variables in
         ``env``; return what became of each: its result, or an error's text, or a signal.
-        """  # noqa: D205
+        """
         task = {
             "program": program,
             "world": world,
@@ -56,8 +63,9 @@ class Ranks:
     def run(self, program, world, *args, **options):
         """Do the same where all are to succeed; return the results by rank."""
         found = self.start(program, world, *args, **options)
-        wrong = [f"rank {rank}: {one}" for rank, one in enumerate(found) if "result" not in one]
-        assert not wrong, f"{program}, {world} ranks\n" + "\n".join(wrong).replace("\\n", "\n")
+        wrong = [one.get("error", str(one)) for one in found if "result" not in one]
+        alike = "the same" if len(set(wrong)) == 1 else "others"
+        assert not wrong, f"{program}, {len(wrong)} of {world} ranks, {alike}\n{wrong[0]}"
         return [one["result"] for one in found]
 
     def stop(self):
@@ -126,7 +134,9 @@ def _run(task):
 
 
 def main():
-    import ranks.common  # noqa: F401  # what all of them need, once
+    # What all of them need, once.
+    import ranks.common  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what torch prints

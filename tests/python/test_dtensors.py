@@ -5,8 +5,11 @@ import math
 import random
 
 import pytest
+import tensorizer
 import torch
+from ranks import dtensors
 from ranks.common import cut
+from servers import Nginx
 from tensorizer import Shard
 from tensorizer.tensors import sharding
 from tensorizer.tensors.sharding import Part
@@ -174,3 +177,97 @@ def test_a_local_tensor_that_torch_would_not_cut_so():
             sharding.part_of(as_dtensor(whole[:5], mesh, [Sharded(0)], whole))
     finally:
         dist.destroy_process_group()
+
+
+# Real ranks
+
+#: What a first request brings at most, with the index.
+FIRST_REQUEST = 2 << 20
+FORMATS = ["tensors", "enc.tensors", "safetensors", "index", "pt"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same tensors in every format."""
+    folder = tmp_path_factory.mktemp("dtensors")
+    dtensors.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_placement_from_every_format(ranks, folder, world):
+    counts = ranks.run("dtensors.every_placement", world, folder, FORMATS)
+    assert min(counts[0]) > 80
+    assert counts == [counts[0]] * world
+
+
+def test_shards_from_every_format(ranks, folder):
+    ranks.run("dtensors.plain_shards", 4, folder, FORMATS)
+
+
+def test_options(ranks, folder):
+    ranks.run("dtensors.options", 4, folder)
+
+
+def test_what_tensors_are_to_be_like(ranks, folder):
+    ranks.run("dtensors.what_to_be_like", 4, folder)
+
+
+def test_a_rank_outside_the_mesh(ranks, folder):
+    ranks.run("dtensors.outside_the_mesh", 4, folder)
+
+
+def test_from_a_pipe(ranks, folder):
+    ranks.run("dtensors.from_a_pipe", 2, folder)
+
+
+def test_from_servers(ranks, folder, nginx, moto):
+    addresses = []
+    for name in ("f.tensors", "f.safetensors"):
+        nginx.root.joinpath(name).write_bytes((folder / name).read_bytes())
+        moto.client().upload_file(str(folder / name), "bucket", f"ranks/{name}")
+        addresses += [f"{nginx.http}/{name}", f"s3://bucket/ranks/{name}"]
+    ranks.run("dtensors.from_addresses", 4, addresses, env=moto.settings())
+
+
+def test_a_rank_reads_its_bytes_and_no_others(ranks, nginx):
+    """4 of 16 MiB, and what a first request brings."""
+    large = torch.arange(1 << 22, dtype=torch.float32)
+    for name in ("tensors", "safetensors"):
+        path = nginx.root / f"large.{name}"
+        tensorizer.save({"before": torch.zeros(1 << 19), "large": large}, path)
+        links = [nginx.root / f"{name}.{rank}.{name}" for rank in range(4)]
+        for link in links:
+            link.hardlink_to(path)
+        found = ranks.run("dtensors.bytes_of_ranks", 4, [f"{nginx.http}/{p.name}" for p in links])
+        assert found == [4 << 20] * 4
+        for link in links:
+            assert 4 << 20 <= nginx.sent(link.name) <= (4 << 20) + FIRST_REQUEST
+
+
+def test_what_is_refused(ranks, folder):
+    """Each rank says it by itself."""
+    for rank, found in enumerate(ranks.run("dtensors.refused", 2, folder)):
+        for case in ("partial", "partial out", "partial module"):
+            assert found[case][0] == "NotImplementedError"
+            assert "expected Shard or Replicate" in found[case][1]
+        like = "tensor 't0': the file holds [10, 6], and the tensor to be like is [12, 6]"
+        assert found["shape"] == ["ValueError", like]
+        assert found["plain shape"] == found["shape"]
+        assert found["shape out"][0] == found["dtype out"][0] == found["turned"][0] == "ValueError"
+        assert "the file holds torch.float32 [5, 6]" in found["dtype out"][1]
+        assert "expected memory in row-major order" in found["turned"][1]
+        for case in ("slice", "slice of shard"):
+            assert found[case] == ["ValueError",
+                "both a slice and a shard of 't0' are asked for"]  # fmt: skip
+        assert found["two"] == ["ValueError", "out=, like= and shard= exclude each other"]
+        assert found["missing"][0] == "KeyError"
+        assert found["no dimension"] == ["IndexError",
+            "dimension 1 of tensor 't2', which has 1"], rank  # fmt: skip

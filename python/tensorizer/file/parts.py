@@ -83,6 +83,11 @@ class Wanted:
         self.check_fits(tensors)
         whole = [number for number in self.numbers if number not in self.parts]
         cut = [number for number in self.numbers if number in self.parts]
+        if cut and not self.file.reader.seekable:
+            # What comes front to back is read once.
+            for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
+                tensors[number].detach().copy_(tensor)
+            return dict(tensors)
         if whole:
             self.file.fill([tensors[number] for number in whole], whole, verify)
         pairs = [(number, box) for number in cut for box in self.parts[number].boxes]

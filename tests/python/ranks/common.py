@@ -7,7 +7,7 @@ import os
 import tensorizer
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  # before ranks are forked
+import torch.testing._internal.distributed.fake_pg  # before ranks are forked
 from tensorizer.file import together
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -99,6 +99,11 @@ def net_of(kind, *, meta=False, seed=2):
     return net
 
 
+def placed(tensor, mesh, placements):
+    """Return the part of this rank of a tensor that all ranks have, without an exchange."""
+    return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+
+
 def as_whole(tensor):
     """Return a tensor as all ranks have it together."""
     with torch.no_grad():
@@ -133,7 +138,7 @@ def tensors(seed=0):
     made["half"] = torch.arange(77).to(torch.bfloat16)
     made["bool"] = torch.arange(6) % 2 == 0
     made["wide"] = torch.arange(40, dtype=torch.int64).view(2, 20)
-    made["complex"] = torch.randn(4, 3, dtype=torch.complex128)
+    made["complex"] = torch.randn(4, 3, dtype=torch.complex64)
     made["small"] = torch.randn(9, 3).to(torch.float8_e4m3fn)
     return made
 
@@ -155,6 +160,6 @@ def caught(call):
 
 __all__ = [
     "KINDS", "WAIT", "DTensor", "Net", "Replicate", "Shard", "as_whole", "assert_equal",
-    "assert_same_state", "caught", "cut", "dist", "distribute_tensor", "fetch_together", "group",
-    "mesh_of", "net_of", "os", "tensorizer", "tensors", "torch", "whole_net",
+    "assert_same_state", "caught", "cut", "dist", "fetch_together", "group",
+    "mesh_of", "net_of", "os", "placed", "tensorizer", "tensors", "torch", "whole_net",
 ]  # fmt: skip
