@@ -7,7 +7,7 @@ import random
 import pytest
 import tensorizer
 import torch
-from ranks import dtensors
+from ranks import dtensors, modules
 from ranks.common import cut
 from servers import Nginx
 from tensorizer import Shard
@@ -271,3 +271,49 @@ def test_what_is_refused(ranks, folder):
         assert found["missing"][0] == "KeyError"
         assert found["no dimension"] == ["IndexError",
             "dimension 1 of tensor 't2', which has 1"], rank  # fmt: skip
+
+
+# Modules
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models in every format."""
+    folder = tmp_path_factory.mktemp("modules")
+    modules.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["tensors", "safetensors", "pt"])
+def test_modules(ranks, models, ending):
+    """FSDP2, with replicas, tensor parallelism, and both; then the model is used."""
+    assert ranks.run("modules.load", 4, models, ending) == [20] * 4
+
+
+def test_modules_of_two_ranks(ranks, models):
+    assert ranks.run("modules.load", 2, models, "tensors") == [12] * 2
+
+
+@pytest.mark.parametrize(
+    "program", ["training", "others_of_fsdp", "dtypes", "only_the_own_bytes", "ties_that_differ",
+                "others"]
+)  # fmt: skip
+def test_modules_with(ranks, models, program):
+    ranks.run(f"modules.{program}", 4, models)
+
+
+def test_modules_from_servers(ranks, models, nginx, moto):
+    addresses = []
+    for name in ("net.tensors", "net.safetensors", "net.pt"):
+        nginx.root.joinpath(name).write_bytes((models / name).read_bytes())
+        moto.client().upload_file(str(models / name), "bucket", f"ranks/{name}")
+        addresses += [f"{nginx.http}/{name}", f"s3://bucket/ranks/{name}"]
+    ranks.run("modules.from_addresses", 2, addresses, env=moto.settings())
+
+
+def test_modules_that_do_not_fit(ranks, models):
+    for wrong, hashes, count in ranks.run("modules.refused_and_warned", 4, models):
+        assert wrong[0] == "RuntimeError"
+        assert "size mismatch for up.weight: the file holds [15, 6]" in wrong[1]
+        assert [error[0] for error in hashes] == ["HashMismatchError"] * 2
+        assert count == 2
