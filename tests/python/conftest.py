@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from servers import Moto
+from starting import Ranks
 from tensorizer import _C
 
 # torch keeps compiled graphs on the disk: start without those of earlier runs.
@@ -160,6 +161,14 @@ def pair(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def ranks():
+    """Start ranks of torch.distributed, which do without the settings of the machine."""
+    started = Ranks()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
 def moto():
     """An S3 server with a bucket called bucket."""
     server = Moto()
@@ -171,9 +180,8 @@ def moto():
 @pytest.fixture
 def s3(no_settings_of_the_machine, monkeypatch, moto):
     """The same as the server of this environment."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
     return moto
 
 

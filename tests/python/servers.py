@@ -109,6 +109,11 @@ class Nginx:
         time.sleep(0.05)
         return (self.folder / "access.log").read_text().splitlines()
 
+    def sent(self, name):
+        """Return the bytes of a file that were sent so far, without headers."""
+        lines = [line.split('"') for line in self.requests()]
+        return sum(int(line[2].split()[1]) for line in lines if line[1].split()[1] == f"/{name}")
+
     def stop(self):
         self.process.terminate()
         self.process.wait(20)
@@ -174,6 +179,14 @@ class Moto:
             stderr=subprocess.DEVNULL,
         )
         wait_for(self.port, self.process)
+
+    def settings(self, host=None):
+        """Return the variables that make it the server of a process, perhaps by another host."""
+        return {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL_S3": f"http://{host or self.host}",
+        }
 
     def client(self, service="s3"):
         import boto3

@@ -279,7 +279,7 @@ class SlicedCheckpoint:
         place = devices.number(device)
         handle, _ = self.reader.load(direct, verify=verify, device=place, **options)
         loaded = dict(zip(direct, take(handle), strict=True))
-        size = self.reader.data_len(direct)
+        size = sum(tensor.nbytes for tensor in loaded.values())
         for number in numbers:
             if number not in loaded:
                 of, ranges = self._slices[number]

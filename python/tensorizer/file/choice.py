@@ -71,7 +71,8 @@ class _Load:
                 raise KeyError(f"no tensor to load {missing[0]!r} into")
             if len(set(self._numbers.values())) < len(self._numbers):
                 raise ValueError("two of the names to load into are those of one tensor")
-        given = choice.out or choice.like or {}
+        like = {name: one for name, one in (choice.like or {}).items() if _is_tensor(one)}
+        given = like if choice.out is None else choice.out
         self._given.update((n, given[name]) for name, n in self._numbers.items() if name in given)
         parts, self._rests = parts_of(file, self._numbers, choice.slices)
         self.wanted = Wanted(file, self._numbers.values(), self._with_shards(parts))
@@ -82,8 +83,7 @@ class _Load:
         if names is None and self._choice.out is not None:
             names = self._choice.out
         if names is None and self._choice.like is not None:
-            like = self._choice.like
-            names = [name for name, one in like.items() if isinstance(one, torch.Tensor)]
+            names = [name for name, one in self._choice.like.items() if _is_tensor(one)]
         if names is None:
             every = range(len(file))
             numbers = dict(zip(file.reader.names(every), every, strict=True))
@@ -150,6 +150,10 @@ class _Load:
                 tensor = sharding.as_sharded(tensor, given)
             named[name] = tensor[rest] if rest else tensor
         return named
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _check_shape(name: Name, given: Any, shape: list[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from ..modules import state
-from ..tensors.exchange import dtype_of
+from ..tensors.exchange import cast_dtype, dtype_of
 from ..tensors.sharding import Box, Part
 from .tensor_file import TensorFile
 
@@ -57,7 +57,7 @@ class Wanted:
             for number in cut:
                 boxes = self.parts[number].boxes
                 found = [box.of_whole(loaded[number]).clone() for box in boxes]
-                loaded[number] = _joined(self.parts[number], found)
+                loaded[number] = _joined(self.parts[number], found, self._dtype(number), device)
             return loaded
         loaded = {number: tensor for number, tensor, _ in self.file.load(whole, device, verify)}
         if cut:
@@ -67,7 +67,8 @@ class Wanted:
             tensors = (tensor for _, tensor, _ in sliced.load(range(len(sliced)), device, verify))
             for number in cut:
                 part = self.parts[number]
-                loaded[number] = _joined(part, [next(tensors) for _ in part.boxes])
+                found = [next(tensors) for _ in part.boxes]
+                loaded[number] = _joined(part, found, self._dtype(number), device)
         return loaded
 
     def fill(
@@ -82,6 +83,11 @@ class Wanted:
         self.check_fits(tensors)
         whole = [number for number in self.numbers if number not in self.parts]
         cut = [number for number in self.numbers if number in self.parts]
+        if cut and not self.file.reader.seekable:
+            # What comes front to back is read once.
+            for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
+                tensors[number].detach().copy_(tensor)
+            return dict(tensors)
         if whole:
             self.file.fill([tensors[number] for number in whole], whole, verify)
         pairs = [(number, box) for number in cut for box in self.parts[number].boxes]
@@ -97,6 +103,10 @@ class Wanted:
                 (loaded,), _ = part.read([0], view.device, verify)
                 view.copy_(loaded)
         return dict(tensors)
+
+    def _dtype(self, number: int) -> torch.dtype:
+        """Return the dtype that a tensor has once it is loaded."""
+        return cast_dtype(dtype_of(self.file.reader.describe(number)[0]), self.file.dtype)
 
     def _sliced(self, pairs: Iterable[tuple[int, Box]]) -> TensorFile:
         return self.file.sliced([(number, box.ranges) for number, box in pairs])
@@ -117,11 +127,13 @@ class Wanted:
             raise ValueError("tensors to load into overlap in memory")
 
 
-def _joined(part: Part, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(
+    part: Part, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return a part as one tensor."""
     if len(tensors) == 1:
         return tensors[0]
-    joined = torch.empty(part.shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    joined = torch.empty(part.shape, dtype=dtype, device=device)
     for box, tensor in zip(part.boxes, tensors, strict=True):
         box.of_part(joined).copy_(tensor)
     return joined

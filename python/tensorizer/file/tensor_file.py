@@ -57,7 +57,6 @@ class TensorFile:
         dtype: What floating-point tensors are cast to, or None.
         maps: Whether tensors are used in place of the file.
         verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
-        bytes_read: Bytes of tensor data read so far.
         heads: What opening has learnt, for other processes.
         is_local: Whether it is a file of this machine.
         keeps_shared: Whether tensors that shared a storage are to share it again.
@@ -81,7 +80,8 @@ class TensorFile:
         opened = file_obj if by_address else open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
-        self.bytes_read = 0
+        #: Bytes read so far, of slices too.
+        self._read = [0]
         self.maps = bool(mmap)
         self.keeps_shared = True
         self._clone = clone
@@ -112,6 +112,11 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data read so far."""
+        return self._read[0]
 
     def is_strided(self, number: int) -> bool:
         """Tell whether the bytes of a tensor do not lie in order in the file."""
@@ -219,7 +224,7 @@ class TensorFile:
                 apart=self._clone,
                 shared=self.keeps_shared,
             )
-            self.bytes_read += read
+            self._read[0] += read
             return tensors, [0] * len(numbers)
         handle, modules = self.reader.load(
             numbers,
@@ -230,7 +235,9 @@ class TensorFile:
             apart=self._clone,
         )
         tensors = take(handle)
-        self.bytes_read += self.reader.data_len(numbers)
+        # Of a slice the file has more, and of a tensor of the meta device less.
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._read[0] += min(size, self.reader.data_len(numbers))
         return tensors, modules
 
     def fill(
@@ -247,7 +254,7 @@ class TensorFile:
             verify=verify or self.verify,
             readers=self._num_readers,
         )
-        self.bytes_read += sum(tensor.nbytes for tensor, _ in direct)
+        self._read[0] += sum(tensor.nbytes for tensor, _ in direct)
         return modules if len(direct) == len(numbers) else [0] * len(numbers)
 
     def _fill_strided(

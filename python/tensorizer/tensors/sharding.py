@@ -138,33 +138,36 @@ def part_of(tensor: Any) -> Part | None:
         _StridedShard,
     )
 
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Part((0,), ())
-    runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
-    for mesh_dim, placement in enumerate(tensor.placements):
-        count, index = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
-        if isinstance(placement, _StridedShard):
-            pieces = [
-                _chunk(runs[placement.dim], placement.split_factor, piece)
-                for piece in range(placement.split_factor)
-            ]
-            runs[placement.dim] = _joined(run for p in pieces for run in _chunk(p, count, index))
-        elif isinstance(placement, Shard):
-            runs[placement.dim] = _chunk(runs[placement.dim], count, index)
-        elif not isinstance(placement, Replicate):
+    for placement in tensor.placements:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
             raise NotImplementedError(
                 f"a DTensor that is {placement} over a dimension of its mesh cannot be loaded: "
                 "expected Shard or Replicate"
             )
-    part = Part._of_runs(runs)
     found = tuple(local_of(tensor).shape)
-    if part.shape != found:
-        raise NotImplementedError(
-            f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has "
-            f"{list(found)} here, and not {list(part.shape)} as torch would cut it"
-        )
-    return None if part.shape == tuple(tensor.shape) else part
+    cut = [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
+    strided = [d for d in cut if isinstance(tensor.placements[d], _StridedShard)]
+    # Shards of FSDP2 of what tensor parallelism has cut before are called strided: from left to
+    # right, that is the same wherever no part is longer than one before it.
+    orders = (cut, strided), ([*(d for d in cut if d not in strided), *reversed(strided)], [])
+    for order, in_pieces in orders:
+        runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
+        for mesh_dim in order:
+            placement = tensor.placements[mesh_dim]
+            pieces = placement.split_factor if mesh_dim in in_pieces else 1
+            here = mesh.size(mesh_dim), coordinate[mesh_dim]
+            runs[placement.dim] = _of_pieces(runs[placement.dim], pieces, *here)
+        part = Part._of_runs(runs)
+        if part.shape == found:
+            return None if part.shape == tuple(tensor.shape) else part
+    raise NotImplementedError(
+        f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has {list(found)} "
+        f"here, and not {list(part.shape)} as torch would cut it"
+    )
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -215,6 +218,12 @@ def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
             found.append((start + low, start + high))
         first, end = first - size, end - size
     return found or [(runs[-1][1], runs[-1][1])]
+
+
+def _of_pieces(runs: _Runs, pieces: int, count: int, index: int) -> _Runs:
+    """Return one of ``count`` parts of each of some pieces of equal length."""
+    of_pieces = (_chunk(_chunk(runs, pieces, piece), count, index) for piece in range(pieces))
+    return _joined(itertools.chain.from_iterable(of_pieces))
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
