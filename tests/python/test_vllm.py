@@ -137,8 +137,8 @@ def test_a_vllm_of_another_shape_is_told(  # noqa: PLR0917  # fixtures
 
 
 def test_without_vllm(monkeypatch, caplog):
+    vllm_stub.forget(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "tensorizer_vllm", raising=False)
     warn(caplog, "ModuleNotFoundError")
 
 

@@ -123,11 +123,16 @@ def write(folder):
     return folder
 
 
-def install(monkeypatch, folder):
-    """Have the package of a folder imported, and the plugin anew, until the test ends."""
+def forget(monkeypatch):
+    """Have vLLM and the plugin imported anew, until the test ends."""
     for name in list(sys.modules):
         if name.partition(".")[0] in {"vllm", "tensorizer_vllm"}:
             monkeypatch.delitem(sys.modules, name)
+
+
+def install(monkeypatch, folder):
+    """Have the package of a folder imported, and the plugin anew, until the test ends."""
+    forget(monkeypatch)
     monkeypatch.syspath_prepend(folder)
     # What the test imports is not for the next one.
     for name in (*FILES, "tensorizer_vllm/loader.py", "tensorizer_vllm/__init__.py"):
@@ -141,8 +146,9 @@ class Model(torch.nn.Module):
 
     def __init__(self, device="cpu"):
         super().__init__()
-        self.first = torch.nn.Linear(8, 16, device=device)
-        self.second = torch.nn.Linear(16, 4, device=device)
+        # The emulated CUDA has no kernels for what weights begin with.
+        self.first = torch.nn.utils.skip_init(torch.nn.Linear, 8, 16, device=device)
+        self.second = torch.nn.utils.skip_init(torch.nn.Linear, 16, 4, device=device)
         self.devices, self.names = set(), []
 
     def load_weights(self, weights):
