@@ -18,7 +18,7 @@ CARGO = LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch
 SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Cargo.lock setup.py pyproject.toml \
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
-.PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch check-aarch64 \
+.PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
   lint bench bench-formats bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
@@ -37,6 +37,19 @@ test-other-torch: $(STAMPS)/old
 	  --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
 	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py)
+
+# With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
+# packages of the other tests.
+VLLM ?= 0.24.0
+VLLM_VENV := $(CURDIR)/.venv-vllm
+SITE = import sysconfig; print(sysconfig.get_path('purelib'))
+test-vllm: $(STAMPS)/built $(STAMPS)/test
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" \
+	  > "$$($(VLLM_VENV)/bin/python -c "$(SITE)")/others.pth"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm==$(VLLM) compressed-tensors==0.17.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement tests/packaging/vllm.txt
+	$(VLLM_VENV)/bin/python -m pytest tests/python/test_vllm_engine.py
 
 # Every crate with all its features, and the core with none. The core must know neither torch nor
 # Python, and without its features no network and no device.

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [ROOT / "python/tensorizer", ROOT / "python/tensorizer_cli"]
+PACKAGES = [ROOT / "python" / name for name in ("tensorizer", "tensorizer_cli", "tensorizer_vllm")]
 wheel, sdist = sys.argv[1:]
 
 # Every module of every subpackage, the stubs, the header and the CMake package.
@@ -19,7 +19,7 @@ wanted = {
 }
 wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so", "tensorizer/_build.py"}
 names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
-found = {name for name in names if name.startswith(("tensorizer/", "tensorizer_cli/"))}
+found = {name for name in names if name.startswith(tuple(f"{path.name}/" for path in PACKAGES))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
 
 for library in ("tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"):

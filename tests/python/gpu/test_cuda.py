@@ -11,10 +11,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorizer
 import torch
+import vllm_stub
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
@@ -415,6 +417,24 @@ def test_checkpoints_of_torch_share_storages(tmp_path, options):
 
 
 # What goes wrong
+
+
+def test_weights_go_to_where_vllm_has_its_model(tmp_path, monkeypatch):
+    vllm_stub.install(monkeypatch, vllm_stub.write(tmp_path))
+    import tensorizer_vllm
+    from vllm.model_executor import model_loader
+
+    tensorizer_vllm.register()
+    weights = {name: torch.rand_like(t) for name, t in vllm_stub.Model().state_dict().items()}
+    tensorizer.save(weights, tmp_path / "model.tensors")
+    config = SimpleNamespace(load_format=tensorizer_vllm.LOAD_FORMAT, model_loader_extra_config={})
+    made = SimpleNamespace(
+        **{"model": str(tmp_path), "revision": None, "experts": None},
+        build=lambda: vllm_stub.Model(CUDA),
+    )
+    model = model_loader.get_model_loader(config).load_model(None, made)
+    assert model.devices == {CUDA}
+    assert all(torch.equal(t.cpu(), weights[name]) for name, t in model.state_dict().items())
 
 
 def test_a_device_without_room(path, tensors):

@@ -1,0 +1,49 @@
+"""Which files hold the weights of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorizer.streams.addresses import is_address
+
+
+def is_ours(model: str) -> bool:
+    """Tell whether a model's path is the address of weights, or a file with them.
+
+    Raises:
+        ValueError: It is an address of a kind that is not known.
+
+    """
+    return is_address(model) or Path(model).is_file()
+
+
+def tensors_file(folder: str) -> str | None:
+    """Return a folder's ``model.tensors``, else its only ``*.tensors``.
+
+    Raises:
+        ValueError: There are several, and none of them is called ``model.tensors``.
+
+    """
+    found = sorted(Path(folder).glob("*.tensors"))
+    named = [path for path in found if path.name == "model.tensors"] or found
+    if len(named) > 1:
+        names = ", ".join(path.name for path in named)
+        raise ValueError(
+            f"{folder} holds several files of tensors, {names}: name one of them as uri"
+        )
+    return str(named[0]) if named else None
+
+
+def together(files: Sequence[str]) -> list[str]:
+    """Return the index of files that are its shards, which are then read as one, else the files."""
+    names = {Path(file).name for file in files}
+    if len(names) > 1:
+        for index in sorted(Path(files[0]).parent.glob("*.index.json")):
+            # One that cannot be read is no index of these.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                if set(json.loads(index.read_bytes())["weight_map"].values()) == names:
+                    return [str(index)]
+    return sorted(files)

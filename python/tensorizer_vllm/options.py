@@ -1,0 +1,92 @@
+"""What ``--model-loader-extra-config`` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tensorizer import DecryptionParams
+from tensorizer.file.arguments import check_num_readers, checked_verification, named_device
+from tensorizer.stream_io import open_stream
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a load.
+
+    Attributes:
+        uri: Where the weights are, if not where the model is: a file, folder, index or address.
+        buffer_bytes: The most bytes of tensors that are held for the model.
+        num_readers: Threads that read at once; None for as many as help.
+        verify_hash: Compare every tensor with the hashes in the file: a bool, or ``"crc32"``.
+        device: Where the tensors go; None for the model's.
+        encryption_keyfile: A file or address with the 32 bytes of the key.
+
+    """
+
+    uri: str | None = None
+    buffer_bytes: int = 1 << 30
+    num_readers: int | None = None
+    verify_hash: bool | str = False
+    device: str | None = None
+    encryption_keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("uri", "device", "encryption_keyfile"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be a string that is not empty, not {value!r}")
+        if type(self.buffer_bytes) is not int or self.buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be a positive int, not {self.buffer_bytes!r}")
+        check_num_readers(self.num_readers)
+        checked_verification(self.verify_hash)
+        if self.device is not None:
+            named_device(self.device)
+
+    @classmethod
+    def of(cls, given: Any) -> Options:
+        """Return the options that a loader was given.
+
+        Raises:
+            ValueError: It is no dictionary, has keys that are not known, or values that do not fit.
+            TypeError: ``num_readers`` is no int.
+            RuntimeError: ``device`` is no device of this machine.
+
+        """
+        if given is not None and not isinstance(given, dict):
+            raise ValueError(
+                f"model_loader_extra_config must be a dictionary, not {type(given).__name__}"
+            )
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(str(key) for key in given or {} if key not in known)
+        if unknown:
+            raise ValueError(
+                f"model_loader_extra_config has {', '.join(unknown)}, which tensorizer does not "
+                f"know: expected any of {', '.join(known)}"
+            )
+        return cls(**(given or {}))
+
+    def decryption(self) -> DecryptionParams | None:
+        """Read the key, if the weights are encrypted.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It has not 32 bytes.
+
+        """
+        if self.encryption_keyfile is None:
+            return None
+        with open_stream(self.encryption_keyfile) as stream:
+            return DecryptionParams.from_key(stream.read())
+
+    def place(self, model: torch.nn.Module) -> torch.device:
+        """Return where tensors for a model go: to CUDA where it is there, else to the CPU.
+
+        Weights that are quantized while they are loaded are on the meta device till then.
+        """
+        if self.device is not None:
+            return torch.device(self.device)
+        real = (at.device for at in model.parameters() if at.device.type != "meta")
+        found = next(real, torch.device("cpu"))
+        return found if found.type == "cuda" else torch.device("cpu")
