@@ -43,13 +43,18 @@ pub struct Reader {
     file: TensorFile,
     /// By number, as far as they were read.
     headers: Mutex<Vec<Option<KeptHeader>>>,
-    /// Whether loads are to end.
-    stopped: AtomicBool,
+    /// Whether loads are to end, those of slices too.
+    stopped: Arc<AtomicBool>,
 }
 
 impl Reader {
     fn new(file: TensorFile) -> Self {
-        Reader { file, headers: Mutex::default(), stopped: AtomicBool::new(false) }
+        Reader { file, headers: Mutex::default(), stopped: Arc::default() }
+    }
+
+    /// The same file with other tensors.
+    fn of_same(&self, file: TensorFile) -> Self {
+        Reader { stopped: Arc::clone(&self.stopped), ..Self::new(file) }
     }
 
     /// What loads ask whether to go on.
@@ -165,7 +170,7 @@ impl Reader {
         let slices = slices.into_iter().map(|(number, ranges)| {
             (number, ranges.into_iter().map(|(start, end)| start..end).collect())
         });
-        Ok(Self::new(self.file.sliced(slices.collect())?))
+        Ok(self.of_same(self.file.sliced(slices.collect())?))
     }
 
     /// The hashes that the file holds of tensors: algorithm and value, as messages show them.
@@ -223,7 +228,7 @@ impl Reader {
             })?;
             Ok(Pickled { name, dtype, shape: shape.into(), storage, strided })
         });
-        Ok(Self::new(self.file.pickled(tensors.collect::<Answer<_>>()?)?))
+        Ok(self.of_same(self.file.pickled(tensors.collect::<Answer<_>>()?)?))
     }
 
     /// The bytes of some entries.

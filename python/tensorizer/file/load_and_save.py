@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._types import FilterFuncType, Head, Name
+from ..tensors import sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors
 from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
+from .file_writer import FileWriter
+from .nesting import named_leaves
 from .slices import Index
 from .tensor_file import TensorFile
-from .writer import TensorSerializer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,7 +118,7 @@ def load(
             return what.load(file)
     from .together import open_together  # as above
 
-    with open_together(members, opened) as file:
+    with members, open_together(members, opened) as file:
         return what.load_together(file, members)
 
 
@@ -167,12 +169,22 @@ def save(
         return
     if max_shard_size is not None:
         raise ValueError("max_shard_size= is for safetensors files")
-    with TensorSerializer(
-        uri,
-        alignment=alignment,
-        encryption=encryption,
-        hashes=hashes,
-        metadata=metadata,
-        clear_metadata=clear_metadata,
-    ) as file:
-        file.write_state_dict(tensors)
+    leaves = named_leaves(tensors)
+
+    def opened() -> FileWriter:
+        return FileWriter(
+            uri,
+            alignment=alignment,
+            encryption=encryption,
+            hashes=hashes,
+            metadata=metadata,
+            clear_metadata=clear_metadata,
+        )
+
+    if any(map(sharding.is_sharded, leaves[1])):
+        from ..group.gather import Gathering  # whoever has DTensors imported it
+
+        Gathering(leaves[1]).save(*leaves, opened)
+        return
+    with opened() as file:
+        file.write_leaves(*leaves)

@@ -416,6 +416,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         registered under the submodules that they name, with a warning (as buffers, where the file
         does not say what they are). The file is closed.
 
+        Of a ``DTensor`` (FSDP2, tensor parallel) only the part of this process is loaded, with
+        ``lazy_load=True`` only its bytes are read, to the device where it is, or where its mesh is.
+        It keeps its memory and its dtype, whatever that of the file and ``dtype``; on the ``meta``
+        device it is replaced by one of the same placement.
+
         Args:
             m: A module of the structure that was saved, possibly without data
                 (:func:`tensorizer.utils.no_init_or_tensor`).

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..streams.open import open_stream
 from ..tensors import sharding
 from .file_writer import FileWriter
 from .tensor_file import in_batches
+
+if TYPE_CHECKING:
+    from ..group.gather import Gathering
 
 ENDING = ".safetensors"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -38,13 +41,26 @@ def save_safetensors(
         OSError, NotImplementedError: See :class:`tensorizer.TensorSerializer`.
 
     """
-    named = checked(tensors)
-    if not any(map(sharding.is_sharded, named.values())):
-        _save(named, uri, metadata, max_shard_size)
+    sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
+    if not sharded:
+        _save(checked(tensors), uri, metadata, max_shard_size)
         return
     from ..group.gather import Gathering  # whoever has DTensors imported it
 
-    gathering = Gathering(list(named.values()))
+    gathering = Gathering(list(tensors.values()))
+    with gathering.members:
+        _save_gathered(gathering, tensors, uri, metadata, max_shard_size)
+
+
+def _save_gathered(
+    gathering: Gathering,
+    tensors: Mapping[Any, Any],
+    uri: str | os.PathLike[Any] | Any,
+    metadata: Mapping[str, str] | None,
+    max_shard_size: int | str | None,
+) -> None:
+    # Of tied tensors some processes may have nothing.
+    named, _ = gathering.members.together(lambda: checked(tensors))
     names, whole = list(named), dict[str, torch.Tensor]()
 
     def keep(which: slice, tensors: list[torch.Tensor]) -> None:

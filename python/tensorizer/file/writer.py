@@ -147,7 +147,8 @@ class TensorSerializer:
 
         Of a module with ``DTensor`` parameters (FSDP2, tensor parallel) the whole tensors are
         written: all processes of its mesh make the same calls, including that of the constructor
-        and :meth:`close`, tensors are gathered a few at a time, and the first process writes them.
+        (which must be able to open the file at each of them) and :meth:`close`, tensors are
+        gathered a few at a time, and the first process writes them.
 
         Args:
             m: The module.

@@ -57,14 +57,20 @@ class Exchange:
         self._fetch, self._deliver, self._stop = fetch, deliver, stop
         self._mine = deque(batch for batch in batches if batch.owner == members.rank)
         size = _HEADER + max((batch.nbytes for batch in batches), default=0)
-        #: While a batch is sent, others are read or wait for their turn.
-        own = min(len(self._mine), _READ_AT_ONCE + _SENT_AT_ONCE)
+        # While a batch is sent, others are read or wait for their turn. Those that are much longer
+        # than usual come one by one.
+        usual = size <= _HEADER + 2 * BATCH_BYTES
+        self._sent_at_once = _SENT_AT_ONCE if usual else 1
+        own = min(len(self._mine), _READ_AT_ONCE + _SENT_AT_ONCE if usual else 2)
 
         def buffers(count: int) -> deque[torch.Tensor]:
             kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
-            return deque(torch.zeros(size, **kind) for _ in range(count))
+            return deque(torch.empty(size, **kind) for _ in range(count))
 
-        self._free, self._for_others = buffers(own), buffers(_SENT_AT_ONCE)
+        self._free, self._for_others = buffers(own), buffers(self._sent_at_once)
+        if device.type == "cuda":
+            # Their memory may still be in use on this stream, and is filled on others.
+            torch.cuda.current_stream(device).synchronize()
         self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
         self._failed: BaseException | None = None
@@ -89,7 +95,12 @@ class Exchange:
             if self._coming or self._failed is not None:
                 self._stop()
             pool.shutdown(wait=True, cancel_futures=True)
-        self._members.agree(self._failed)
+            self._coming.clear()
+        failed, self._failed = self._failed, None
+        try:
+            self._members.agree(failed)
+        finally:
+            del failed
 
     def _pass(self, pool: ThreadPoolExecutor) -> None:
         """Go through all batches, or to the first whose owner has failed."""
@@ -99,7 +110,7 @@ class Exchange:
             buffer = self._fetched() if own else self._for_others.popleft()
             data = buffer[: _HEADER + batch.nbytes]
             self._sent.append((batch, buffer, self._members.broadcast(data, batch.owner)))
-            if len(self._sent) == _SENT_AT_ONCE and not self._finish():
+            if len(self._sent) == self._sent_at_once and not self._finish():
                 break
             self._fetch_more(pool)
         # What others have begun to send, they finish.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,19 @@ from .members import Members
 
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
 _BATCH_BYTES = 64 << 20
+
+
+class Target(Protocol):
+    """A file that is written."""
+
+    def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors."""
+
+    def close(self) -> None:
+        """Make the file visible."""
+
+    def abandon(self) -> None:
+        """Give the file up."""
 
 
 class Gathering:
@@ -34,13 +47,7 @@ class Gathering:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        found = {_ranks(tensor) for tensor in tensors if sharding.is_sharded(tensor)}
-        ranks, *others = sorted(found)
-        if others:
-            raise ValueError(
-                f"tensors are of meshes of different processes, {list(ranks)} and "
-                f"{list(others[0])}: save them to files of their own"
-            )
+        ranks = _ranks([tensor for tensor in tensors if sharding.is_sharded(tensor)])
         assert dist.group.WORLD is not None
         self.members = Members(ranks, dist.group.WORLD)
         self.writes = self.members.rank == 0
@@ -65,7 +72,7 @@ class Gathering:
             BaseException: What ``write`` has raised.
 
         """
-        described = [(n, str(t.dtype), tuple(t.shape)) for n, t in zip(names, tensors, strict=True)]
+        described = [(n, _described(t)) for n, t in zip(names, tensors, strict=True)]
         digest = hashlib.sha256(repr(described).encode()).digest()
         digests = self._agree(None, digest)
         other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
@@ -73,7 +80,7 @@ class Gathering:
             self.failed = True
             raise ValueError(
                 f"rank {other} of those that save together has other tensors than rank 0: expected "
-                "the same names, dtypes and shapes in the same order"
+                "the same names, dtypes, shapes and placements in the same order"
             )
         for which in _batches(tensors):
             error: BaseException | None = None
@@ -86,6 +93,30 @@ class Gathering:
                 error = raised
             self._agree(error)
 
+    def save(
+        self, names: Sequence[Any], tensors: Sequence[torch.Tensor], opened: Callable[[], Target]
+    ) -> None:
+        """Have one process open a file, write the whole tensors, and close it; the others wait.
+
+        Raises:
+            BaseException: What has failed at that process, or see :meth:`write`.
+
+        """
+        with self.members:
+            target, _ = self.members.together(lambda: opened() if self.writes else None)
+
+            def write(which: slice, whole: list[torch.Tensor]) -> None:
+                if target is not None:
+                    target.write_leaves(names[which], whole)
+
+            try:
+                self.write(names, tensors, write)
+            except BaseException:
+                if target is not None:
+                    target.abandon()
+                raise
+            self.members.together(lambda: None if target is None else target.close())
+
     def _agree(self, error: BaseException | None, told: Any = None) -> list[Any]:
         try:
             return self.members.agree(error, told)
@@ -94,11 +125,29 @@ class Gathering:
             raise
 
 
-def _ranks(tensor: Any) -> tuple[int, ...]:
-    """Return the ranks of the mesh that a tensor's mesh is cut from."""
-    mesh = tensor.device_mesh
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    return tuple(sorted(root.mesh.flatten().tolist()))
+def _ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks of the mesh of which all meshes are a part."""
+
+    def ranks(meshes: Iterable[Any]) -> list[tuple[int, ...]]:
+        return sorted({tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}, key=len)
+
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors}.values()
+    roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in meshes]
+    for found in (ranks(meshes), ranks(roots)):
+        if all(set(other) <= set(found[-1]) for other in found):
+            return found[-1]
+    raise ValueError(
+        f"tensors are of meshes of different processes, {list(found[0])} and {list(found[-1])}: "
+        "save them to files of their own"
+    )
+
+
+def _described(tensor: Any) -> tuple[Any, ...]:
+    """Return what must be the same at all processes."""
+    kind: tuple[Any, ...] = ()
+    if sharding.is_sharded(tensor):
+        kind = (str(tensor.placements), tuple(tensor.device_mesh.shape))
+    return str(tensor.dtype), tuple(tensor.shape), *kind
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -106,7 +155,8 @@ def _whole(tensor: Any) -> torch.Tensor:
         plain: torch.Tensor = tensor
         return plain
     with torch.no_grad():
-        whole: torch.Tensor = tensor.full_tensor()
+        # What FSDP keeps on the CPU is gathered where its mesh is.
+        whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,7 @@ class Members:
         self.on_device = "nccl" in dist.get_backend(like)
         self._timeout = _timeout(like, self.on_device)
         self._interrupt: BaseException | None = None
+        self._have_failed = False
         self._among_hosts: Any = None
         self._among_devices: Any = None
         assert dist.group.WORLD is not None
@@ -76,6 +78,19 @@ class Members:
         if dist.get_rank(group) < 0:
             raise ValueError("this process is no member of the group that makes this call")
         return Members(sorted(dist.get_process_group_ranks(group)), group)
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the call. Where it fails and the others do not know it, they need not wait."""
+        if error is not None and not self._have_failed:
+            self.leave()
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
@@ -112,26 +127,32 @@ class Members:
                 an error of the same class, where it can be sent.
 
         """
-        if isinstance(error, GroupError):
-            raise error
-        answers = self.tell((told, None if error is None else _sendable(error)))
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(answers):
-            if failure is not None:
-                raise _received(failure, rank)
-        return [told for told, _ in answers]
+        try:
+            if isinstance(error, GroupError):
+                raise error
+            answers = self.tell((told, None if error is None else _sendable(error)))
+            self._have_failed = any(failure is not None for _, failure in answers)
+            if error is not None:
+                raise error
+            for rank, (_, failure) in enumerate(answers):
+                if failure is not None:
+                    raise _received(failure, rank)
+            return [told for told, _ in answers]
+        finally:
+            # It knows this call, and all that it holds.
+            del error
 
     def tell(self, value: Any) -> list[Any]:
         """Return what every member tells."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         lengths[self.rank][0] = data.numel()
         for rank, length in enumerate(lengths):
             self.wait(self.broadcast(length, rank))
         answers = []
         for rank, length in enumerate(lengths):
-            sent = data if rank == self.rank else torch.empty(int(length), dtype=torch.uint8)
+            empty = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            sent = data if rank == self.rank else empty
             self.wait(self.broadcast(sent, rank))
             answers.append(value if rank == self.rank else pickle.loads(sent.numpy().tobytes()))
         interrupt = self.interrupted()

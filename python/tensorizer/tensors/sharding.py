@@ -153,7 +153,7 @@ def part_of(tensor: Any) -> Part | None:
     strided = [d for d in cut if isinstance(tensor.placements[d], _StridedShard)]
     # Shards of FSDP2 of what tensor parallelism has cut before are called strided: from left to
     # right, that is the same wherever no part is longer than one before it.
-    orders = (cut, strided), ([*(d for d in cut if d not in strided), *reversed(strided)], [])
+    orders: Any = (cut, strided), ([*(d for d in cut if d not in strided), *reversed(strided)], [])
     for order, in_pieces in orders:
         runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
         for mesh_dim in order:
@@ -164,6 +164,9 @@ def part_of(tensor: Any) -> Part | None:
         part = Part._of_runs(runs)
         if part.shape == found:
             return None if part.shape == tuple(tensor.shape) else part
+        if 0 in part.shape and 0 in found:
+            # Nothing, of which it does not matter what it was cut from.
+            return Part(found, ())
     raise NotImplementedError(
         f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has {list(found)} "
         f"here, and not {list(part.shape)} as torch would cut it"
@@ -198,7 +201,7 @@ def as_sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
         like.placements,
         run_check=False,
         shape=like.shape,
-        stride=like.stride(),
+        stride=torch.empty(like.shape, device="meta").stride(),
     )
 
 
