@@ -9,13 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::dtype::DType;
-use tensorizer::source::PipeSource;
+use tensorizer::source::{MemorySource, PipeSource};
 use tensorizer::{LoadOptions, Opening, Pickled, Verify, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
@@ -125,6 +126,13 @@ impl Reader {
     fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
         let source = source.shared()?;
         Ok(Self::new(gil::without(py, || OPENING.source(source, base))?))
+    }
+
+    /// Reads bytes in memory, which `uri` is what messages call.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: PyBackedBytes, uri: String) -> Answer<Self> {
+        let source = Arc::new(MemorySource::new(data, uri));
+        Ok(Self::new(gil::without(py, || OPENING.source(source, 0))?))
     }
 
     /// What a server sent along when the file was opened.
@@ -329,6 +337,19 @@ impl Reader {
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
+    }
+
+    /// Has the kernel begin to read bytes of one tensor's data, from its byte `start` on, where they
+    /// are in a local file and not in memory.
+    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> Answer<()> {
+        // The GIL is kept for a look, as it may take long to get it back.
+        if let Some(begin) = self.file.read_ahead(number, start, len)? {
+            gil::without(py, || {
+                begin();
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
