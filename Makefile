@@ -174,7 +174,8 @@ $(STAMPS)/lint: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(BIN)/python -m pip install --quiet safetensors "runai-model-streamer[s3]" fastsafetensors matplotlib rich redis hiredis
+	$(BIN)/python -m pip install --quiet safetensors "runai-model-streamer[s3]" fastsafetensors matplotlib rich redis hiredis \
+	  "transformers>=5" boto3
 	touch $@
 
 # The old package in an environment of its own, which borrows torch from the other one.

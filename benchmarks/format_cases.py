@@ -1,4 +1,4 @@
-"""What is measured of files that others write, and what is asked of it."""
+"""What is measured of files that others write or read, and what is asked of it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ class Case:
     name: str
     title: str
     model: str
-    #: ``shards`` (four, with an index), or the suffix of one file.
+    #: ``shards`` (four, with an index), or the suffix of one file; ``made`` has none to be read.
     form: str
     engines: tuple[str, ...]
     limits: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
     cold: bool = False
-    #: How addresses begin: ``http`` or ``s3``, both from nginx; None for local files.
+    #: How addresses begin: ``http`` or ``s3``, both from nginx; ``upload`` to the server of
+    #: ``stores.py``; None for local files.
     scheme: str | None = None
+    #: The module whose ``once`` measures an engine.
+    work: str = "format_engines"
 
 
 #: Buffer of the iterators: of ``iterate``, and the memory that others are limited to.
@@ -102,6 +105,44 @@ WITHIN = (Asked("memory", 300e6, "ours iterate"),)
 ITERATORS = ("ours iterate", "run:ai iterate", "run:ai tuned iterate", "fastsafetensors iterate",
              "fastsafetensors tuned iterate", "safetensors iterate")  # fmt: skip
 
+SAVING = [
+    Case("save-safetensors", "save one safetensors file, synced to the disk", "large", "made",
+         ("ours save", "safetensors save, synced", "safetensors save", "ours save .tensors"),
+         ("write",), (Asked("time", 1, "ours save", "safetensors save, synced"),),
+         work="format_saving"),
+    Case("save-shards", "save four shards and their index, synced to the disk", "large", "made",
+         ("ours save shards", "huggingface_hub shards, synced"), ("write",),
+         (Asked("time", 1, "ours save shards", "huggingface_hub shards, synced"),),
+         work="format_saving"),
+    Case("upload-safetensors", "save one safetensors file to S3 on this machine", "large", "made",
+         ("ours upload", "save_file, then boto3", "save_file, then boto3 tuned"), ("send",),
+         (Asked("speed", 2, "ours upload", "save_file, then boto3"),
+          Asked("speed", 2, "ours upload", "save_file, then boto3 tuned")),
+         scheme="upload", work="format_saving"),
+]  # fmt: skip
+
+BYTES = [
+    Case(f"{model}-bytes", f"load bytes in memory, {FULL[model].count:,} tensors", model,
+         "safetensors", ("ours bytes", "safetensors bytes"),
+         asked=(Asked("time", 1, "ours bytes", "safetensors bytes"),))
+    for model in FORMS
+]  # fmt: skip
+
+#: The folder of a model of transformers, made from a config.
+PRETRAINED = "llama"
+WHAT = "from_pretrained of a Llama of 1.08 GB in four shards"
+BESIDE = ("ours from_pretrained", "from_pretrained")
+MODELS = [
+    Case("pretrained", WHAT, PRETRAINED, "shards", BESIDE, (), (Asked("time", 1.05, *BESIDE),),
+         work="format_models"),
+    Case("pretrained-cold", f"{WHAT}, not in the page cache", PRETRAINED, "shards", BESIDE, (),
+         (Asked("speed", 1, *BESIDE),), cold=True, work="format_models"),
+    Case("pretrained-http", f"{WHAT}, from nginx on this machine", PRETRAINED, "shards",
+         ("ours load, then from_pretrained", "curl, then from_pretrained"), (),
+         (Asked("speed", 1, "ours load, then from_pretrained", "curl, then from_pretrained"),),
+         scheme="http", work="format_models"),
+]  # fmt: skip
+
 CASES = [
     *(case for model, form in FORMS.items() for case in cases_of(model, form)),
     *(case for model in FORMS for case in cases_of(model, "pt")),
@@ -120,4 +161,7 @@ CASES = [
     Case("iterate-s3", "one tensor after another, none kept, from S3 on this machine", "large",
          "shards", ("ours iterate", "run:ai iterate", "run:ai tuned iterate"),
          asked=WITHIN, scheme="s3"),
+    *SAVING,
+    *BYTES,
+    *MODELS,
 ]  # fmt: skip

@@ -76,6 +76,8 @@ LOADERS: dict[str, Callable[[Given], Tensors]] = {
         where, lambda files: peers.torch_load(files, mmap=True)
     ),
 }
+#: Those that are given bytes, which are read before the clock starts, and where their ``load`` is.
+OF_BYTES = {"ours bytes": "tensorizer.safetensors", "safetensors bytes": "safetensors.torch"}
 ITERATORS: dict[str, Callable[[Given], Pairs]] = {
     "ours iterate": ours_iterate,
     "safetensors iterate": lambda where: peers.safetensors_iterate(where.files),
@@ -127,6 +129,14 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     expected = sums(folder, case, half=engine.endswith(" half"))
     plain = engine.replace(" tuned", "")
     iterate = ITERATORS.get(engine) or ITERATORS.get(plain)
+    load = LOADERS.get(plain)
+    if engine in OF_BYTES:
+        data = Path(where.files[0]).read_bytes()
+        of_bytes = importlib.import_module(OF_BYTES[engine]).load
+
+        def load(_: Given) -> Tensors:
+            return of_bytes(data)
+
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])
@@ -136,7 +146,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
         kept = 0
         loaded = time.perf_counter() - start
     else:
-        tensors = LOADERS[plain](where)
+        tensors = load(where)
         loaded = time.perf_counter() - start
         found = checksum(tensors)
         kept = total = sum(tensor.nbytes for tensor in tensors.values())

@@ -38,12 +38,14 @@ def local(folder: Path, case: Case) -> list[Path]:
     """Return the files of a case on this machine."""
     if case.form == "shards":
         return shards(folder, case.model)
+    if case.form == "made":
+        return []
     return [folder / f"{case.model}.{case.form}"]
 
 
 def one_file(folder: Path, case: Case) -> Path:
     """Return the file of as many bytes that limits are measured with, which know no shards."""
-    form = "safetensors" if case.form == "shards" else case.form
+    form = "safetensors" if case.form in ("shards", "made") else case.form
     return folder / f"{case.model}.{form}"
 
 

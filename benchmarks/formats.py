@@ -1,4 +1,4 @@
-"""Measure the reading of safetensors and torch checkpoints beside what others read them with.
+"""Measure reading and writing of safetensors, and torch checkpoints, beside what others do.
 
     python benchmarks/formats.py [--quick] [--rounds N] [--only CASE ...] [--record]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+import format_models
 from cases import FULL, QUICK
 from format_cases import CASES, Case
 from format_files import local, one_file, prepare
@@ -27,14 +29,18 @@ from machine import version
 from run import HERE, describe, forget, record, summary, warm
 from serve import server
 
+#: What is measured here only.
+PACKAGES = ("runai-model-streamer-s3", "transformers", "huggingface_hub", "boto3")
+#: Which server an address needs, by how it begins.
+SERVERS = {"http": "nginx", "s3": "nginx", "upload": "s3"}
 #: Seconds that one run of an engine may take.
 TIMEOUT = 600
 
 
 def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> None:
     """Measure, in a process of its own; send what was found, or the text of an error."""
-    from format_engines import once
-
+    _, case, *_ = arguments
+    once = importlib.import_module(case.work).once
     # Otherwise the locks that tqdm makes, which fastsafetensors imports, have names that are left.
     multiprocessing.set_start_method("fork", force=True)
     try:
@@ -75,7 +81,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Let all engines and limits take turns, so that a noisy minute hits all of them."""
     paths = local(folder, case)
-    if case.limits:
+    if case.limits and paths:
         paths = list({*paths, one_file(folder, case)})
     results: dict[str, list] = {name: [] for name in (*case.engines, *case.limits)}
     if not case.cold:
@@ -112,15 +118,19 @@ def main() -> None:
         parser.error("toy sizes are not recorded")
     rounds = options.rounds or (1 if options.quick else 5)
     folder = HERE / "data" / ("quick" if options.quick else "full")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    # To try the programs, what takes longest to import is imported once for all.
+    preload = ["torch", *([format_models.CLASS, "boto3"] if options.quick else [])]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     prepare(folder, QUICK if options.quick else FULL)
+    format_models.prepare(folder, options.quick)
     machine = describe()
-    package = "runai-model-streamer-s3"
-    machine["versions"] = {**machine["versions"], package: version(package)}  # type: ignore[dict-item]
+    more = {package: version(package) for package in PACKAGES}
+    machine["versions"] = {**machine["versions"], **more}  # type: ignore[dict-item]
     rows: list[dict[str, object]] = []
     for case in chosen(options.only):
         print(f"{case.name}: {case.title}")
-        with server("nginx", folder) if case.scheme else contextlib.nullcontext("-") as address:
+        kind = SERVERS.get(case.scheme or "")
+        with server(kind, folder) if kind else contextlib.nullcontext("-") as address:
             if address is None:
                 print("nginx is not installed: not measured")
                 continue

@@ -8,6 +8,8 @@ sha256   two threads hash memory
 secretbox  two threads decrypt memory with the libsodium that is linked
 read-secretbox  two threads read the file from the page cache into fresh memory, as above, and
          run the cipher and the authenticator over each piece
+write    two threads write as many bytes of memory to a new file, and the disk has them
+send     two connections upload as many bytes of memory to the S3 server of stores.py, in parts
 direct   four threads read the file with O_DIRECT
 curl     two curl processes fetch the halves of the file and drop them
 receive  two threads receive the halves of the file from sockets into fresh, huge-page-advised
@@ -20,6 +22,7 @@ copy     one thread copies memory to touched memory
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import mmap
 import os
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +115,57 @@ def direct(path: Path) -> dict[str, float]:
             os.preadv(descriptor, [buffer], offset)
 
     return {"seconds": in_threads(4, work), "bytes": size}
+
+
+def write(path: Path) -> dict[str, float]:
+    size = path.stat().st_size
+    view = memoryview(os.urandom(STEP))
+    out = path.with_name("written")
+    descriptor = os.open(out, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def work(which: int) -> None:
+        for offset in range(which * STEP, size, 2 * STEP):
+            os.pwrite(descriptor, view[: min(STEP, size - offset)], offset)
+
+    os.sync()
+    start = time.perf_counter()
+    in_threads(2, work)
+    os.fsync(descriptor)
+    seconds = time.perf_counter() - start
+    os.close(descriptor)
+    out.unlink()
+    return {"seconds": seconds, "bytes": size}
+
+
+def send(path: Path) -> dict[str, float]:
+    size, part = path.stat().st_size, 64 << 20
+    parts = -(-size // part)
+    view = memoryview(os.urandom(STEP) * (part // STEP))
+    host, port = os.environ["BENCHMARK_SERVER"].split(":")
+    url = f"http://{host}:{port}/bucket/sent"
+
+    def post(query: str, body: bytes) -> bytes:
+        with urllib.request.urlopen(f"{url}?{query}", body) as answer:
+            return answer.read()
+
+    start = time.perf_counter()
+    upload = post("uploads", b"").partition(b"<UploadId>")[2].partition(b"<")[0].decode()
+
+    def work(which: int) -> None:
+        connection = http.client.HTTPConnection(host, int(port))
+        for number in range(which, parts, 2):
+            body = view[: min(part, size - number * part)]
+            target = f"/bucket/sent?partNumber={number + 1}&uploadId={upload}"
+            connection.request("PUT", target, body)
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200, answer.status
+        connection.close()
+
+    in_threads(2, work)
+    named = "".join(f"<PartNumber>{number + 1}</PartNumber>" for number in range(parts))
+    post(f"uploadId={upload}", named.encode())
+    return {"seconds": time.perf_counter() - start, "bytes": size}
 
 
 def curl(path: Path) -> dict[str, float]:

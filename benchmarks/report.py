@@ -19,6 +19,8 @@ LIMITS = {
     "sha256": "limit: two-thread SHA-256",
     "secretbox": "limit: two-thread XSalsa20-Poly1305",
     "read-secretbox": "limit: two-thread read and XSalsa20-Poly1305",
+    "write": "limit: two threads that write memory, synced",
+    "send": "limit: two connections that send memory",
     "direct": "limit: four-thread O_DIRECT",
     "ideal": "limit: 16 connections at full rate",
     "clean": "the same from nginx, which does not fail",

@@ -136,7 +136,7 @@ class S3:
                 for part in parts:
                     file.write(part)
             del self.joined
-            connection.answer("200 OK")
+            connection.answer("200 OK", str(path).encode())
         else:
             connection.answer("404 Not Found")
 

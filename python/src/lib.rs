@@ -8,6 +8,8 @@ mod gil;
 mod handle;
 mod heads;
 mod names;
+mod namespaces;
+mod pickled;
 mod reader;
 mod sink;
 mod source;
@@ -43,6 +45,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
+    module.add_function(wrap_pyfunction!(namespaces::holders, module)?)?;
     module.add_function(wrap_pyfunction!(source::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
-use tensorizer::format::dtype::DType;
-use tensorizer::source::PipeSource;
-use tensorizer::{LoadOptions, Opening, Pickled, Verify, load, matches_header, read_headers};
+use tensorizer::source::{MemorySource, PipeSource};
+use tensorizer::{LoadOptions, Opening, Verify, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -28,11 +28,9 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::heads::{Given, Shown, for_python, known};
 use crate::names::{name_from_python, name_to_python, top_level};
+use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
-
-/// See [`Reader::tensors`].
-type PickledTensor<'py> = (Bound<'py, PyAny>, String, Vec<u64>, Option<(usize, u64)>, bool);
 
 /// How files are opened for Python.
 const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
@@ -147,6 +145,13 @@ impl Reader {
         Ok(for_python(py, gil::without(py, || self.file.heads(&signals))?))
     }
 
+    /// Reads bytes in memory, which `uri` is what messages call.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: PyBackedBytes, uri: String) -> Answer<Self> {
+        let source = Arc::new(MemorySource::new(data, uri));
+        Ok(Self::new(gil::without(py, || OPENING.source(source, 0))?))
+    }
+
     /// What a server sent along when the file was opened.
     fn headers(&self) -> Vec<(String, String)> {
         let sources = self.file.sources();
@@ -214,21 +219,7 @@ impl Reader {
     /// `torch.`, shape, `(record, position in it)` or None for the `meta` device, and whether it has
     /// strides, so that this cannot load it.
     fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
-        let uri = self.file.uri();
-        let tensors = tensors.into_iter().map(|(name, dtype, shape, storage, strided)| {
-            let name = name_from_python(&name).map_err(|error| {
-                let (uri, what) = (uri.to_owned(), error.value(py).to_string());
-                Error::Format { uri, offset: 0, what }
-            })?;
-            let dtype = DType::from_name(&dtype).ok_or_else(|| {
-                let what = format!(
-                    "`{uri}`: tensor `{name}` has the dtype torch.{dtype}, which is unknown"
-                );
-                Error::Unsupported(what)
-            })?;
-            Ok(Pickled { name, dtype, shape: shape.into(), storage, strided })
-        });
-        Ok(self.of_same(self.file.pickled(tensors.collect::<Answer<_>>()?)?))
+        Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
 
     /// The bytes of some entries.
@@ -349,6 +340,19 @@ impl Reader {
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
+    }
+
+    /// Has the kernel begin to read bytes of one tensor's data, from its byte `start` on, where they
+    /// are in a local file and not in memory.
+    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> Answer<()> {
+        // The GIL is kept for a look, as it may take long to get it back.
+        if let Some(begin) = self.file.read_ahead(number, start, len)? {
+            gil::without(py, || {
+                begin();
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.

@@ -268,7 +268,7 @@ impl<'f> DeviceLoad<'f> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
-        let all = self.selection.numbers()?;
+        let all = self.selection.numbers();
         let numbers: Vec<usize> = tensors.iter().filter_map(|&at| all.get(at).copied()).collect();
         let options = LoadOptions { map: false, ..*options };
         let loaded = load_counted(self.selection.file, &numbers, &options, counters, cancel)?;

@@ -15,6 +15,7 @@ use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use crate::format::tensors::{behind, index, metadata};
 use crate::io::source::{ClosedSource, KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
+use crate::sys;
 
 /// Tensors, and where their bytes come from.
 pub struct TensorFile {
@@ -276,6 +277,26 @@ impl TensorFile {
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
         read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
+    }
+
+    /// What has the kernel begin to read bytes of one tensor's data, from its byte `start` on; None
+    /// where they are in no local file, or in memory already, as far as samples tell.
+    #[doc(hidden)]
+    pub fn read_ahead(&self, number: usize, start: u64, len: u64) -> Result<Option<impl FnOnce()>> {
+        let entry = self.entry(number)?;
+        let source = self.source(entry.file)?;
+        let len = len.min(entry.data_len.saturating_sub(start));
+        let at = entry.data_offset.saturating_add(start);
+        let samples = [0, len / 2, len.saturating_sub(1)];
+        let cold = |file| {
+            samples
+                .iter()
+                .any(|&place| sys::is_cached(file, at.saturating_add(place)) == Some(false))
+        };
+        if len == 0 || !source.file().is_some_and(cold) {
+            return Ok(None);
+        }
+        Ok(Some(move || source.file().into_iter().for_each(|file| sys::read_ahead(file, at, len))))
     }
 
     /// The tensors, as [`Catalog::entries`] has them.

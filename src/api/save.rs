@@ -88,7 +88,8 @@ impl Writer {
                 sink.uri()
             )));
         }
-        let metadata = metadata::encode(pairs).map_err(Error::InvalidArgument)?;
+        let metadata = metadata::encode(pairs)
+            .map_err(|what| Error::InvalidArgument(format!("`{}`: {what}", sink.uri())))?;
         Ok(Writer {
             maker: Maker::this(),
             uri: sink.uri().to_owned(),
@@ -226,7 +227,7 @@ impl Writer {
         self.failed = true;
         if !self.foreign {
             if self.index_len == 0 {
-                self.reserve_index(index_len_for(self.behind_len()))?;
+                self.reserve_index(self.index_len_for(0))?;
             }
             self.write_index(cancel)?;
         }
@@ -290,12 +291,11 @@ impl Writer {
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let used = self.used(tagged) + encoded_lens(&trial.entries, tagged);
-        let used = used + self.behind_len();
         if self.index_len == 0 {
-            self.reserve_index(index_len_for(used))?;
-        } else if used > self.index_len {
+            self.reserve_index(self.index_len_for(used))?;
+        } else if used + self.behind_len() > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
-            self.move_data(index_len_for(used.saturating_mul(2)), cancel)?;
+            self.move_data(self.index_len_for(used.saturating_mul(2)), cancel)?;
         }
         place(placed, self.end, alignment, hashes, encrypted)
     }
@@ -330,6 +330,13 @@ impl Writer {
     /// Bytes at the end of the index block that are no entries.
     fn behind_len(&self) -> u64 {
         (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
+    }
+
+    /// Bytes to reserve for an index whose entries have so many. Metadata come beside what is left
+    /// free for later entries.
+    fn index_len_for(&self, used: u64) -> u64 {
+        let metadata = self.metadata.len() as u64;
+        index_len_for(used + self.behind_len() - metadata) + metadata.next_multiple_of(4096)
     }
 
     /// Bytes of all entries in the index.

@@ -14,6 +14,8 @@ pub struct Selection<'f> {
     pub file: &'f TensorFile,
     /// What the index says of them.
     pub entries: Vec<&'f Entry>,
+    /// Their numbers in the file.
+    numbers: Vec<usize>,
     /// For each of them its place in the caller's order.
     order: Vec<usize>,
 }
@@ -37,12 +39,13 @@ impl<'f> Selection<'f> {
                     file.uri()
                 )));
             }
-            sorted.push((entry, at));
+            sorted.push((entry, (number, at)));
         }
         // Without headers, empty tensors lie where others begin.
         sorted.sort_by_key(|(entry, _)| (entry.file, entry.header_offset, entry.data_len));
-        let (entries, order) = sorted.into_iter().unzip();
-        Ok(Selection { file, entries, order })
+        let (entries, places): (_, Vec<_>) = sorted.into_iter().unzip();
+        let (numbers, order) = places.into_iter().unzip();
+        Ok(Selection { file, entries, numbers, order })
     }
 
     /// Refuses to load from encrypted files without a key, and to verify what has no hashes.
@@ -77,12 +80,8 @@ impl<'f> Selection<'f> {
     }
 
     /// Their numbers in the file, in the order of the file.
-    pub fn numbers(&self) -> Result<Vec<usize>> {
-        let numbers = self.entries.iter().map(|entry| {
-            let number = self.file.find(entry.name.stored());
-            number.ok_or_else(|| Error::Bug(format!("no tensor `{}`", entry.name)))
-        });
-        numbers.collect()
+    pub fn numbers(&self) -> &[usize] {
+        &self.numbers
     }
 
     /// Whether they are slices of tensors.

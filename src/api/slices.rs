@@ -325,29 +325,48 @@ fn cut_wholes(
 ) -> Result<()> {
     let wholes = wholes(selection)?;
     let options = LoadOptions { map: false, ..*options };
+    // Slices of one tensor follow each other: it is loaded once.
+    let tensor_of =
+        |entry: &Entry| (entry.file, entry.header_offset, entry.name.stored().to_owned());
+    let mut counts: Vec<(usize, usize, u64)> = Vec::new();
+    for (at, entry) in wholes.entries().iter().enumerate() {
+        let before = at.checked_sub(1).and_then(|before| wholes.entries().get(before));
+        match counts.last_mut() {
+            Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => *count += 1,
+            _ => counts.push((at, 1, entry.data_len)),
+        }
+    }
     let mut wanted = runs.iter().zip(destinations);
-    let mut from = 0;
-    while from < wholes.entries().len() {
+    let mut left = counts.as_slice();
+    while !left.is_empty() {
         let mut held = 0;
-        let more = wholes.entries().iter().skip(from).take_while(|entry| {
-            held += entry.data_len;
+        let more = left.iter().take_while(|(_, _, len)| {
+            held += len;
             held <= HELD
         });
-        let to = from + more.count().max(1);
-        let numbers: Vec<usize> = (from..to).collect();
-        for tensor in load_whole(&wholes, &numbers, &options, counters, cancel)? {
-            let bug = || Error::Bug("a slice beyond its tensor".to_owned());
-            let (runs, mut rest) = wanted.next().ok_or_else(bug)?;
-            for (at, len) in runs.within(&(0..u64::MAX)) {
-                let now = cut(&mut rest, len)?;
-                let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
-                let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;
-                for (slot, byte) in now.iter_mut().zip(bytes) {
-                    slot.write(*byte);
-                }
+        let (now, later) = left.split_at(more.count().max(1));
+        let numbers: Vec<usize> = now.iter().map(|&(number, _, _)| number).collect();
+        let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
+        for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
+            for (runs, to) in wanted.by_ref().take(count) {
+                cut_one(tensor, runs, to)?;
             }
         }
-        from = to;
+        left = later;
+    }
+    Ok(())
+}
+
+/// Takes a slice from a tensor.
+fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
+    let bug = || Error::Bug("a slice beyond its tensor".to_owned());
+    for (at, len) in runs.within(&(0..u64::MAX)) {
+        let now = cut(&mut rest, len)?;
+        let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
+        let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;
+        for (slot, byte) in now.iter_mut().zip(bytes) {
+            slot.write(*byte);
+        }
     }
     Ok(())
 }

@@ -127,6 +127,24 @@ fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
     (result == 0).then_some(cached > 0)
 }
 
+/// Asks the kernel to begin reading a range into the page cache. It waits only while more reads are
+/// under way than the disk takes.
+pub fn read_ahead(file: &File, offset: u64, len: u64) {
+    /// Of one call the kernel reads no more than its read-ahead, or what the disk takes at once.
+    const STEP: u64 = 512 << 10;
+    let end = offset.saturating_add(len);
+    let mut at = offset;
+    while at < end {
+        let step = STEP.min(end - at);
+        let (Ok(start), Ok(step_len)) = (position(at), position(step)) else { return };
+        // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+        unsafe {
+            libc::posix_fadvise(file.as_raw_fd(), start, step_len, libc::POSIX_FADV_WILLNEED)
+        };
+        at += step;
+    }
+}
+
 /// The same file, opened once more for reading: the kernel keeps positions and its guess of what is
 /// read next for each opening. None where that is not possible.
 pub fn reopen(file: &File) -> Option<File> {

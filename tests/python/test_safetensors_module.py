@@ -1,11 +1,15 @@
 """``tensorizer.safetensors`` beside the library whose names it has."""
 
 import copy
+import ctypes
 import inspect
 import json
+import mmap
 import os
 import struct
+import sys
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -17,6 +21,8 @@ import torch
 from conftest import assert_same, run_python
 from servers import Nginx
 from tensorizer import safetensors as ours
+from tensorizer.file.opening import Memory
+from tensorizer.file.tensor_file import TensorFile
 
 theirs = types.SimpleNamespace(
     **{
@@ -176,6 +182,58 @@ def test_load(path, tensors):
         assert_same(mine[name], tensor)
         mine[name].reshape(-1).view(torch.uint8).zero_()
     assert_like(ours.load(ours.save({})), {})
+
+
+def test_bytes_are_read_in_place_by_several_readers(path):
+    data = path.read_bytes()
+    with TensorFile(Memory(data, "<bytes>")) as file:
+        assert file.reader.parallel
+        before = sys.getrefcount(data)
+    # The file has let them go.
+    assert sys.getrefcount(data) < before
+    with pytest.raises(TypeError, match="Memory"):
+        tensorizer.save({}, Memory(b"", "<bytes>"))
+    with pytest.raises(ours.SafetensorError, match="<bytes>"):
+        ours.load(data[:-9])
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
+def test_a_tensor_that_is_asked_for_is_read_ahead(tmp_path):
+    # So large that the kernel's own read-ahead is not all of it.
+    tensors = {name: torch.arange(8 << 20, dtype=torch.int32) for name in "abc"}
+    path = tmp_path / "f.safetensors"
+    ours.save_file(tensors, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if any(in_memory(file, 0, path.stat().st_size)):
+            pytest.skip("the file system keeps files in memory")
+        with ours.safe_open(path, "pt") as opened:
+            half = opened.get_slice("a")[: 4 << 20]
+            start = half.data_ptr() - opened.get_tensor("c").data_ptr()
+        each = 32 << 20
+        first, last = path.stat().st_size - 3 * each, path.stat().st_size - each
+        for begin, size in ((first, each // 2), (last, each)):
+            deadline = time.monotonic() + 30
+            while not all(in_memory(file, begin, size)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert all(in_memory(file, begin, size))
+        # Nothing of what was not asked for.
+        assert not any(in_memory(file, last - each // 2, each // 4))
+    assert start == -2 * each
+    assert torch.equal(half, tensors["a"][: 4 << 20])
+
+
+def in_memory(file, start, size):
+    """Say of each page of a range of a file whether it is in the page cache."""
+    page = mmap.PAGESIZE
+    start = start // page * page
+    with mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, offset=start) as memory:
+        pages = (ctypes.c_ubyte * -(-size // page))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return [bool(found & 1) for found in pages]
 
 
 def test_safe_open(path, tensors):

@@ -108,6 +108,31 @@ def test_all_is_restored_whatever_happens(user):
     assert not is_replaced(user)
 
 
+def test_what_moved_in_the_block_is_restored_too(user):
+    class Holder:
+        pass
+
+    user.nothing = None
+    with ours.tensorizer_safetensors():
+        user.moved, user.load_file = user.load_file, None
+        user.nothing = user.safe_open
+        Holder.kept = user.save
+        gone = sys.modules.pop(user.__name__)
+        own = vars(gone)["save"]
+    sys.modules[user.__name__] = user
+    # Where it was put it is found without its module, elsewhere only in one.
+    assert user.save is theirs.save_file is not own
+    assert user.moved is not theirs.load_file
+    assert user.load_file is None
+    assert Holder.kept is own
+    with ours.tensorizer_safetensors():
+        user.moved = safetensors.torch.load_file
+        user.nothing = user.save
+    assert (user.moved, user.nothing) == (theirs.load_file, theirs.save_file)
+    user.load_file, user.safe_open = theirs.load_file, theirs.safe_open
+    assert not is_replaced(user)
+
+
 def test_blocks_that_overlap_in_threads(user):
     inside, leave = threading.Event(), threading.Event()
     seen = []

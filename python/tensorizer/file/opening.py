@@ -46,6 +46,14 @@ class PythonFile:
 
 
 @dataclass
+class Memory:
+    """Bytes of a file, for :class:`TensorFile` alone."""
+
+    data: bytes
+    uri: str
+
+
+@dataclass
 class Remote:
     """A file of a server, from position ``base`` on."""
 

@@ -330,7 +330,9 @@ def _is_local(opened: Any) -> bool:
 
 
 def _open_reader(file_obj: Any) -> Reader:
-    """Open a path, descriptor, stream or object."""
+    """Open a path, descriptor, stream or object, or bytes in memory."""
+    if isinstance(file_obj, opening.Memory):
+        return Reader.from_bytes(file_obj.data, file_obj.uri)
     target = opening.classify(file_obj)
     if isinstance(target, opening.LocalPath):
         return Reader.from_path(target.path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..file.opening import Memory
 from ..file.to_safetensors import write_one
 from .errors import as_safetensor_errors
 from .opened import Opened
@@ -47,7 +48,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     """
     if not isinstance(data, bytes):
         raise TypeError(f"argument 'bytes': expected bytes, found {type(data).__name__}")
-    return Opened(io.BytesIO(data), torch.device("cpu"), maps=False).load_all()
+    return Opened(Memory(data, "<bytes>"), torch.device("cpu"), maps=False).load_all()
 
 
 def save_file(

@@ -62,7 +62,7 @@ class Opened:
     """An open file, which stays open while somebody has it or a slice of it.
 
     Args:
-        file: A path, an address, or a file object.
+        file: A path, an address, a file object, or bytes as :class:`Memory`.
         device: Where tensors go.
         maps: Whether tensors are used in place in a mapping of a local file.
 
@@ -132,6 +132,7 @@ class Opened:
         self._check_dtype(number)
         mapped = self._mapping().get(number)
         if mapped is not None:
+            self._read_ahead(number, mapped, mapped)
             return mapped.detach()
         with as_safetensor_errors("reading"):
             ((_, tensor, _),) = self._file.load([number], self._device)
@@ -152,8 +153,12 @@ class Opened:
 
     def load_part(self, number: int, index: Any) -> torch.Tensor:
         """Return what torch's indexing gives of a tensor, and read no more than that takes."""
-        if number in self._mapping():
-            return self.load(number)[index]
+        mapped = self._mapping().get(number)
+        if mapped is not None:
+            self._check_dtype(number)
+            part = mapped.detach()[index]
+            self._read_ahead(number, mapped, part)
+            return part
         _, shape, _ = self.describe(number)
         try:
             ranges, rest = ranges_of(torch.Size(shape), index)
@@ -181,6 +186,13 @@ class Opened:
                     tensors, _ = self._file.read(numbers, self._device)
                 self._mapped = dict(zip(numbers, tensors, strict=True))
         return self._mapped
+
+    def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> None:
+        """Have the kernel begin to read what is asked for, as nothing waits for it yet."""
+        start = part.data_ptr() - mapped.data_ptr()
+        # Copies, by masks for instance, lie elsewhere.
+        if part.is_contiguous() and 0 <= start <= mapped.nbytes - part.nbytes:
+            self._file.reader.read_ahead(number, start, part.nbytes)
 
     def _aligned(self, number: int, offset: int) -> bool:
         dtype = getattr(torch, self._file.reader.describe(number)[0], None)

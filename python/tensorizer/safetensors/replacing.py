@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from .._native import holders
 from . import files
 from .reading import safe_open
 
@@ -24,13 +25,19 @@ class _Patch:
         self._blocks = 0
         #: The originals, and what stands in for them, which nobody else has.
         self._pairs: list[tuple[Any, Any]] = []
+        #: How often what stands in is referred to while it stands nowhere.
+        self._references: list[int] = []
+        #: Where it was put: the globals of a module, and a name there.
+        self._places: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if self._blocks == 0:
                 self._pairs = _stand_ins()
+                self._references = _references(self._pairs)
+                self._places = []
                 try:
-                    _replace(self._pairs)
+                    _replace(self._pairs, self._places)
                 except BaseException:
                     self._restore()
                     raise
@@ -43,7 +50,15 @@ class _Patch:
                 self._restore()
 
     def _restore(self) -> None:
-        _replace([(ours, original) for original, ours in self._pairs])
+        originals = {id(ours): original for original, ours in self._pairs}
+        for namespace, name in self._places:
+            number = id(namespace.get(name))
+            if number in originals:
+                namespace[name] = originals[number]
+        self._places = []
+        # Somebody else has some, perhaps a module that imported them in the block.
+        if _references(self._pairs) != self._references:
+            _replace([(ours, original) for original, ours in self._pairs], [])
 
 
 def _stand_ins() -> list[tuple[Any, Any]]:
@@ -65,16 +80,30 @@ def _like(original: Any, ours: Any) -> Any:
     return call
 
 
-def _replace(pairs: list[tuple[Any, Any]]) -> None:
-    """Replace objects wherever they are globals of a module, but not in this package."""
+def _references(pairs: list[tuple[Any, Any]]) -> list[int]:
+    """Return how often each thing that stands in is referred to."""
+    return [sys.getrefcount(ours) for _, ours in pairs]
+
+
+def _replace(pairs: list[tuple[Any, Any]], places: list[tuple[dict[str, Any], str]]) -> None:
+    """Replace objects wherever they are globals of a module, but not in this package.
+
+    Notes where that was.
+    """
     by_id = {id(one): other for one, other in pairs}
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer":
-            # Not by getattr: modules that import lazily would do so.
-            namespace = vars(module)
-            for key, value in list(namespace.items()):
-                if id(value) in by_id:
-                    namespace[key] = by_id[id(value)]
+    # Not by getattr: modules that import lazily would do so.
+    namespaces = [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer"
+    ]
+    # Large programs have thousands of modules, and most of them none of these.
+    for number in holders(namespaces, [one for one, _ in pairs]):
+        namespace = namespaces[number]
+        for key, value in list(namespace.items()):
+            if id(value) in by_id:
+                places.append((namespace, key))
+                namespace[key] = by_id[id(value)]
 
 
 _patch = _Patch()

@@ -20,6 +20,8 @@ const MAGIC: [u8; 8] = *b"TZMETA01";
 const END_LEN: usize = MAGIC.len() + 2 * size_of::<u32>();
 /// Bytes of the longest metadata, their lengths included: as many as a safetensors header has.
 pub const MAX_LEN: usize = 100_000_000;
+/// Names, each of which takes memory of its own.
+const MAX_PAIRS: usize = 1_000_000;
 
 /// The bytes of names and values, in their order; none if there are none. Says what is not possible.
 pub fn encode(pairs: &[(String, String)]) -> Result<Vec<u8>, String> {
@@ -28,6 +30,12 @@ pub fn encode(pairs: &[(String, String)]) -> Result<Vec<u8>, String> {
     }
     let mut out = Vec::new();
     let mut names = HashSet::new();
+    if pairs.len() > MAX_PAIRS {
+        return Err(format!(
+            "expected metadata of at most {MAX_PAIRS} names, found {}",
+            pairs.len()
+        ));
+    }
     for (name, value) in pairs {
         if !names.insert(name) {
             return Err(format!("metadata have `{}` twice", Brief(name)));
@@ -83,6 +91,10 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
         let (name, value) = (text(&mut cursor, "name")?, text(&mut cursor, "value")?);
         if !names.insert(name) {
             let what = format!("`{}` comes twice in the metadata", Brief(name));
+            return Err(Malformed::new(at, what));
+        }
+        if pairs.len() == MAX_PAIRS {
+            let what = format!("expected metadata of at most {MAX_PAIRS} names, found more");
             return Err(Malformed::new(at, what));
         }
         pairs.push((name.to_owned(), value.to_owned()));

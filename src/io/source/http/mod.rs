@@ -99,7 +99,10 @@ fn open_named(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
-    let (moved, reply, head) = match options.known.of(&shown) {
+    // The address as it is shown may be that of several files: later answers must prove which it is.
+    let known =
+        options.known.of(&shown).filter(|head| head.tag.is_some() || head.modified.is_some());
+    let (moved, reply, head) = match known {
         Some(known) => (None, First::known(known)?, Arc::clone(&known.first)),
         None => ask_first(&named, &clients, &shown, &options, cancel)?,
     };
