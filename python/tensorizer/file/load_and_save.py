@@ -118,7 +118,7 @@ def load(
             return what.load(file)
     from .together import open_together  # as above
 
-    with open_together(members, opened) as file:
+    with members, open_together(members, opened) as file:
         return what.load_together(file, members)
 
 

@@ -51,10 +51,11 @@ def save_safetensors(
     def keep(which: slice, tensors: list[torch.Tensor]) -> None:
         whole.update(zip(names[which], (tensor.cpu() for tensor in tensors), strict=True))
 
-    gathering.write(names, list(named.values()), keep)
-    gathering.members.together(
-        lambda: _save(whole, uri, pairs, max_shard_size) if gathering.writes else None
-    )
+    with gathering.members as members:
+        gathering.write(names, list(named.values()), keep)
+        members.together(
+            lambda: _save(whole, uri, pairs, max_shard_size) if gathering.writes else None
+        )
 
 
 def _save(

@@ -19,6 +19,8 @@ BATCH_BYTES = 32 << 20
 _READ_AT_ONCE = 3
 #: Batches that are on their way between members at once: one is put in place during the next.
 _SENT_AT_ONCE = 2
+#: Bytes that a member keeps at most of what it has read, where batches are large: whole tensors.
+_MOST_READ_BYTES = 8 * BATCH_BYTES
 #: Bytes in front of a batch that say whether its owner, or anything at it, has failed.
 _HEADER = 64
 
@@ -58,13 +60,14 @@ class Exchange:
         self._mine = deque(batch for batch in batches if batch.owner == members.rank)
         size = _HEADER + max((batch.nbytes for batch in batches), default=0)
         #: While a batch is sent, others are read or wait for their turn.
-        own = min(len(self._mine), _READ_AT_ONCE + _SENT_AT_ONCE)
+        own = min(_READ_AT_ONCE + _SENT_AT_ONCE, max(_MOST_READ_BYTES // size, 1))
 
         def buffers(count: int) -> deque[torch.Tensor]:
             kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
             return deque(torch.zeros(size, **kind) for _ in range(count))
 
-        self._free, self._for_others = buffers(own), buffers(_SENT_AT_ONCE)
+        self._free = buffers(min(len(self._mine), own))
+        self._for_others = buffers(_SENT_AT_ONCE)
         self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
         self._failed: BaseException | None = None
