@@ -87,6 +87,7 @@ def _rank(task, rank, folder):
         }
         os.environ |= task["env"]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
         module, name = task["program"].split(".")
         warnings.simplefilter("ignore")
         found["result"] = getattr(importlib.import_module(f"ranks.{module}"), name)(*task["args"])

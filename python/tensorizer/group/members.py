@@ -8,8 +8,8 @@ import datetime
 import pickle
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,14 +21,38 @@ from .._errors import GroupError
 
 _T = TypeVar("_T")
 
-#: How many calls the processes of this one's default group have made together, by their ranks. Each
-#: has connections of its own, so that it is mixed up with no other, and none with one that failed.
-_CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+
+@dataclass
+class _Calls:
+    """The calls that some processes make together, one after another.
+
+    Each has connections of its own, so that it is mixed up with no other, and none with one that
+    failed. They are made by way of a store, to which this has a connection of its own: whoever
+    waits for a store has all others wait that use the same.
+    """
+
+    store: dist.Store
+    count: int
+    #: The connections of the last one. Others may still read from them what was sent at its end;
+    #: they have done so when all meet for the next one.
+    last: list[Any]
+
+    @staticmethod
+    def of(name: str, size: int) -> _Calls:
+        """Return those that processes of a name make."""
+        assert dist.group.WORLD is not None
+        known = _CALLS.setdefault(dist.group.WORLD, {})
+        if name not in known:
+            store = distributed_c10d._get_default_store().clone()
+            # The default group may have been made anew, with a store that knows earlier calls.
+            known[name] = _Calls(store, (store.add(name, 1) - 1) // size << 32, [])
+        return known[name]
+
+
+#: What is known of the calls of this process's default group, by a name for who makes them.
+_CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = (
     weakref.WeakKeyDictionary()
 )
-#: The connections of the last call. Others may still read from them what was sent at its end; they
-#: have done so when the next call has begun.
-_LAST: list[Any] = []
 #: Seconds that a member waits for others beyond the group's timeout, which they see first.
 _GRACE = 10.0
 
@@ -61,16 +85,18 @@ class Members:
         self._have_failed = False
         self._among_hosts: Any = None
         self._among_devices: Any = None
-        assert dist.group.WORLD is not None
-        calls = _CALLS.setdefault(dist.group.WORLD, Counter())
-        calls[tuple(ranks)] += 1
-        name = f"tensorizer/{','.join(map(str, ranks))}/{calls[tuple(ranks)]}"
-        self._store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+        name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
+        self._last: list[Any] = []
         with self._or_lost():
+            calls = _Calls.of(name, self.size)
+            calls.count += 1
+            self._last = calls.last
+            self._store = distributed_c10d.PrefixStore(f"{name}/{calls.count}", calls.store)
+            self._meet()
             self._among_hosts = dist.ProcessGroupGloo(
                 self._store, self.rank, self.size, self._timeout
             )
-        _LAST[:] = [self._among_hosts]
+        self._last[:] = [self._among_hosts]
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Members:
@@ -92,13 +118,28 @@ class Members:
         if error is not None and not self._have_failed:
             self.leave()
 
+    def _meet(self) -> None:
+        """Wait until all are here: what connects them cannot be interrupted."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        self._store.set(f"here/{self.rank}", b"")
+        try:
+            while not self._store.check([f"here/{rank}" for rank in range(self.size)]):
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
+                if self._store.check(["left"]):
+                    raise RuntimeError("one of them was interrupted")
+                time.sleep(2e-3)
+        except BaseException:
+            self._store.set("left", b"")
+            raise
+
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
         for group in (self._among_hosts, self._among_devices):
             with contextlib.suppress(RuntimeError, AttributeError):
                 group.abort()
         self._among_hosts = self._among_devices = None
-        _LAST.clear()
+        self._last.clear()
 
     # What happens at all of them
 
@@ -181,7 +222,7 @@ class Members:
             options._timeout = self._timeout
             store = distributed_c10d.PrefixStore("devices", self._store)
             self._among_devices = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            _LAST.append(self._among_devices)
+            self._last.append(self._among_devices)
         return self._among_devices
 
     def wait(self, work: Any) -> None:
@@ -266,4 +307,4 @@ def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
 
 @atexit.register
 def _close_last() -> None:
-    _LAST.clear()
+    _CALLS.clear()

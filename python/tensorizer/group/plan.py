@@ -50,7 +50,10 @@ class Batch:
 
 
 def batches(wanted: Iterable[Wanted], members: int, most: int) -> list[Batch]:
-    """Cut tensors into batches of about ``most`` bytes, which members fetch in turn."""
+    """Cut tensors into batches, which members fetch in turn.
+
+    They have at most ``most`` bytes, or are one element or one whole tensor.
+    """
     made: list[Batch] = []
     pieces: list[Piece] = []
     size = 0
@@ -65,9 +68,10 @@ def batches(wanted: Iterable[Wanted], members: int, most: int) -> list[Batch]:
     for tensor in wanted:
         for ranges in _boxes(tensor, most):
             nbytes = math.prod(stop - start for start, stop in ranges) * tensor.itemsize
-            if size + nbytes > most:
-                end_batch()
             start = -(-size // _ALIGNMENT) * _ALIGNMENT
+            if start + nbytes > most:
+                end_batch()
+                start = 0
             pieces.append(Piece(tensor.number, ranges, start, nbytes))
             size = start + nbytes
     end_batch()

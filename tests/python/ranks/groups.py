@@ -1,0 +1,354 @@
+"""Loads by groups: every byte is fetched by one rank."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from ranks.common import (
+    assert_equal,
+    caught,
+    cut,
+    dist,
+    fetch_together,
+    group,
+    placed,
+    tensorizer,
+    tensors,
+    torch,
+)
+from ranks.dtensors import of_format
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+#: Bytes of a batch: many for small files.
+BATCH = 1 << 12
+
+
+def large():
+    """Return tensors of several batches each, and small ones."""
+    torch.manual_seed(6)
+    made = tensors()
+    made["rows"] = torch.randn(300, 200)
+    made["cube"] = torch.randn(3, 40, 90)
+    made["one row"] = torch.randn(1, 1, 9000)
+    made["words"] = torch.arange(40_000).to(torch.int16).view(4, 10_000)
+    return made
+
+
+def same(found, expected, what=""):
+    """Compare what was loaded by name."""
+    assert list(found) == list(expected), what
+    for name, tensor in found.items():
+        assert_equal(tensor, expected[name], (what, name))
+
+
+def write(folder):
+    """Save them in every format."""
+    made = large()
+    tensorizer.save(made, f"{folder}/g.tensors")
+    key = tensorizer.EncryptionParams(bytes(range(32)))
+    tensorizer.save(made, f"{folder}/g.enc.tensors", encryption=key)
+    tensorizer.save(made, f"{folder}/g.safetensors")
+    os.mkdir(f"{folder}/shards")
+    tensorizer.save(made, f"{folder}/shards/g.safetensors", max_shard_size=100_000)
+    torch.save(made | {"transposed": made["rows"].t(), "tail": made["rows"][7:]}, f"{folder}/g.pt")
+
+
+def of_kind(folder, kind):
+    """Return a file's path, what it needs to be opened, and its tensors."""
+    made = large()
+    uri, options, _ = of_format(folder, kind)
+    uri = uri.replace("/f.", "/g.")
+    if kind == "pt":
+        made |= {"transposed": made["rows"].t(), "tail": made["rows"][7:]}
+    return uri, options, made
+
+
+def every_format(folder, kinds):
+    """Load everything at all ranks."""
+    fetch_together(BATCH)
+    with group():
+        for kind in kinds:
+            uri, options, made = of_kind(folder, kind)
+            for more in ({}, {"dtype": torch.bfloat16}, {"num_readers": 1}, {"mmap": True},
+                         *([{"verify_hash": True}, {"verify_hash": "crc32"}]
+                           if "tensors" in kind.split(".") else [])):  # fmt: skip
+                found = tensorizer.load(uri, group=dist.group.WORLD, **options, **more)
+                half = "dtype" in more
+                expected = {
+                    name: one.bfloat16() if half and one.is_floating_point() else one
+                    for name, one in made.items()
+                }
+                assert found.keys() == expected.keys()
+                for name, tensor in found.items():
+                    assert_equal(tensor, expected[name], (kind, more, name))
+                    tensor.zero_()  # of its own
+
+
+def other_wants(folder, kind="tensors"):
+    """Every rank asks for something else, or for nothing."""
+    fetch_together(BATCH)
+    with group() as (rank, world):
+        uri, options, made = of_kind(folder, kind)
+        mesh = init_device_mesh("cpu", (world,))
+        square = init_device_mesh("cpu", (2, world // 2))
+
+        def load(**more):
+            return tensorizer.load(uri, group=dist.group.WORLD, **options, **more)
+
+        names = [["rows", "t1"], ["cube"], [], list(made)][rank % 4]
+        same(load(names=names), {name: made[name] for name in names})
+        wants = [lambda n: n < "t", lambda n: False, lambda n: n == "words", lambda n: True]
+        chosen = {n: t for n, t in made.items() if wants[rank % 4](n)}
+        assert_same_names = load(filter_func=wants[rank % 4])
+        assert assert_same_names.keys() == chosen.keys()
+        for name, tensor in assert_same_names.items():
+            assert_equal(tensor, chosen[name])
+        # Slices of other dimensions, of one tensor at all ranks.
+        slices = [(0, 20, 290), (1, 3, 4), (slice(5, 100, 7), slice(50)), (3,)][rank % 4]
+        index = {0: slice(20, 290), 1: (slice(None), slice(3, 4)), 2: slices, 3: slices}[rank % 4]
+        found = load(names=["rows", "t0"], slices={"rows": slices})
+        same(found, {"rows": made["rows"][index], "t0": made["t0"]})
+        # Shards, of another dimension at each rank.
+        dim = rank % 2
+        shard = tensorizer.Shard(dim, rank, world)
+        two = [name for name in made if made[name].dim() > 1]
+        found = load(names=two, shard=shard)
+        same(found, {name: cut(made[name], dim, world, rank) for name in two})
+        # DTensors, and what is no DTensor.
+        like = {
+            "rows": placed(made["rows"], mesh, [Shard(1)]),
+            "cube": placed(made["cube"], square, [Shard(1), Shard(2)]),
+            "words": placed(made["words"], square, [Replicate(), Shard(0)]),
+            "t4": torch.empty(16, 16, device="meta"),
+            "step": 3,
+        }
+        found = load(like=like)
+        assert list(found) == ["rows", "cube", "words", "t4"]
+        for name in ("rows", "cube", "words"):
+            assert isinstance(found[name], DTensor)
+            assert_equal(found[name].to_local(), like[name].to_local(), name)
+        assert_equal(found["t4"], made["t4"])
+        # Memory of others: whole, of DTensors, and views into something larger.
+        around = torch.full((302, 200), 7.0)
+        out = {
+            "rows": around[1:-1],
+            "cube": placed(torch.zeros(3, 40, 90), mesh, [Shard(1)]),
+            "t1": torch.zeros(7, 5),
+        }
+        out = {name: out[name] for name in list(out)[: 1 + rank % 3]}
+        assert load(out=out) is not out
+        if "cube" in out:
+            expected = cut(made["cube"], 1, world, rank)
+            assert_equal(out["cube"].to_local(), expected)
+        assert_equal(around[1:-1], made["rows"])
+        assert (around[0] == 7).all() and (around[-1] == 7).all()
+        if "t1" in out:
+            assert_equal(out["t1"], made["t1"])
+        # The same file under another name, and nothing at all.
+        assert load(names=[]) == {}
+
+
+def group_of_streams(addresses):
+    """Load from servers, by streams of ours."""
+    fetch_together(BATCH)
+    with group():
+        made = large()
+        for uri in addresses:
+            stream = tensorizer.stream_io.open_stream(uri)
+            found = tensorizer.load(stream, group=dist.group.WORLD, names=["rows", "cube", "t0"])
+            same(found, {name: made[name] for name in ("rows", "cube", "t0")}, uri)
+
+
+def group_of_addresses(addresses):
+    """Do so by addresses, of which the first rank reads the index for all."""
+    fetch_together(BATCH)
+    with group():
+        made = large()
+        for uri in addresses:
+            found = tensorizer.load(uri, group=dist.group.WORLD, names=["rows", "cube", "t0"])
+            same(found, {name: made[name] for name in ("rows", "cube", "t0")}, uri)
+
+
+def traffic(uri, count, streams):
+    """Load a file of equal tensors with the batches that there are by default."""
+    with group() as (rank, _):
+        source = tensorizer.stream_io.open_stream(uri) if streams else uri
+        found = tensorizer.load(source, group=dist.group.WORLD)
+        assert len(found) == count
+        for number, (name, tensor) in enumerate(found.items()):
+            assert name == f"w{number}"
+            assert tensor[0, 0] == number and tensor[-1, -1] == number
+            assert_equal(tensor, torch.full_like(tensor, number), (rank, name))
+
+
+def traffic_alone(uri):
+    """Do so with each rank by itself."""
+    with group():
+        tensorizer.load(uri)
+
+
+def local_files(folder):
+    """Of a local file each rank reads what it wants, and maps it if it is told to."""
+    with group() as (rank, world):
+        uri, _, made = of_kind(folder, "tensors")
+        big = {"big": torch.randn(1 << 20)}
+        if rank == 0:
+            tensorizer.save(big, f"{folder}/big.tensors")
+        dist.barrier()
+        pt, _, also = of_kind(folder, "pt")
+        from tensorizer.file import together
+
+        def never(*_, **__):
+            raise AssertionError("exchanged")
+
+        together.fill_together = never
+        found = tensorizer.load(uri, group=dist.group.WORLD)
+        assert found.keys() == made.keys()
+        for name, tensor in found.items():
+            assert_equal(tensor, made[name])
+        found = tensorizer.load(f"{folder}/big.tensors", group=dist.group.WORLD, mmap=True)
+        assert "big.tensors" in Path("/proc/self/maps").read_text()
+        out = {"rows": torch.zeros(300, 200)}
+        tensorizer.load(uri, group=dist.group.WORLD, out=out)
+        assert_equal(out["rows"], made["rows"])
+        shard = tensorizer.Shard(0, rank, world)
+        with open(uri, "rb") as file:
+            found = tensorizer.load(file, group=dist.group.WORLD, names=["rows"], shard=shard)
+        assert_equal(found["rows"], cut(made["rows"], 0, world, rank))
+        # Views of one storage share it, as without a group.
+        found = tensorizer.load(pt, group=dist.group.WORLD)
+        assert found["tail"].untyped_storage().data_ptr() == (
+            found["rows"].untyped_storage().data_ptr()
+        )
+        assert_equal(found["transposed"], also["transposed"])
+
+
+def alone(folder):
+    """A group of one, and a group that this rank is no member of."""
+    with group() as (rank, world):
+        uri, _, made = of_kind(folder, "tensors")
+        groups = [dist.new_group([number]) for number in range(world)]
+        found = tensorizer.load(uri, group=groups[rank], names=["t0"])
+        assert_equal(found["t0"], made["t0"])
+        return caught(lambda: tensorizer.load(uri, group=groups[rank - 1], names=["t0"]))
+
+
+def subgroups(folder):
+    """Two groups at once, and one after another with other members, many times."""
+    fetch_together(BATCH)
+    with group() as (rank, world):
+        uri, options, made = of_kind(folder, "tensors")
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        crossed = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+        for turn in range(25):
+            name = ("rows", "cube", "t1", "words")[(turn + rank // 2) % 4]
+            found = tensorizer.load(uri, group=pairs[rank // 2], names=[name])
+            assert_equal(found[name], made[name], turn)
+            name = ("t0", "words", "rows")[turn % 3]
+            found = tensorizer.load(uri, group=crossed[rank % 2], names=[name, "t2"])
+            assert_equal(found[name], made[name], turn)
+            if turn % 5 == 0:
+                found = tensorizer.load(uri, group=dist.group.WORLD, names=["t0"])
+                assert_equal(found["t0"], made["t0"], turn)
+        del options, world
+
+
+def beside_others(folder):
+    """Other collectives of the same group run on another thread at the same time."""
+    fetch_together(BATCH)
+    with group() as (rank, world):
+        uri, _, made = of_kind(folder, "tensors")
+        wrong, done = [], threading.Event()
+        sums = []
+
+        def add():
+            # As many at every rank.
+            for number in range(300):
+                tensor = torch.full((50,), float(number + rank))
+                dist.all_reduce(tensor)
+                expected = world * number + world * (world - 1) / 2
+                sums.append(number)
+                if not (tensor == expected).all():
+                    wrong.append((number, tensor))
+            done.set()
+
+        thread = threading.Thread(target=add)
+        thread.start()
+        loads = 0
+        for _ in range(12):
+            found = tensorizer.load(uri, group=dist.group.WORLD)
+            loads += not done.is_set()
+            for name, tensor in found.items():
+                assert_equal(tensor, made[name])
+        thread.join()
+        assert not wrong, wrong[:2]
+        assert len(sums) == 300
+        return loads
+
+
+def two_threads(folder):
+    """Two threads load at once, each with a group of its own of the same ranks, and of others."""
+    fetch_together(BATCH)
+    with group() as (rank, _):
+        uri, _, made = of_kind(folder, "tensors")
+        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3]),
+                  dist.new_group([3, 2, 1])]  # fmt: skip
+        names = ["rows", "cube", "words"]
+        errors = []
+
+        def load(number):
+            try:
+                for turn in range(6):
+                    time.sleep((turn * 7 + rank * 3 + number) % 5 / 500)
+                    found = tensorizer.load(uri, group=groups[number], names=[names[number]])
+                    assert_equal(found[names[number]], made[names[number]])
+            except BaseException as error:
+                errors.append(repr(error))
+
+        threads = [threading.Thread(target=load, args=(n,)) for n in range(3 if rank else 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+
+
+def again(folder):
+    """A process group that is left and made anew, over one store, as torchrun has it."""
+    fetch_together(BATCH)
+    uri, _, made = of_kind(folder, "tensors")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)
+    for turn in range(3):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        for _ in range(1 + turn):
+            found = tensorizer.load(uri, group=dist.group.WORLD, names=["rows"])
+            assert_equal(found["rows"], made["rows"])
+        dist.barrier()
+        dist.destroy_process_group()
+        store.add(f"left {turn}", 1)
+        while store.add(f"left {turn}", 0) < world:
+            time.sleep(0.001)
+        # Gloo takes the addresses of before for those of now.
+        for key in store.list_keys() if rank == 0 else ():
+            if key.startswith("default_pg/0/"):
+                store.delete_key(key)
+        store.add("next", rank == 0)
+        while rank and turn < 2 and store.add("next", 0) <= turn:
+            time.sleep(0.001)
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < world:
+        time.sleep(0.001)
+
+
+def many_batches(folder):
+    """Batches of a few bytes, which are dealt out unevenly, and one of all."""
+    with group():
+        uri, _, made = of_kind(folder, "tensors")
+        for size in (1, 100, 1 << 30):
+            fetch_together(size)
+            names = ["t0", "t5", "t7", "half", "bool"] if size < 1 << 30 else list(made)
+            found = tensorizer.load(uri, group=dist.group.WORLD, names=names)
+            same(found, {name: made[name] for name in names}, size)
