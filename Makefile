@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint bench bench-formats bench-quick gpu gpu-toy build wheels clean
+  lint bench bench-formats bench-dcp bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -36,7 +36,7 @@ test-other-torch: $(STAMPS)/old
 	VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps \
 	  --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
-	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py)
+	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py)
 
 # With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
 # packages of the other tests.
@@ -116,9 +116,14 @@ bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 bench-formats: $(STAMPS)/built $(STAMPS)/bench
 	$(BIN)/python benchmarks/formats.py $(FORMATS)
 
+# BENCHMARK_S3FS=FOLDER has s3fs for torch's FsspecWriter, from pip install --target FOLDER s3fs.
+bench-dcp: $(STAMPS)/built $(STAMPS)/bench
+	$(BIN)/python benchmarks/dcp.py $(DCP)
+
 bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py --quick
 	$(BIN)/python benchmarks/formats.py --quick
+	$(BIN)/python benchmarks/dcp.py --quick --only disk-1 s3-1
 	$(MAKE) gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old

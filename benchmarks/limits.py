@@ -11,6 +11,9 @@ read-secretbox  two threads read the file from the page cache into fresh memory,
 write    two threads write as many bytes of memory to a new file, and the disk has them
 send     two connections upload as many bytes of memory to the S3 server of stores.py, in parts
 direct   four threads read the file with O_DIRECT
+write    two threads write a file of as many bytes through the page cache, and sync it
+write-direct  four threads write it with O_DIRECT, and sync it
+copy-read  two threads read the file from the page cache into memory that was touched
 curl     two curl processes fetch the halves of the file and drop them
 receive  two threads receive the halves of the file from sockets into fresh, huge-page-advised
          memory, and the bytes are touched
@@ -73,6 +76,46 @@ def read(path: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "load_seconds": moved, "bytes": size}
 
 
+def copy_read(path: Path) -> dict[str, float]:
+    size = path.stat().st_size
+    memory = bytearray(size)
+    memory[::4096] = bytes([1]) * len(memory[::4096])
+    view = memoryview(memory)
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def work(which: int) -> None:
+        for offset in range(which * STEP, size, 2 * STEP):
+            os.preadv(descriptor, [view[offset : min(offset + STEP, size)]], offset)
+
+    return {"seconds": in_threads(2, work), "bytes": size}
+
+
+def write(path: Path, threads: int = 2, flags: int = 0) -> dict[str, float]:
+    size = path.stat().st_size
+    step = min(STEP, size // threads // 4096 * 4096)
+    size = size // step * step
+    out = path.with_suffix(".out")
+    block = mmap.mmap(-1, step)
+    block.write(os.urandom(step))
+    start = time.perf_counter()
+    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags)
+
+    def work(which: int) -> None:
+        for offset in range(which * step, size, threads * step):
+            assert os.pwrite(descriptor, block, offset) == step
+
+    in_threads(threads, work)
+    os.fsync(descriptor)
+    seconds = time.perf_counter() - start
+    os.close(descriptor)
+    out.unlink()
+    return {"seconds": seconds, "bytes": size}
+
+
+def write_direct(path: Path) -> dict[str, float]:
+    return write(path, 4, os.O_DIRECT)
+
+
 def sha256(path: Path) -> dict[str, float]:
     size = path.stat().st_size
     block = os.urandom(min(size // 2, 256 << 20))
@@ -105,8 +148,9 @@ def read_secretbox(path: Path) -> dict[str, float]:
 
 
 def direct(path: Path) -> dict[str, float]:
-    step = 4 << 20
-    size = path.stat().st_size // step * step
+    size = path.stat().st_size
+    step = min(4 << 20, size // 4 // 4096 * 4096)
+    size = size // step * step
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def work(which: int) -> None:
@@ -115,26 +159,6 @@ def direct(path: Path) -> dict[str, float]:
             os.preadv(descriptor, [buffer], offset)
 
     return {"seconds": in_threads(4, work), "bytes": size}
-
-
-def write(path: Path) -> dict[str, float]:
-    size = path.stat().st_size
-    view = memoryview(os.urandom(STEP))
-    out = path.with_name("written")
-    descriptor = os.open(out, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-
-    def work(which: int) -> None:
-        for offset in range(which * STEP, size, 2 * STEP):
-            os.pwrite(descriptor, view[: min(STEP, size - offset)], offset)
-
-    os.sync()
-    start = time.perf_counter()
-    in_threads(2, work)
-    os.fsync(descriptor)
-    seconds = time.perf_counter() - start
-    os.close(descriptor)
-    out.unlink()
-    return {"seconds": seconds, "bytes": size}
 
 
 def send(path: Path) -> dict[str, float]:

@@ -22,6 +22,8 @@ LIMITS = {
     "write": "limit: two threads that write memory, synced",
     "send": "limit: two connections that send memory",
     "direct": "limit: four-thread O_DIRECT",
+    "write-direct": "limit: four threads that write with O_DIRECT and sync",
+    "copy-read": "limit: two-thread read into touched memory",
     "ideal": "limit: 16 connections at full rate",
     "clean": "the same from nginx, which does not fail",
     "curl": "limit: two curl processes that keep nothing",

@@ -26,6 +26,8 @@ http {{
 
 def command(kind: str, root: Path, work: Path, port: int) -> list[str] | None:
     """Return how a server is started; None where it is not installed."""
+    if kind == "objects":
+        return [sys.executable, str(Path(__file__).with_name("objects.py")), str(port)]
     if kind in ("s3", "slow", "faulty"):
         stores = Path(__file__).with_name("stores.py")
         return [sys.executable, str(stores), kind, str(work if kind == "s3" else root), str(port)]

@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.parse
 from pathlib import Path
+from typing import Protocol
 
 #: What a distant server is like: latency of an answer, and bytes a second of a connection.
 LATENCY, RATE = 0.05, 100e6
@@ -177,7 +178,15 @@ class Ranges:
                 raise ConnectionError
 
 
-def serve(handler: S3 | Ranges, port: int) -> None:
+class Handler(Protocol):
+    """Answers requests."""
+
+    def handle(self, connection: Connection, method: str, target: str, fields: dict) -> None: ...
+
+
+def serve(handler: Handler, port: int) -> None:
+    """Answer requests at a port, each connection on a thread."""
+
     def work(sock: socket.socket) -> None:
         try:
             with sock:

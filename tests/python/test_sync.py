@@ -8,7 +8,9 @@ import subprocess
 import pytest
 import tensorizer
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, run_python
+from tensorizer.distributed import Reader
 from tensorizer.torch_compat import tensorizer_loading
 
 
@@ -79,3 +81,41 @@ def test_one_version_of_a_pair_is_whole(failing, after, holds, tmp_path):
     with tensorizer_loading():
         assert torch.load(path)["weight"].tolist() == [holds] * 1000
     assert sorted(os.listdir(tmp_path)) == ["state.pt", "state.pt.tensors"]
+
+
+#: Has a later sync fail each time, in processes of their own.
+CHECKPOINTS = """
+import os, sys, torch, torch.distributed.checkpoint as dcp
+from tensorizer.distributed import Writer
+for after in range(5):
+    child = os.fork()
+    if child == 0:
+        os.environ["FAIL_SYNC_AFTER"] = str(after)
+        try:
+            writer = Writer(f"{sys.argv[1]}/{after}/a")
+            dcp.save({"new": torch.ones(5)}, storage_writer=writer)
+        except dcp.api.CheckpointException as error:
+            ((found, _),) = error.failures.values()
+            assert isinstance(found, OSError), found
+            os._exit(found.errno)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_in_new_folders(failing, tmp_path):
+    state = {"new": torch.zeros(5)}
+    done = run_python(CHECKPOINTS, tmp_path, env=failing(errno.EIO))
+    # Both folders, the file of the rank, what makes it a checkpoint.
+    assert [int(line) for line in done.stdout.split()] == [errno.EIO] * 4 + [0], done.stderr
+    for after in range(5):
+        folder = tmp_path / str(after) / "a"
+        # A folder is synced before there is anything in it.
+        assert (after < 2) == (not any(folder.iterdir()))
+        if after < 3:
+            with pytest.raises(FileNotFoundError):
+                dcp.load(state, storage_reader=Reader(folder))
+        else:
+            dcp.load(state, storage_reader=Reader(folder))
+            assert state["new"].all()

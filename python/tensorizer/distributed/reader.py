@@ -13,9 +13,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..file.encryption import DecryptionParams
-from ..file.tensor_file import TensorFile
+from ..file.tensor_file import TensorFile, in_batches
 from ..tensors.exchange import dtype_of
 from . import layout
+
+#: Bytes that are loaded at a time where they are then copied to tensors.
+_BATCH_BYTES = 256 << 20
+
+
+class _Unreadable(dcp.Metadata):
+    """Raises, where it is used, what reading it has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
 
 
 class Reader(StorageReader):
@@ -58,36 +71,51 @@ class Reader(StorageReader):
             "num_readers": num_readers,
         }
         self._weights_only = weights_only
-        self._folder = ""
-        self._metadata: dcp.Metadata | None = None
+        self._folder: str | None = None
+        #: What was read already, for the first load.
+        self._fresh: dcp.Metadata | None = None
+        self._places: dict[dcp.MetadataIndex, layout.Place] = {}
         if uri is not None:
             self.reset(uri)
 
     @property
     def checkpoint_id(self) -> str:
         """The folder."""
+        if self._folder is None:
+            raise ValueError("expected Reader(uri) or checkpoint_id=")
         return self._folder
 
     # What torch.distributed.checkpoint calls, in this order
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Read what a folder says that it holds."""
+        """Read what a folder says that it holds, perhaps another than before."""
         if checkpoint_id:
-            # Here, as torch passes over what read_metadata raises.
             self._folder = layout.folder_of(checkpoint_id)
-            self._metadata, _ = layout.read(self._folder)
+        self._fresh = self._read()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint holds."""
-        if self._metadata is None:
-            raise ValueError("expected Reader(uri) or checkpoint_id=")
-        return self._metadata
+        """Return what the checkpoint holds; later calls see one that has replaced it."""
+        found, self._fresh = self._fresh, None
+        try:
+            return found or self._read()
+        except Exception as error:
+            # torch passes over what this raises, and says that there is no checkpoint.
+            return _Unreadable(error)
+
+    def _read(self) -> dcp.Metadata:
+        found, _ = layout.read(self.checkpoint_id)
+        if isinstance(found.planner_data, bytes):
+            what = f"what the planner of {self.checkpoint_id} has stored"
+            found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
+        return found
 
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Learn where the items are."""
-        self._metadata = metadata
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
+        self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan."""
@@ -99,62 +127,30 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
-        places: dict[dcp.MetadataIndex, layout.Place] = self.read_metadata().storage_data
-        by_file: dict[str, list[tuple[ReadItem, str]]] = {}
+        by_file: dict[str, list[tuple[ReadItem, layout.Place]]] = {}
         for item in plan.items:
-            place = places[item.storage_index]
-            by_file.setdefault(place.file, []).append((item, place.name))
+            place = self._places[item.storage_index]
+            by_file.setdefault(place.file, []).append((item, place))
         for name, items in by_file.items():
-            with TensorFile(layout.join(self._folder, name), **self._options) as file:
-                self._read_objects(file, items, planner)
-                self._read_tensors(file, items, planner)
+            with TensorFile(layout.join(self.checkpoint_id, name), **self._options) as file:
+                found = [(item, layout.find(file, place)) for item, place in items]
+                self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
+                _read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_objects(
-        self, file: TensorFile, items: list[tuple[ReadItem, str]], planner: LoadPlanner
+        self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> None:
-        found = [(item, layout.find(file, name)) for item, name in items if _is_object(item)]
-        for item, number in found:
-            (_, loaded, _), *_ = file.load([number], torch.device("cpu"))
-            data = io.BytesIO(loaded.numpy().tobytes())
+        loaded = file.load([number for _, number in wanted], torch.device("cpu"))
+        for (item, _), (_, tensor, _) in zip(wanted, loaded, strict=True):
+            data = tensor.numpy().tobytes()
             if self._weights_only:
                 # A planner unpickles without restriction what has passed here.
-                torch.load(data, map_location="cpu", weights_only=True)
-                data.seek(0)
-            planner.load_bytes(item, data)
-
-    def _read_tensors(
-        self, file: TensorFile, items: list[tuple[ReadItem, str]], planner: LoadPlanner
-    ) -> None:
-        wanted = [(item, layout.find(file, name)) for item, name in items if not _is_object(item)]
-        slices = []
-        for item, number in wanted:
-            ends = zip(item.storage_offsets, item.lengths, strict=True)
-            slices.append((number, [(start, start + length) for start, length in ends]))
-        if not wanted:
-            return
-        sliced = file.sliced(slices)
-        targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
-        direct: list[int] = []
-        for at, ((item, _), target) in enumerate(zip(wanted, targets, strict=True)):
-            dtype, shape, _ = sliced.reader.describe(at)
-            if list(target.shape) != shape:
-                raise ValueError(
-                    f"{item.dest_index.fqn!r}: the checkpoint has {shape} for it, and the tensor "
-                    f"to load into is {list(target.shape)}"
-                )
-            fits = target.dtype == dtype_of(dtype) and target.is_contiguous()
-            if fits and not target.is_meta and file.can_fill_on(target.device):
-                direct.append(at)
-        if direct:
-            sliced.fill([targets[at] for at in direct], direct)
-        others = sorted(set(range(len(targets))) - set(direct))
-        for at, tensor, _ in sliced.load(others, torch.device("cpu")):
-            targets[at].copy_(tensor)
-        for (item, _), target in zip(wanted, targets, strict=True):
-            planner.commit_tensor(item, target)
+                what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
+                layout.unpickled(data, what, weights_only=True)
+            planner.load_bytes(item, io.BytesIO(data))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
@@ -164,3 +160,52 @@ class Reader(StorageReader):
 
 def _is_object(item: ReadItem) -> bool:
     return item.type is LoadItemType.BYTE_IO
+
+
+def _read_tensors(
+    file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
+) -> None:
+    """Read parts of tensors; hashes of those that are all of it are compared in place."""
+    whole: list[tuple[ReadItem, int]] = []
+    parts: list[tuple[ReadItem, int]] = []
+    slices: list[tuple[int, list[tuple[int, int]]]] = []
+    for item, number in wanted:
+        ends = [
+            (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+        ]
+        if list(item.lengths) == file.reader.describe(number)[1]:
+            whole.append((item, number))
+        else:
+            parts.append((item, len(slices)))
+            slices.append((number, ends))
+    if whole:
+        _fill(file, whole, planner)
+    if parts:
+        _fill(file.sliced(slices), parts, planner)
+
+
+def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
+    """Read tensors into those of a planner."""
+    targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
+    direct: list[tuple[torch.Tensor, int]] = []
+    others: dict[int, list[torch.Tensor]] = {}
+    for (item, number), target in zip(wanted, targets, strict=True):
+        dtype, shape, _ = file.reader.describe(number)
+        if list(target.shape) != shape:
+            raise ValueError(
+                f"{item.dest_index.fqn!r}: the checkpoint has {shape} for it, and the tensor "
+                f"to load into is {list(target.shape)}"
+            )
+        fits = target.dtype == dtype_of(dtype) and target.is_contiguous()
+        if fits and not target.is_meta and file.can_fill_on(target.device):
+            direct.append((target, number))
+        else:
+            others.setdefault(number, []).append(target)
+    if direct:
+        file.fill([target for target, _ in direct], [number for _, number in direct])
+    for batch in in_batches(others, file.reader.memory_len, _BATCH_BYTES):
+        for number, tensor, _ in file.load(batch, torch.device("cpu")):
+            for target in others[number]:
+                target.copy_(tensor)
+    for (item, _), target in zip(wanted, targets, strict=True):
+        planner.commit_tensor(item, target)

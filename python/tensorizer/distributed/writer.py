@@ -7,8 +7,7 @@ import dataclasses
 import io
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from torch.futures import Future
 from .._types import TensorType
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
+from ..file.tensor_file import in_batches
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
-from . import layout
+from . import folders, layout
 
 #: Bytes of tensors that a planner is asked for at a time, which may be copies.
 _BATCH_BYTES = 256 << 20
@@ -36,11 +36,12 @@ class Writer(StorageWriter):
     Every rank writes one ``.tensors`` file, which appears once it is whole and on the disk; then
     the coordinator writes ``checkpoint.json``, and with that the checkpoint is there. Until then an
     older one in the same folder can be loaded; its files are removed afterwards (on servers they
-    stay). What is no tensor is stored as ``torch.save`` has it.
+    stay). What a save has left that failed or was killed, the next one removes before it writes.
+    What is no tensor is stored as ``torch.save`` has it.
 
     Args:
         uri: The folder; None where ``dcp.save(checkpoint_id=...)`` names it.
-        encryption: A key to encrypt the tensors' data with, the same or another at every rank.
+        encryption: A key to encrypt the tensors' data with, the same at every rank.
             Names and shapes are not encrypted.
         hashes: Which hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
         overwrite: Whether a checkpoint that is there may be replaced.
@@ -64,6 +65,7 @@ class Writer(StorageWriter):
         self._folder = None if uri is None else layout.folder_of(uri)
         self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
         self._rank, self._save_id = 0, ""
+        self._claim: folders.Claim | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -76,6 +78,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
         """Begin another checkpoint, perhaps in another folder."""
+        self._claim = None
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
@@ -89,6 +92,7 @@ class Writer(StorageWriter):
         rank = kwargs.get("rank")
         known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._rank = known if rank is None else rank
+        self._claim = None
         # Not that of an earlier checkpoint, whose files stay until this one is there.
         self._save_id = secrets.token_hex(8)
 
@@ -101,7 +105,9 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans: each rank knows the name of its file."""
+        """Make room: remove what saves have left that failed or were killed."""
+        if self._is_local():
+            folders.remove_leftovers(self.checkpoint_id)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -114,10 +120,16 @@ class Writer(StorageWriter):
         file = f"rank-{self._rank:05}-{self._save_id}.tensors"
         results = []
         options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
-        with FileWriter(self._made(file), **options) as writer:
-            for batch in _batches(items):
+        if self._is_local():
+            folders.make(self.checkpoint_id)
+            self._claim = folders.Claim(self.checkpoint_id)
+        taken: set[str] = set()
+        with FileWriter(layout.join(self.checkpoint_id, file), **options) as writer:
+            lengths = [_length(item) for item in items]
+            for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
+                batch = [items[number] for number in numbers]
                 tensors = [_resolved(item, planner) for item in batch]
-                names = [_name(item) for item in batch]
+                names = [_name(item, taken) for item in batch]
                 count = len(batch)
                 writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
                 results += [
@@ -126,30 +138,25 @@ class Writer(StorageWriter):
                 ]
         return results
 
-    def _made(self, file: str) -> str:
-        """Return the path or address of a file in the folder, after making that."""
-        if not is_address(self.checkpoint_id):
-            Path(self.checkpoint_id).mkdir(parents=True, exist_ok=True)
-        return layout.join(self.checkpoint_id, file)
+    def _is_local(self) -> bool:
+        return not is_address(self.checkpoint_id)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write what makes the files a checkpoint, and remove those of an older one."""
         places = {one.index: one.storage_data for of_rank in results for one in of_rank}
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), places)
-        local = not is_address(self.checkpoint_id)
         before: list[str] = []
-        if local:
+        if self._is_local():
+            folders.make(self.checkpoint_id)
             # One that cannot be read has no files that are known.
             with contextlib.suppress(OSError, ValueError):
-                _, before = layout.read(self.checkpoint_id)
-        with open_stream(self._made(layout.FILE), "wb") as file:
+                before = layout.files(self.checkpoint_id)
+        with open_stream(layout.join(self.checkpoint_id, layout.FILE), "wb") as file:
             file.write(content)
         now = {place.file for place in places.values()}
-        for old in before:
-            if old not in now:
-                with contextlib.suppress(OSError):
-                    Path(layout.join(self.checkpoint_id, old)).unlink()
+        folders.remove(self.checkpoint_id, set(before) - now)
+        self._claim = None
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
 
@@ -161,20 +168,6 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
         """Tell whether a folder can be named so."""
         return isinstance(checkpoint_id, (str, os.PathLike))
-
-
-def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    batch: list[WriteItem] = []
-    size = 0
-    for item in items:
-        length = _length(item)
-        if batch and size + length > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += length
-    if batch:
-        yield batch
 
 
 def _length(item: WriteItem) -> int:
@@ -191,11 +184,20 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return data.detach()
     assert isinstance(data, io.BytesIO)
-    return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+    content = bytearray(data.getvalue())
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
 
 
-def _name(item: WriteItem) -> str:
-    """Return what the tensor of an item is called in the file of its rank."""
-    if item.type is WriteItemType.BYTE_IO or not item.index.offset or not any(item.index.offset):
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
+def _name(item: WriteItem, taken: set[str]) -> str:
+    """Return what the tensor of an item is called in the file of its rank, where names are taken.
+
+    Something else may be called as a part of a tensor is.
+    """
+    name = item.index.fqn
+    offset = item.index.offset or ()
+    if item.type is not WriteItemType.BYTE_IO and any(offset):
+        name = f"{name}@{','.join(map(str, offset))}"
+    while name in taken:
+        name += "@"
+    taken.add(name)
+    return name

@@ -31,7 +31,7 @@ class _Calls:
     waits for a store has all others wait that use the same.
     """
 
-    store: dist.Store
+    store: Any
     count: int
     #: The connections of the last one. Others may still read from them what was sent at its end;
     #: they have done so when all meet for the next one.
@@ -43,7 +43,8 @@ class _Calls:
         assert dist.group.WORLD is not None
         known = _CALLS.setdefault(dist.group.WORLD, {})
         if name not in known:
-            store = distributed_c10d._get_default_store().clone()
+            store: Any = distributed_c10d._get_default_store()
+            store = store.clone()
             # The default group may have been made anew, with a store that knows earlier calls.
             known[name] = _Calls(store, (store.add(name, 1) - 1) // size << 32, [])
         return known[name]
@@ -121,7 +122,7 @@ class Members:
     def _meet(self) -> None:
         """Wait until all are here: what connects them cannot be interrupted."""
         until = time.monotonic() + self._timeout.total_seconds()
-        self._store.set(f"here/{self.rank}", b"")
+        self._store.set(f"here/{self.rank}", "")
         try:
             while not self._store.check([f"here/{rank}" for rank in range(self.size)]):
                 if time.monotonic() > until:
@@ -130,7 +131,7 @@ class Members:
                     raise RuntimeError("one of them was interrupted")
                 time.sleep(2e-3)
         except BaseException:
-            self._store.set("left", b"")
+            self._store.set("left", "")
             raise
 
     def leave(self) -> None:

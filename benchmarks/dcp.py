@@ -1,0 +1,170 @@
+"""Measure distributed checkpoints beside the writers and readers of torch.
+
+    python benchmarks/dcp.py [--quick] [--rounds N] [--only CASE ...] [--record]
+
+A case is ``disk-1``, ``cold-4``, ``s3-2``, with the number of ranks; a pattern chooses several.
+Every engine saves, and then loads what it has saved, in the same round. ``--record`` keeps the
+figures and the report under ``benchmarks/records``. ``--quick`` uses toy sizes and one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from dcp_report import CASES, PREFIX, Case, case_tables, write
+from machine import version
+from run import HERE, describe, forget, record, summary, warm
+from serve import server
+
+#: Seconds that one save or load may take.
+TIMEOUT = 300
+
+
+def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> None:
+    """Be a rank: send what was found, or the text of an error."""
+    from dcp_engines import run
+
+    try:
+        pipe.send(run(*arguments))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    pipe.close()
+    sys.stdout.flush()
+    # Freeing memory is not part of what is measured.
+    os._exit(0)
+
+
+def ranks(world: int, *arguments: object) -> dict[str, object]:
+    """Run ranks once, in processes that begin with torch imported; return what the first says."""
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    started = []
+    for rank in range(world):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {name: value for name, value in os.environ.items() if name[:4] == "AWS_"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        given = (sender, (rank, world, environment, arguments))
+        process = context.Process(target=answer, args=given)
+        process.start()
+        sender.close()
+        started.append((process, receiver))
+    found = []
+    try:
+        for _, receiver in started:
+            late = f"nothing after {TIMEOUT} seconds"
+            found.append(receiver.recv() if receiver.poll(TIMEOUT) else late)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+    for one in found:
+        if isinstance(one, str):
+            raise RuntimeError(f"{arguments[0]} failed:\n{one[-2000:]}")
+    if not found[0]["verified"]:
+        raise RuntimeError(f"{arguments[0]} loaded other bytes than were written")
+    return found[0]
+
+
+def limit(name: str, folder: Path) -> dict[str, object]:
+    """Measure what the machine can do."""
+    command = [sys.executable, str(HERE / "limits.py"), name, str(folder), "limit"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(case: Case, folder: Path, rounds: int, size: tuple) -> list[dict[str, object]]:
+    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
+    saves: dict[str, list] = {name: [] for name in (*case.engines, *case.save_limits)}
+    loads: dict[str, list] = {name: [] for name in (*case.engines, *case.load_limits)}
+    for round_ in range(rounds):
+        for number, engine in enumerate(case.engines):
+            place = folder / "checkpoint"
+            shutil.rmtree(place, ignore_errors=True)
+            os.sync()
+            address = f"s3://bucket/{round_}-{number}" if case.s3 else str(place)
+            saves[engine].append(ranks(case.world, engine, True, address, size))
+            files = [path for path in place.rglob("*") if path.is_file()]
+            (forget if case.cold else warm)(files)
+            loads[engine].append(ranks(case.world, engine, False, address, size))
+        for found in (saves, loads):
+            for name in set(found) - set(case.engines):
+                os.sync()
+                (forget if case.cold else warm)([folder / "limit.tensors"])
+                found[name].append(limit(name, folder))
+        print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    return [
+        summary(f"{case.name} {what}", name, name not in case.engines, found)
+        for what, of_all in (("save", saves), ("load", loads))
+        if what == "load" or not case.cold
+        for name, found in of_all.items()
+    ]
+
+
+@contextlib.contextmanager
+def place_of(case: Case) -> Iterator[None]:
+    """Start the server that a case needs."""
+    if not case.s3:
+        yield
+        return
+    with server("objects", HERE) as address:
+        os.environ |= {
+            "AWS_ENDPOINT_URL_S3": f"http://{address}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    if options.quick and options.record:
+        parser.error("toy sizes are not recorded")
+    import dcp_state
+
+    size = dcp_state.QUICK if options.quick else dcp_state.FULL
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["dcp_engines"])
+    machine = describe()
+    machine["versions"] = {**machine["versions"], "s3fs": version("s3fs")}  # type: ignore[dict-item]
+    rows: list[dict[str, object]] = []
+    (HERE / "data").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HERE / "data") as name:
+        folder = Path(name)
+        (folder / "limit.tensors").write_bytes(os.urandom(dcp_state.total_bytes(size)))
+        for case in CASES:
+            if options.only and not any(fnmatch.fnmatch(case.name, one) for one in options.only):
+                continue
+            print(f"{case.name}: {case.title}")
+            with place_of(case):
+                mine = measure(case, folder, options.rounds or (1 if options.quick else 5), size)
+            rows += mine
+            print(case_tables(case, mine))
+    if options.record:
+        path = record(machine, rows, PREFIX)
+        print(f"recorded in {path} and {write(path.parent, str(machine['date']))}")
+
+
+if __name__ == "__main__":
+    main()

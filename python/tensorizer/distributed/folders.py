@@ -1,0 +1,74 @@
+"""Local folders of checkpoints: made so that they stay, and rid of what nobody needs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import layout
+
+#: Files that ranks write, and no others.
+_OURS = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
+
+
+def make(folder: str) -> None:
+    """Make a folder, and those above it, that are there when the machine has lost its power."""
+    path = Path(folder)
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        descriptor = os.open(one.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some file systems have no such call for folders.
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+class Claim:
+    """Keeps files in a folder that no checkpoint has yet, as long as it is referred to.
+
+    Of other processes too, if the file system has locks; without them no file is removed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        # Whoever removes files holds it for a moment only.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = {path.name for path in Path(folder).iterdir() if _OURS.fullmatch(path.name)}
+        if layout.is_there(folder):
+            found -= set(layout.files(folder))
+        remove(folder, found)
+    except (OSError, ValueError):
+        # Locked, or without locks, or the checkpoint does not say which files are its own.
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: str, names: Iterable[str]) -> None:
+    """Remove files, as far as that is possible."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            Path(folder, name).unlink()

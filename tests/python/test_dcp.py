@@ -1,0 +1,163 @@
+"""Checkpoints of torch.distributed.checkpoint: many ranks, and other numbers of them."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, run_python
+from dcp_ranks import Ranks
+from ranks.dcp_failures import ROWS
+from tensorizer.distributed import Reader, Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks()
+    yield started
+    started.stop()
+
+
+def test_another_world_size_and_mesh(ranks, tmp_path):
+    saved = ranks.run("dcp_meshes.save", 4, tmp_path)[0]
+    assert saved == ["4-plain", "4-fsdp", "4-tp", "4-both"]
+    saved += ranks.run("dcp_meshes.save", 1, tmp_path)[0]
+    for world, kinds in ((2, 5), (1, 2)):
+        (found, *_) = ranks.run("dcp_meshes.load", world, tmp_path, saved)
+        assert len(found) == len(saved) * kinds
+
+
+def test_saves_in_the_background(ranks, tmp_path):
+    assert ranks.run("dcp_meshes.overlapping", 2, tmp_path / "checkpoint") == [[0, 1, 2]] * 2
+
+
+def value_of(folder, columns=1000):
+    """Return the number that a checkpoint is full of."""
+    target = {"rows": torch.zeros(2 * ROWS, columns), "value": 0}
+    dcp.load(target, storage_reader=Reader(folder, verify_hash=True))
+    assert (target["rows"] == target["value"]).all()
+    return target["value"]
+
+
+@pytest.fixture(scope="module")
+def killing(tmp_path_factory):
+    """Ranks of which one with KILL_AT is killed at that call."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("killing") / "killing.so"
+    source = ROOT / "tests/python/killing.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    started = Ranks({"LD_PRELOAD": str(library)})
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_at_every_step(killing, tmp_path, victim):
+    killing.run("dcp_failures.save", 2, tmp_path / "first", 1)
+    seen = []
+    for step in range(100):
+        folder = tmp_path / "second"
+        shutil.copytree(tmp_path / "first", folder)
+        env = {victim: {"KILL_AT": str(step)}}
+        found = killing.start("dcp_failures.save", 2, folder, 2, env=env)
+        seen.append(value_of(folder))
+        dcp.save({"other": 1}, storage_writer=Writer(folder))
+        assert len(os.listdir(folder)) == 2
+        shutil.rmtree(folder)
+        if found[victim].get("signal") != signal.SIGKILL:
+            break
+    assert all("result" in one for one in found)
+    # Files of two ranks, and for the first that of the checkpoint, and old files that it removes.
+    assert len(seen) > (10 if victim == 0 else 4)
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+    if victim == 1:
+        assert seen == [1] * (len(seen) - 1) + [2]
+
+
+def test_a_rank_is_killed_at_any_moment(ranks, tmp_path):
+    columns, moments = 60_000, 15  # 24 MB each
+    seconds = max(ranks.run("dcp_failures.save", 2, tmp_path / "c", 1, columns))
+    value = 1
+    for moment in range(moments):
+        env = {moment % 2: {"KILL_AFTER": str(seconds * moment / moments)}}
+        found = ranks.start("dcp_failures.save", 2, tmp_path / "c", value + 1, columns, env=env)
+        now = value_of(tmp_path / "c", columns)
+        assert now in (value, value + 1), found
+        if all("result" in one for one in found):
+            assert now == value + 1
+        value = now
+
+
+def test_a_disk_that_is_full(ranks, tmp_path):
+    ranks.run("dcp_failures.save", 3, tmp_path / "c", 1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    for found in ranks.run("dcp_failures.full", 3, tmp_path / "c", 2):
+        assert list(found) == ["2"]
+        assert found["2"][:2] == ["OSError", errno.EFBIG]
+        assert str(tmp_path / "c" / "rank-00002-") in found["2"][2]
+    now = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    assert {name: now.pop(name) for name in before} == before
+    # The others had written theirs; nothing is half there, and the next save makes room first.
+    assert sorted(name[:10] for name in now) == ["rank-00000", "rank-00001"]
+    ranks.run("dcp_failures.save", 3, tmp_path / "c", 3)
+    assert len(os.listdir(tmp_path / "c")) == 4
+    left = ranks.run("dcp_failures.retried", 2, tmp_path / "d")
+    assert left == [[1, 3]] * 2
+
+
+def test_keys_of_ranks(ranks, tmp_path):
+    for found in ranks.run("dcp_failures.keys", 2, tmp_path / "c"):
+        assert [(rank, name) for rank, (name, _, _) in found.items()] == [
+            ("1", "CryptographyError")
+        ]
+
+
+def test_a_flipped_byte(ranks, tmp_path):
+    ranks.run("dcp_failures.save", 2, tmp_path / "c", 5)
+    (path,) = (tmp_path / "c").glob("rank-00001-*")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for found in ranks.run("dcp_failures.verify", 2, tmp_path / "c", 5):
+        ((rank, (name, _, text)),) = found.items()
+        assert (rank, name) == ("1", "HashMismatchError")
+        assert "rows@100,0" in text
+
+
+def test_s3(ranks, s3):
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3")
+    env = {rank: {name: os.environ[name] for name in names} for rank in range(2)}
+    assert ranks.run("dcp_failures.s3", 2, "s3://bucket/ranks/c", 4, env=env) == [True] * 2
+    assert value_of("s3://bucket/ranks/c") == 4
+
+
+def test_the_examples_of_the_document(tmp_path):
+    text = (ROOT / "docs/checkpoints.md").read_text()
+    first, second = re.findall(r"```python torchrun\n(.+?)```", text, re.DOTALL)
+    (tmp_path / "train.py").write_text(first)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, env=env, timeout=100, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert len(os.listdir(tmp_path / "checkpoints/latest")) == 3
+    imports = "\n".join(line for line in first.splitlines() if "import " in line)
+    end = "assert weights['model']['0.weight'].any()"
+    done = run_python(f"{imports}\n{second}\n{end}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_saves_by_other_processes(ranks, tmp_path):
+    assert ranks.run("dcp_failures.in_a_process", 2, tmp_path / "c", 6) == [6, 6]

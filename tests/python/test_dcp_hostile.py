@@ -1,0 +1,241 @@
+"""Checkpoints whose checkpoint.json, or whose files, are not what they should be."""
+
+import copy
+import hashlib
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tensorizer import FormatError
+from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed.layout import sealed
+from tensorizer.distributed.whole import Whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.int64), "step": 5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dcp.save(STATE, storage_writer=Writer(tmp_path / "c"))
+    return tmp_path / "c"
+
+
+def read(folder):
+    return json.loads((folder / "checkpoint.json").read_bytes())
+
+
+def write(folder, content):
+    content = {name: value for name, value in content.items() if name != "sha256"}
+    (folder / "checkpoint.json").write_bytes(sealed(content))
+
+
+def load(folder):
+    target = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.int64), "step": 0}
+    dcp.load(target, storage_reader=Reader(folder))
+    return target
+
+
+def refused(folder, match=".", error=(FormatError, OSError)):
+    """Check that neither of both takes it, and that the error says where."""
+    with pytest.raises((*error, dcp.api.CheckpointException), match=match) as caught:
+        load(folder)
+    found = caught.value
+    if isinstance(found, dcp.api.CheckpointException):
+        ((found, _),) = found.failures.values()
+        assert isinstance(found, error), found
+    assert str(folder) in str(found)
+    with pytest.raises(error, match=match), Whole(folder) as whole:
+        for _ in whole.load(whole.names):
+            pass
+
+
+def test_truncated(folder):
+    data = (folder / "checkpoint.json").read_bytes()
+    for length in (*range(0, len(data), 7), len(data) - 1):
+        (folder / "checkpoint.json").write_bytes(data[:length])
+        refused(folder, "is no checkpoint, or damaged: ValueError.*not those that were hashed")
+
+
+def test_flipped(folder):
+    data = (folder / "checkpoint.json").read_bytes()
+    for at in range(0, len(data), 5):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        (folder / "checkpoint.json").write_bytes(changed)
+        refused(folder, "not those that were hashed")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"[]", b"null", b"1", b"{", b"\xff\xfe", b'{"a": "\xff"}', b"[" * 100_000,
+        b'{"a":' * 100_000, b'{"version": ' + b"9" * 10_000 + b"}", b"NaN", b"\0" * 1000,
+    ],
+)  # fmt: skip
+def test_no_json_of_ours(folder, text):
+    (folder / "checkpoint.json").write_bytes(text)
+    refused(folder)
+    # With a hash that fits
+    body = text.removesuffix(b"}")
+    digest = hashlib.sha256(body + b"}").hexdigest().encode()
+    (folder / "checkpoint.json").write_bytes(body + b',"sha256":"' + digest + b'"}')
+    refused(folder)
+
+
+#: Where in the JSON, what is put there, and what the error says.
+CHANGES = [
+    (["format"], "safetensors", "expected format"),
+    (["version"], 2, "expected format"),
+    (["version"], None, "."),
+    (["dcp_version"], 5, "expected a version"),
+    (["files"], "abc", "expected a list"),
+    (["files"], {"a": 1}, "expected a list"),
+    (["files", 0], 7, "."),
+    (["files", 0], "../c.tensors", "no name of a file beside it"),
+    (["files", 0], "/etc/passwd", "no name of a file beside it"),
+    (["files", 0], "/etc/x.tensors", "no name of a file beside it"),
+    (["files", 0], "sub/x.tensors", "no name of a file beside it"),
+    (["files", 0], "x\\y.tensors", "no name of a file beside it"),
+    (["files", 0], ".tensors", "no name of a file beside it"),
+    (["files", 0], "http:x.tensors", "no name of a file beside it"),
+    (["files", 0], "x.tensors\n", "no name of a file beside it"),
+    (["files", 0], "\x00.tensors", "no name of a file beside it"),
+    (["files", 0], "missing.tensors", "missing.tensors"),
+    (["items"], [], "."),
+    (["items"], None, "."),
+    (["items", "a"], None, "."),
+    (["items", "a"], "object", "."),
+    (["items", "a"], {"object": [0]}, "."),
+    (["items", "a", "dtype"], "float64", "float32"),
+    (["items", "a", "dtype"], "int32", "int32"),
+    (["items", "a", "dtype"], "load", "no dtype"),
+    (["items", "a", "dtype"], 3, "."),
+    (["items", "a", "dtype"], ["float32"], "."),
+    (["items", "a", "size"], [3, 5], "have 12 elements together"),
+    (["items", "a", "size"], [12], "."),
+    (["items", "a", "size"], [-3, -4], "expected lengths"),
+    (["items", "a", "size"], [3.0, 4.0], "expected lengths"),
+    (["items", "a", "size"], [True, 12], "expected lengths"),
+    (["items", "a", "size"], [1 << 63, 1], "expected lengths"),
+    (["items", "a", "size"], [1 << 62, 1 << 62], "elements together"),
+    (["items", "a", "size"], "34", "expected lengths"),
+    (["items", "a", "chunks"], [], "have 0 elements together"),
+    (["items", "a", "chunks"], 5, "."),
+    (["items", "a", "chunks", 0], [], "."),
+    (["items", "a", "chunks", 0, 0], [1, 0], "lies outside of it"),
+    (["items", "a", "chunks", 0, 0], [-1, 0], "expected lengths"),
+    (["items", "a", "chunks", 0, 0], [0], "."),
+    (["items", "a", "chunks", 0, 0], [10**400, 0], "expected lengths"),
+    (["items", "a", "chunks", 0, 1], [2, 4], "have 8 elements together"),
+    (["items", "a", "chunks", 0, 2], 1, "expected one of 1 files"),
+    (["items", "a", "chunks", 0, 2], -1, "expected one of 1 files"),
+    (["items", "a", "chunks", 0, 2], True, "expected one of 1 files"),
+    (["items", "a", "chunks", 0, 2], 10**30, "expected one of 1 files"),
+    (["items", "a", "chunks", 0, 3], 7, "and a name"),
+    (["items", "a", "chunks", 0, 3], "b", "is int64 of shape"),
+    (["items", "a", "chunks", 0, 3], "none", "expected tensor 'none'"),
+    (["items", "a", "chunks", 0, 3], "\ud800", "surrogates"),
+    (["items", "a", "chunks", 0, 3], "\x1e[0]", "expected tensor"),
+    (["planner"], 5, "."),
+    (["planner"], {}, "."),
+    (["planner", "paths"], [], "."),
+    (["planner", "paths", "a"], [-1], "expected keys and places"),
+    (["planner", "paths", "a"], [1 << 40], "expected keys and places"),
+    (["planner", "paths", "a"], [None], "expected keys and places"),
+    (["planner", "paths", "a"], 3, "."),
+    (["planner"], {"pickle": "?"}, "."),
+    (["planner"], {"pickle": 3}, "."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "value", "match"), CHANGES)
+def test_changed(folder, where, value, match):
+    content = read(folder)
+    *outer, last = where
+    part = content
+    for step in outer:
+        part = part[step]
+    part[last] = value
+    write(folder, content)
+    refused(folder, match)
+
+
+def test_names_that_are_missing(folder):
+    content = read(folder)
+    del content["sha256"]
+    for name in content:
+        write(folder, {other: value for other, value in content.items() if other != name})
+        refused(folder, "KeyError")
+
+
+def test_two_chunks(folder):
+    content = read(folder)
+    (chunk,) = content["items"]["a"]["chunks"]
+    for chunks, match in (
+        ([chunk, chunk], "two chunks of 'a' begin at the same place"),
+        ([[[0, 0], [2, 4], 0, "a"], [[2, 0], [1, 4], 0, "a"]], r"of shape \[3, 4\], and the ch"),
+    ):
+        changed = copy.deepcopy(content)
+        changed["items"]["a"]["chunks"] = chunks
+        write(folder, changed)
+        refused(folder, match)
+
+
+def test_an_object_that_is_none(folder):
+    content = read(folder)
+    for name, match in (("a", "float32 of shape"), ("b", "int64 of shape"), ("no", "expected ten")):
+        content["items"]["step"]["object"][1] = name
+        write(folder, content)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            load(folder)
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, FormatError)
+        assert match in str(error)
+
+
+def test_a_pickle_that_is_none(folder):
+    content = read(folder)
+    for data in ("", "AAAA", "gAJLAS4="):
+        content["planner"] = {"pickle": data}
+        write(folder, content)
+        with pytest.raises((FormatError, pickle.UnpicklingError), match=str(folder)):
+            load(folder)
+
+
+def test_files_of_another_checkpoint(folder, tmp_path):
+    (own,) = folder.glob("*.tensors")
+    other = {"a": torch.zeros(3, 5), "b": torch.ones(2), "step": 5}
+    dcp.save(other, storage_writer=Writer(tmp_path / "d"))
+    (path,) = (tmp_path / "d").glob("*.tensors")
+    shutil.copy(path, own)
+    refused(folder, r"tensor '[ab]' of .* and the checkpoint says")
+    own.write_bytes(own.read_bytes()[:-100])
+    refused(folder)
+    own.write_bytes(b"")
+    refused(folder)
+    own.unlink()
+    refused(folder, error=(FileNotFoundError,))
+    own.mkdir()
+    refused(folder, error=(OSError, FormatError))
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "c").write_bytes(b"x")
+    with pytest.raises(OSError, match=str(tmp_path / "c")):
+        load(tmp_path / "c")
+    with pytest.raises(dcp.api.CheckpointException, match=str(tmp_path / "c")):
+        dcp.save(STATE, storage_writer=Writer(tmp_path / "c"))
+
+
+def test_a_damaged_checkpoint_can_be_replaced(folder):
+    (folder / "checkpoint.json").write_bytes(b"x")
+    before = set(folder.glob("rank-*"))
+    dcp.save(STATE, storage_writer=Writer(folder))
+    assert torch.equal(load(folder)["a"], STATE["a"])
+    # Nobody knows whose they are.
+    assert before < set(folder.iterdir())

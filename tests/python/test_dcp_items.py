@@ -1,0 +1,520 @@
+"""What checkpoints of torch.distributed.checkpoint hold, saved and loaded by one process."""
+
+import collections
+import io
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import tensorizer
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import assert_same
+from servers import Nginx
+from tensorizer import CryptographyError, EncryptionParams, HashMismatchError
+from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed.layout import sealed
+from tensorizer.distributed.whole import Whole
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.planner import WriteItemType
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(state, folder, **options):
+    planner = options.pop("planner", None)
+    return dcp.save(state, storage_writer=Writer(folder, **options), planner=planner)
+
+
+def load(state, folder, **options):
+    planner = options.pop("planner", None)
+    dcp.load(state, storage_reader=Reader(folder, **options), planner=planner)
+    return state
+
+
+def read_json(folder):
+    content = json.loads((folder / "checkpoint.json").read_bytes())
+    del content["sha256"]
+    return content
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def of_every_dtype():
+    numbers = torch.arange(24).reshape(4, 6) % 2
+    state = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
+    return state | {
+        "scalar": torch.tensor(2.5),
+        "zero": torch.empty(0, 3),
+        "strided": torch.arange(24.0).reshape(4, 6).t(),
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def test_dtypes_and_shapes(tmp_path):
+    state = of_every_dtype()
+    save(state, tmp_path / "c")
+    target = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+    given = dict(target)
+    load(target, tmp_path / "c", verify_hash=True)
+    for name, tensor in state.items():
+        assert target[name] is given[name]
+        assert_same(target[name], tensor)
+    with Whole(tmp_path / "c", verify_hash=True) as whole:
+        for name, tensor in zip(whole.names, whole.load(whole.names), strict=True):
+            assert_same(tensor, state[name])
+
+
+def test_targets_of_another_dtype_and_stride(tmp_path):
+    save({"a": torch.arange(12.0).reshape(3, 4)}, tmp_path / "c")
+    between = torch.zeros(3, 8)
+    for target in (
+        torch.zeros(3, 4, dtype=torch.bfloat16),
+        torch.zeros(4, 3).t(),
+        between[:, ::2],
+        torch.nn.Parameter(torch.zeros(3, 4)),
+    ):
+        found = load({"a": target}, tmp_path / "c")["a"]
+        assert found is target
+        assert torch.equal(found.detach().float(), torch.arange(12.0).reshape(3, 4))
+    assert not between[:, 1::2].any()
+
+
+def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
+    from tensorizer.distributed import reader
+
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 100)
+    state = {str(number): torch.full((5, 7), float(number)) for number in range(6)}
+    save(state, tmp_path / "c")
+    target = load({name: torch.zeros(7, 5).t() for name in state}, tmp_path / "c")
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+def test_what_is_no_tensor(tmp_path):
+    state = {
+        "step": 7,
+        "lr": 0.1,
+        "text": "a\n\u2028ü",
+        "none": None,
+        "bytes": b"\0\1",
+        "nested": {"list": [1, {"deep": torch.ones(2)}, [torch.zeros(1), 2]], "tuple": (1, "x")},
+        "ordered": collections.OrderedDict(a=1),
+        "empty": {},
+    }
+    save(state, tmp_path / "c")
+    empty = {
+        "step": 0,
+        "lr": 0.0,
+        "text": "",
+        "none": 1,
+        "bytes": b"",
+        "nested": {"list": [0, {"deep": torch.zeros(2)}, [torch.ones(1), 0]], "tuple": ()},
+        "ordered": collections.OrderedDict(a=0),
+        "empty": {},
+    }
+    load(empty, tmp_path / "c")
+    assert torch.equal(empty["nested"]["list"][1].pop("deep"), torch.ones(2))
+    assert torch.equal(empty["nested"]["list"][2].pop(0), torch.zeros(1))
+    del state["nested"]["list"][1]["deep"], state["nested"]["list"][2][0]
+    assert empty == state
+
+
+NAMES = [
+    "a", "a@1,2", "a.b", "a/b", "../a", "", " ", "\x1e[1]", "ü\n\t\"\\", "\U0001f600", "a" * 300,
+    "0",
+]  # fmt: skip
+
+
+def test_names(tmp_path):
+    state = {name: torch.full((2,), float(number)) for number, name in enumerate(NAMES)}
+    flat = default_planner.DefaultSavePlanner(flatten_state_dict=False)
+    save(state, tmp_path / "c", planner=flat)
+    target = {name: torch.zeros(2) for name in NAMES}
+    planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
+    load(target, tmp_path / "c", planner=planner)
+    assert all(torch.equal(target[name], state[name]) for name in NAMES)
+
+
+class Halves(default_planner.DefaultSavePlanner):
+    """Saves each tensor in two chunks, and a name that says nothing of what it is."""
+
+    data = None
+
+    def create_local_plan(self):
+        import dataclasses
+
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                items.append(item)
+                continue
+            rows = item.tensor_data.size[0]
+            for start, stop in ((0, rows // 2), (rows // 2, rows)):
+                sizes = torch.Size([stop - start, *item.tensor_data.size[1:]])
+                offsets = torch.Size([start] + [0] * (len(sizes) - 1))
+                chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offsets, sizes=sizes)
+                items.append(
+                    dataclasses.replace(
+                        item,
+                        index=dataclasses.replace(item.index, offset=offsets),
+                        type=WriteItemType.SHARD,
+                        tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
+                    )
+                )
+        self.plan = dataclasses.replace(plan, items=items, planner_data=self.data)
+        return self.plan
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = self.data
+        return plans, metadata
+
+    def lookup_object(self, index):
+        return self.state_dict[index.fqn]
+
+    def resolve_data(self, write_item):
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO()
+        chunk = write_item.tensor_data.chunk
+        return self.lookup_object(write_item.index).narrow(0, chunk.offsets[0], chunk.sizes[0])
+
+
+class AnyBytes(default_planner.DefaultLoadPlanner):
+    """Takes bytes as they are."""
+
+    def load_bytes(self, read_item, value):
+        self.original_state_dict[read_item.dest_index.fqn] = value.read()
+
+
+def test_chunks_and_bytes_of_a_planner(tmp_path):
+    # The second is called as the second half of the first would be.
+    state = {"a": torch.arange(10.0).reshape(5, 2), "a@2,0": torch.ones(4, 1), "nothing": 0}
+    planner = Halves(flatten_state_dict=False)
+    planner.data = {"version": 3, "extra": [1, (2, "x")]}
+    save(state, tmp_path / "c", planner=planner)
+    assert len(read_json(tmp_path / "c")["items"]["a"]["chunks"]) == 2
+    target = {"a": torch.zeros(5, 2), "a@2,0": torch.zeros(4, 1), "nothing": 1}
+    reader = Reader(tmp_path / "c", weights_only=False)
+    planner = AnyBytes(flatten_state_dict=False)
+    dcp.load(target, storage_reader=reader, planner=planner)
+    assert torch.equal(target["a"], state["a"])
+    assert torch.equal(target["a@2,0"], state["a@2,0"])
+    assert target["nothing"] == b""
+    assert planner.metadata.planner_data == {"version": 3, "extra": [1, (2, "x")]}
+    with pytest.raises(
+        dcp.api.CheckpointException, match="'nothing' of .*/c is no object of torch"
+    ):
+        load({"nothing": 1}, tmp_path / "c", planner=AnyBytes(flatten_state_dict=False))
+    with Whole(tmp_path / "c") as whole:
+        assert whole.objects == ["nothing"]
+        assert torch.equal(next(whole.load(["a"])), state["a"])
+
+
+class Holes(Halves):
+    """Forgets half of each tensor."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        plan.items[:] = plan.items[::2]
+        return plan
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = default_planner.create_default_global_save_plan(all_plans)
+        return plans, metadata
+
+
+def test_chunks_that_are_not_all(tmp_path):
+    save({"a": torch.ones(4, 2)}, tmp_path / "c")
+    with pytest.raises(dcp.api.CheckpointException, match="'a' have 4 elements together"):
+        save({"a": torch.zeros(4, 2)}, tmp_path / "c", planner=Holes(flatten_state_dict=False))
+    assert load({"a": torch.zeros(4, 2)}, tmp_path / "c")["a"].all()
+
+
+def test_parts_of_a_checkpoint(tmp_path):
+    save({"a": torch.ones(3), "b": {"c": torch.ones(2), "d": 5}}, tmp_path / "c")
+    assert load({"b": {"d": 0}}, tmp_path / "c") == {"b": {"d": 5}}
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint"):
+        load({"a": torch.zeros(3), "new": 1}, tmp_path / "c")
+    planner = default_planner.DefaultLoadPlanner(allow_partial_load=True)
+    target = load({"a": torch.zeros(3), "new": 1}, tmp_path / "c", planner=planner)
+    assert target["new"] == 1
+    assert target["a"].all()
+    with pytest.raises(dcp.api.CheckpointException, match="[Ss]ize"):
+        load({"a": torch.zeros(4)}, tmp_path / "c")
+
+
+def test_without_knowing_what_is_there(tmp_path):
+    state = {"model": {"w": torch.ones(2, 3)}, "step": 3, "list": [torch.zeros(1), "x"]}
+    save(state, tmp_path / "c")
+    found = {}
+    default_planner_ = default_planner._EmptyStateDictLoadPlanner()
+    dcp.state_dict_loader._load_state_dict(
+        found, storage_reader=Reader(tmp_path / "c"), planner=default_planner_, no_dist=True
+    )
+    assert found["step"] == 3
+    assert found["list"][1] == "x"
+    assert torch.equal(found["model"]["w"], state["model"]["w"])
+
+
+class Counter:
+    """Something with a state of its own."""
+
+    def __init__(self, value):
+        self.value = torch.full((3,), float(value))
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"].clone()
+
+
+def test_objects_with_a_state(tmp_path):
+    save({"counter": Counter(3), "model": torch.nn.Linear(2, 2)}, tmp_path / "c")
+    target = {"counter": Counter(0), "model": torch.nn.Linear(2, 2)}
+    load(target, tmp_path / "c")
+    assert torch.equal(target["counter"].value, torch.full((3,), 3.0))
+
+
+def test_checkpoint_id(tmp_path):
+    writer, reader = Writer(), Reader()
+    for number in range(3):
+        folder = tmp_path / f"step-{number}"
+        state = {"a": torch.full((2,), float(number))}
+        dcp.save(state, checkpoint_id=folder, storage_writer=writer)
+    for number in (2, 0):
+        target = {"a": torch.zeros(2)}
+        dcp.load(target, checkpoint_id=str(tmp_path / f"step-{number}"), storage_reader=reader)
+        assert torch.equal(target["a"], torch.full((2,), float(number)))
+    for call, storage in ((dcp.save, {"storage_writer": Writer()}),):
+        with pytest.raises(ValueError, match=r"expected Writer\(uri\) or checkpoint_id="):
+            call({"a": torch.zeros(2)}, **storage)
+    with pytest.raises(ValueError, match=r"expected Reader\(uri\) or checkpoint_id="):
+        dcp.load({"a": torch.zeros(2)}, storage_reader=Reader())
+
+
+@pytest.mark.parametrize("path", ["{}/a/b", "file://{}/a/b", "{}/a/b/"])
+def test_folders(tmp_path, path):
+    for turn in range(2):
+        save({"a": torch.full((2,), float(turn))}, path.format(tmp_path))
+        assert len(os.listdir(tmp_path / "a/b")) == 2
+        target = load({"a": torch.zeros(2)}, path.format(tmp_path))
+        assert torch.equal(target["a"], torch.full((2,), float(turn)))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_folder_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save({"a": torch.ones(2)}, "c")
+    assert load({"a": torch.zeros(2)}, "c")["a"].all()
+
+
+def test_a_reader_sees_a_later_checkpoint(tmp_path):
+    save({"a": torch.ones(1)}, tmp_path / "c")
+    reader = Reader(tmp_path / "c")
+    for value in range(3):
+        target = {"a": torch.zeros(value + 1)}
+        dcp.load(target, storage_reader=reader)
+        assert target["a"].all()
+        save({"a": torch.full((value + 2,), 1.0)}, tmp_path / "c")
+    shutil.rmtree(tmp_path / "c")
+    for planner in (None, default_planner._EmptyStateDictLoadPlanner()):
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.state_dict_loader._load_state_dict(
+                {}, storage_reader=reader, planner=planner, no_dist=True
+            )
+        assert isinstance(caught.value.failures[0][0], FileNotFoundError)
+
+
+def test_overwrite(tmp_path):
+    save({"a": torch.ones(2)}, tmp_path / "c", overwrite=False)
+    before = os.listdir(tmp_path / "c")
+    with pytest.raises(dcp.api.CheckpointException, match="there is a checkpoint at"):
+        save({"a": torch.zeros(2)}, tmp_path / "c", overwrite=False)
+    assert os.listdir(tmp_path / "c") == before
+    assert load({"a": torch.zeros(2)}, tmp_path / "c")["a"].all()
+
+
+def test_nothing_at_all(tmp_path):
+    save({}, tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["checkpoint.json"]
+    assert load({}, tmp_path / "c") == {}
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at .*/d: expected ch"):
+        load({}, tmp_path / "d")
+
+
+def test_files_of_saves_that_were_killed(tmp_path):
+    left = tmp_path / "c" / f"rank-00003-{'0' * 16}.tensors"
+    others = {tmp_path / "c" / name for name in ("rank-00003-x.tensors", "mine.tensors")}
+    (tmp_path / "c").mkdir()
+    for path in (left, *others):
+        path.write_bytes(b"x")
+    kept = Writer(tmp_path / "c")
+    dcp.save({"a": torch.ones(2)}, storage_writer=kept)
+    assert not left.exists()
+    left.write_bytes(b"x")
+    # As long as the writer is there, its save may not be over on other ranks.
+    kept.set_up_storage_writer(True, rank=1)
+    dcp.save({"a": torch.ones(2)}, storage_writer=kept)
+    save({"a": torch.ones(2)}, tmp_path / "c")
+    assert not left.exists()
+    assert all(path.exists() for path in others)
+
+
+def test_plans_that_are_kept(tmp_path):
+    folder = tmp_path / "c"
+    for turn in range(4):
+        planner = default_planner.DefaultSavePlanner(enable_plan_caching=True)
+        save({"a": torch.full((4,), float(turn)), "step": turn}, folder, planner=planner)
+        target = load({"a": torch.zeros(4), "step": 0}, folder)
+        assert target["step"] == turn
+        assert torch.equal(target["a"], torch.full((4,), float(turn)))
+        assert len(os.listdir(folder)) == 2
+
+
+# What servers have
+
+
+def test_s3(s3, tmp_path):
+    state = of_every_dtype() | {"step": 3}
+    for turn in range(2):
+        save(state | {"step": turn}, "s3://bucket/dcp/step-1")
+        target = {name: torch.zeros_like(t) for name, t in of_every_dtype().items()}
+        load(target | {"step": 0}, "s3://bucket/dcp/step-1", verify_hash=True)
+        for name, tensor in of_every_dtype().items():
+            assert_same(target[name], tensor)
+    keys = [one["Key"] for one in s3.client().list_objects_v2(Bucket="bucket")["Contents"]]
+    assert len([key for key in keys if key.startswith("dcp/step-1/")]) == 3  # the first one stays
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at s3://bucket/dcp/none"):
+        load({"a": torch.zeros(2)}, "s3://bucket/dcp/none")
+    with pytest.raises(dcp.api.CheckpointException, match="there is a checkpoint at s3://"):
+        save({"a": torch.zeros(2)}, "s3://bucket/dcp/step-1", overwrite=False)
+
+
+def test_http(tmp_path, no_settings_of_the_machine):
+    (tmp_path / "nginx").mkdir()
+    nginx = Nginx(tmp_path / "nginx")
+    try:
+        save({"a": torch.arange(1000.0), "step": 3}, nginx.root / "c")
+        target = load({"a": torch.zeros(1000), "step": 0}, f"{nginx.http}/c", verify_hash=True)
+        assert target["step"] == 3
+        assert torch.equal(target["a"], torch.arange(1000.0))
+        with pytest.raises(dcp.api.CheckpointException, match="opened for reading"):
+            save({"a": torch.ones(1)}, f"{nginx.http}/c")
+    finally:
+        nginx.stop()
+
+
+# Keys and hashes
+
+
+def test_encryption(tmp_path):
+    key, other = EncryptionParams.random(), EncryptionParams.random()
+    state = {"a": torch.full((1000,), 7.0), "secret": "plain words" * 10}
+    save(state, tmp_path / "c", encryption=key)
+    for path in (tmp_path / "c").iterdir():
+        assert b"plain words" not in path.read_bytes()
+    right, wrong = (tensorizer.DecryptionParams.from_key(one.key) for one in (key, other))
+    target = load({"a": torch.zeros(1000), "secret": ""}, tmp_path / "c", encryption=right)
+    assert torch.equal(target["a"], state["a"])
+    assert target["secret"] == state["secret"]
+    for encryption in (wrong, None):
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            load({"a": torch.zeros(1000)}, tmp_path / "c", encryption=encryption)
+        assert isinstance(caught.value.failures[0][0], CryptographyError)
+
+
+def test_a_flipped_byte(tmp_path):
+    save({"a": torch.zeros(1000), "b": torch.zeros(1000), "o": 1}, tmp_path / "c")
+    (path,) = (tmp_path / "c").glob("*.tensors")
+    data = bytearray(path.read_bytes())
+    at = data.rindex(bytes(900))
+    data[at] = 1
+    path.write_bytes(data)
+    for verify, error in ((True, HashMismatchError), ("crc32", HashMismatchError)):
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            load(
+                {"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c", verify_hash=verify
+            )
+        assert isinstance(caught.value.failures[0][0], error)
+    load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c")
+
+
+# What runs code
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_the_restricted_unpickler_refuses(tmp_path):
+    made = tmp_path / "made"
+    save({"fine": 1, "model": {"evil": Runs(made)}}, tmp_path / "c")
+    assert load({"fine": 0}, tmp_path / "c") == {"fine": 1}
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load({"model": {"evil": None}}, tmp_path / "c")
+    error = caught.value.failures[0][0]
+    assert isinstance(error, pickle.UnpicklingError)
+    assert str(error).startswith(f"'model.evil' of {tmp_path}/c: ")
+    assert not made.exists()
+    load({"model": {"evil": None}}, tmp_path / "c", weights_only=False)
+    assert made.exists()
+
+
+def test_what_a_planner_stores_is_unpickled_so_too(tmp_path):
+    made = tmp_path / "made"
+    planner = Halves(flatten_state_dict=False)
+    planner.data = Runs(made)
+    for _ in range(2):  # what is replaced need not be unpickled
+        save({"a": torch.ones(2)}, tmp_path / "c", planner=planner)
+    assert len(os.listdir(tmp_path / "c")) == 2
+    target = {"a": torch.zeros(2)}
+    with pytest.raises(pickle.UnpicklingError, match="planner of .*/c has stored: "):
+        load(target, tmp_path / "c")
+    with Whole(tmp_path / "c") as whole:
+        assert next(whole.load(["a"])).all()
+    assert not made.exists()
+    load(target, tmp_path / "c", weights_only=False)
+    assert made.exists()
+
+
+def test_a_checkpoint_that_was_moved(tmp_path):
+    save({"a": torch.ones(2)}, tmp_path / "c")
+    shutil.move(tmp_path / "c", tmp_path / "d")
+    assert load({"a": torch.zeros(2)}, tmp_path / "d")["a"].all()
+
+
+def test_the_json_is_what_the_documents_say(tmp_path):
+    save({"a": torch.ones(2, 3), "step": 1}, tmp_path / "c")
+    content = read_json(tmp_path / "c")
+    (file,) = content["files"]
+    assert content == {
+        "format": "tensorizer.distributed",
+        "version": 1,
+        "dcp_version": dcp.filesystem.CURRENT_DCP_VERSION,
+        "files": [file],
+        "items": {
+            "a": {"dtype": "float32", "size": [2, 3], "chunks": [[[0, 0], [2, 3], 0, "a"]]},
+            "step": {"object": [0, "step"]},
+        },
+        "planner": {"paths": {"a": ["a"], "step": ["step"]}},
+    }
+    assert sealed(content) == (tmp_path / "c/checkpoint.json").read_bytes()
+    with tensorizer.TensorDeserializer(tmp_path / "c" / file, device="cpu") as loaded:
+        assert torch.load(io.BytesIO(loaded["step"].numpy().tobytes())) == 1
