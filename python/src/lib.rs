@@ -6,6 +6,7 @@ mod errors;
 mod file;
 mod gil;
 mod handle;
+mod headers;
 mod heads;
 mod names;
 mod namespaces;

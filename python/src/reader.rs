@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -26,6 +26,7 @@ use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
+use crate::headers::Headers;
 use crate::heads::{Given, Shown, for_python, known};
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
@@ -39,15 +40,14 @@ const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Reader {
     file: TensorFile,
-    /// By number, as far as they were read.
-    headers: Mutex<Vec<Option<KeptHeader>>>,
+    headers: Headers,
     /// Whether loads are to end, those of slices too.
     stopped: Arc<AtomicBool>,
 }
 
 impl Reader {
     fn new(file: TensorFile) -> Self {
-        Reader { file, headers: Mutex::default(), stopped: Arc::default() }
+        Reader { file, headers: Headers::default(), stopped: Arc::default() }
     }
 
     /// The same file with other tensors.
@@ -66,24 +66,12 @@ impl Reader {
     /// Keeps headers, and gives their module indices.
     fn keep_all(&self, numbers: &[usize], headers: Vec<KeptHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
-        self.keep(numbers, headers);
+        self.headers.keep(numbers, headers);
         modules
     }
 
     fn some(&self, numbers: &[usize]) -> Result<Vec<&Entry>> {
         numbers.iter().map(|&number| self.file.entry(number)).collect()
-    }
-
-    fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
-        let mut known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
-        for (&number, header) in numbers.iter().zip(headers) {
-            if known.len() <= number {
-                known.resize_with(number + 1, || None);
-            }
-            if let Some(slot) = known.get_mut(number) {
-                *slot = Some(header);
-            }
-        }
     }
 }
 
@@ -419,13 +407,9 @@ impl Reader {
             self.file.check_hashes(Verify::All)?;
             let lent = borrow(&handle.0)?;
             let tensors = lent.list()?;
-            let missing: Vec<usize> = {
-                let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
-                let missing = |&number: &usize| !matches!(known.get(number), Some(Some(_)));
-                numbers.iter().copied().filter(missing).collect()
-            };
-            self.keep(&missing, read_headers(&self.file, &missing, &signals)?);
-            let known = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+            let missing = self.headers.missing(&numbers);
+            self.headers.keep(&missing, read_headers(&self.file, &missing, &signals)?);
+            let known = self.headers.known();
             let mut devices = Devices::default();
             let mut out = Vec::with_capacity(numbers.len());
             for (at, number) in numbers.iter().enumerate() {
