@@ -325,7 +325,8 @@ def in_batches(
 
 def _is_local(opened: Any) -> bool:
     """Tell whether what was opened is a file of this machine."""
-    target = None if is_address(opened) else opening.classify(opened)
+    elsewhere = is_address(opened) or isinstance(opened, opening.Memory)
+    target = None if elsewhere else opening.classify(opened)
     return isinstance(target, (opening.LocalPath, opening.Descriptor))
 
 
