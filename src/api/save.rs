@@ -332,11 +332,9 @@ impl Writer {
         (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
     }
 
-    /// Bytes to reserve for an index whose entries have so many. Metadata come beside what is left
-    /// free for later entries.
+    /// Bytes to reserve for an index whose entries have so many.
     fn index_len_for(&self, used: u64) -> u64 {
-        let metadata = self.metadata.len() as u64;
-        index_len_for(used + self.behind_len() - metadata) + metadata.next_multiple_of(4096)
+        index_len_for(used + self.behind_len())
     }
 
     /// Bytes of all entries in the index.
