@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same
 from tensorizer import TensorDeserializer, TensorSerializer, utils
 from tensorizer.modules import state
 
@@ -207,39 +207,3 @@ def test_strict_with_a_filter(saved):
     _, path = saved
     file = TensorDeserializer(path, "cpu")
     assert file.load_into_module(linear(), lambda name: "bias" in name, strict=True) == 1
-
-
-SHARDED = """
-import sys, tempfile, tensorizer, torch
-import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-store = dist.FileStore(sys.argv[1] + ".store", 1)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-mesh = DeviceMesh("cpu", [0])
-module = torch.nn.Linear(4, 4)
-with tensorizer.TensorSerializer(sys.argv[1]) as serializer:
-    serializer.write_module(module)
-weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
-module.weight = torch.nn.Parameter(weight)
-for call in (
-    lambda: tensorizer.TensorDeserializer(sys.argv[1], "cpu").load_into_module(module),
-    lambda: tensorizer.save(module.state_dict(), sys.argv[1] + ".saved"),
-    lambda: tensorizer.TensorSerializer(sys.argv[1] + ".saved").write_module(module),
-):
-    try:
-        call()
-    except NotImplementedError as error:
-        print(error)
-dist.destroy_process_group()
-"""
-
-
-def test_sharded_tensors_are_refused_with_a_sentence(tmp_path):
-    done = run_python(SHARDED, tmp_path / "f")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("'.weight' is a DTensor, of which this process has a part: loading")
-    assert lines[1].startswith("'weight' is a DTensor, of which this process has a part: save what")
-    assert lines[2].startswith("'.weight' is a DTensor, of which this process has a part: save")
-    assert not (tmp_path / "f.saved").exists()

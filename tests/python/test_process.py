@@ -30,7 +30,7 @@ try:
         if way == "class": tensorizer.TensorDeserializer(Slow(), "cpu")
         elif way == "verify": tensorizer.load(path, verify_hash=True)
         elif way == "operator": torch.ops.tensorizer.load(path)
-        elif way == "save": tensorizer.save({"a": torch.ones(1 << 26)}, path + ".saved")
+        elif way == "save": tensorizer.save({"a": torch.ones(1 << 24)}, path + ".saved")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 except RuntimeError as error:

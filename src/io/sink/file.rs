@@ -185,7 +185,7 @@ impl WriteAt for FileSink {
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         match self.end_with(len, cancel, Temporary::publish)? {
-            Some(target) => sync_name(&target, &self.uri),
+            Some(target) => sync_name(&target, &self.uri, cancel),
             None => Ok(()),
         }
     }
@@ -194,16 +194,19 @@ impl WriteAt for FileSink {
         let Some((number, name)) = self.end_with(len, cancel, Temporary::publish_unclosed)? else {
             return Ok(Unclosed::InPlace);
         };
-        sync_name(&name, &self.uri)?;
+        sync_name(&name, &self.uri, cancel)?;
         Ok(if number == 0 { Unclosed::InPlace } else { Unclosed::Beside(name) })
     }
 }
 
 /// Has the name of a file on the disk too. The file is there in any case: where a folder cannot be
-/// synced that is no failure, and where the disk fails the error says that it is there.
-fn sync_name(path: &Path, uri: &str) -> Result<()> {
+/// synced that is no failure, and where the disk fails the error says that it is there. A disk that
+/// others keep busy takes its time for this; who interrupts the call then finds the file.
+fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    match File::open(parent).and_then(|folder| folder.sync_all()) {
+    let parent = parent.to_owned();
+    let synced = detached(cancel, move || File::open(parent).and_then(|folder| folder.sync_all()))?;
+    match synced {
         Ok(()) => Ok(()),
         Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
         Err(error) => Err(Error::Unsynced { uri: uri.to_owned(), error }),
