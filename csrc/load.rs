@@ -28,24 +28,24 @@ pub struct Where {
 }
 
 /// Loads tensors, given by number, into new memory. Where a device cannot be reached from here,
-/// they are in host memory, and torch has to copy them.
+/// they are in host memory, and torch has to copy them. Counts what it does.
 pub fn load_tensors(
     file: &TensorFile,
     selection: &[usize],
     to: Where,
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<(Loaded, Vec<KeptHeader>)> {
     for &number in selection {
         check_type(file.entry(number)?)?;
     }
-    let counters = Counters::default();
     let found = device::find(to.device).unwrap_or_else(|error| {
         counters.fallback(&format!("through host memory and torch: {error}"));
         None
     });
     let Some(device) = found else {
-        let loaded = load_counted(file, selection, options, &counters, cancel)?;
+        let loaded = load_counted(file, selection, options, counters, cancel)?;
         counters.publish("load", file.uri(), "cpu", selection.len());
         let (places, headers): (Vec<_>, Vec<_>) =
             loaded.into_iter().map(|tensor| (Place::Host(tensor.memory), tensor.header)).unzip();
@@ -67,7 +67,7 @@ pub fn load_tensors(
     });
     let memory = memory.collect::<Result<Vec<_>>>()?;
     let to = (&device, consumer, memory.as_slice());
-    let (headers, streams) = run(file, &planned, to, options, &counters, cancel)?;
+    let (headers, streams) = run(file, &planned, to, options, counters, cancel)?;
     streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
     counters.publish("load", file.uri(), device.name(), selection.len());
     let places = selection.iter().zip(planned.places()).map(|(&number, place)| {
@@ -117,7 +117,7 @@ fn out_of_memory(exception: &cxx::Exception) -> Error {
 }
 
 /// Fills tensors that exist, each on its device, in place. They are checked before any is touched:
-/// type, shape, order in memory, and that no two overlap.
+/// type, shape, order in memory, and that no two overlap. Counts what it does.
 ///
 /// # Safety
 /// Nobody else reads or writes the tensors during the call.
@@ -126,6 +126,7 @@ pub unsafe fn load_into_tensors(
     selection: &[usize],
     out: &torch::TensorList,
     options: &LoadOptions,
+    counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let found = Found::check(file, selection, out)?;
@@ -136,14 +137,13 @@ pub unsafe fn load_into_tensors(
     // Whatever fails, copies to all devices have ended when this returns.
     let mut under_way: Vec<Streams> = Vec::new();
     let mut names: Vec<String> = Vec::new();
-    let counters = Counters::default();
     for index in devices {
         let found: Vec<&Found> = found.iter().filter(|tensor| tensor.device == index).collect();
         let filled = match device::find(index)? {
             Some(device) => {
                 // SAFETY: the caller's promise.
                 let filled =
-                    unsafe { fill_on_device(file, &found, &device, options, &counters, cancel) };
+                    unsafe { fill_on_device(file, &found, &device, options, counters, cancel) };
                 let (filled, streams) = filled?;
                 under_way.push(streams);
                 names.push(device.name().to_owned());
@@ -155,7 +155,7 @@ pub unsafe fn load_into_tensors(
             None if index == CPU => {
                 names.push("cpu".to_owned());
                 // SAFETY: as above.
-                unsafe { fill_in_host(file, &found, options, &counters, cancel) }?
+                unsafe { fill_in_host(file, &found, options, counters, cancel) }?
             }
             None => return Err(Error::Bug(format!("host memory of device {index}"))),
         };

@@ -10,6 +10,7 @@ use tensorizer::device::{self, CPU, Index};
 use tensorizer::environment::{Guard, within};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
+use tensorizer::stats::Counters;
 use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
 use zeroize::Zeroizing;
 
@@ -140,7 +141,9 @@ pub fn op_load_checked(
         // Tensors that a graph gets from an operator may not share memory.
         let destination = Where { device: options.device, apart: true };
         let options = options.into();
-        Ok(Box::new(load_tensors(&file, &selection, destination, &options, &interrupt)?.0))
+        let counters = Counters::default();
+        let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
+        Ok(Box::new(loaded.0))
     })
 }
 
@@ -151,7 +154,7 @@ fn loaded(
     options: LoadOptions,
 ) -> Result<Loaded> {
     let destination = Where { device, apart: false };
-    Ok(load_tensors(file, selection, destination, &options, &interrupt)?.0)
+    Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
 }
 
 pub fn op_load_into(
@@ -163,8 +166,10 @@ pub fn op_load_into(
     operator(|| {
         let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
+        let (options, counters) = (options.into(), Counters::default());
         // SAFETY: the operator's caller hands `out` over for the length of the call.
-        unsafe { load_into_tensors(&file, &selection, out, &options.into(), &interrupt) }.map(drop)
+        unsafe { load_into_tensors(&file, &selection, out, &options, &counters, &interrupt) }
+            .map(drop)
     })
 }
 

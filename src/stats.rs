@@ -1,8 +1,10 @@
 //! What a load or a save did, for whoever asks why it took so long.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// What a thread does with its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +80,11 @@ impl Counters {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// Bytes that were counted so far.
+    pub fn moved(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
     /// How many threads move them.
     pub fn threads(&self, threads: usize) {
         self.threads.store(threads, Ordering::Relaxed);
@@ -96,9 +103,12 @@ impl Counters {
         }
     }
 
-    /// What was counted, as the report of the last call of this process.
+    /// What was counted, as the report of the last call of this process, and of this thread.
     pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
+        let mut recent = RECENT.lock().unwrap_or_else(PoisonError::into_inner);
         let report = Report {
+            call: recent.back().map_or(0, |last| last.call) + 1,
+            ended: SystemTime::now(),
             what,
             uri: uri.to_owned(),
             device: device.to_owned(),
@@ -113,13 +123,21 @@ impl Counters {
             reading: *self.reading.lock().unwrap_or_else(PoisonError::into_inner),
             fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         };
-        *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
+        OWN.set(Some(report.clone()));
+        if recent.len() >= KEPT {
+            recent.pop_front();
+        }
+        recent.push_back(report);
     }
 }
 
 /// What one call did.
 #[derive(Debug, Clone)]
 pub struct Report {
+    /// Its number among the calls of this process, from 1 on.
+    pub call: u64,
+    /// When it ended.
+    pub ended: SystemTime,
     /// `load` or `save`.
     pub what: &'static str,
     /// The path or address.
@@ -142,9 +160,27 @@ pub struct Report {
     pub fallbacks: Vec<String>,
 }
 
-static LAST: Mutex<Option<Report>> = Mutex::new(None);
+/// So many reports are kept.
+pub const KEPT: usize = 256;
+
+static RECENT: Mutex<VecDeque<Report>> = Mutex::new(VecDeque::new());
+
+thread_local! {
+    static OWN: RefCell<Option<Report>> = const { RefCell::new(None) };
+}
 
 /// The report of the last load or save of this process that has ended well.
 pub fn last() -> Option<Report> {
-    LAST.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    RECENT.lock().unwrap_or_else(PoisonError::into_inner).back().cloned()
+}
+
+/// The reports of the calls after that of a number, in their order; at most the last [`KEPT`].
+pub fn since(call: u64) -> Vec<Report> {
+    let recent = RECENT.lock().unwrap_or_else(PoisonError::into_inner);
+    recent.iter().filter(|report| report.call > call).cloned().collect()
+}
+
+/// The report of the last call on this thread, once.
+pub fn take_own() -> Option<Report> {
+    OWN.take()
 }

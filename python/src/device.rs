@@ -1,13 +1,14 @@
 //! What Python asks about devices: where loads can go, what they did, what memory they keep.
 
 use std::collections::HashMap;
+use std::time::{Duration, UNIX_EPOCH};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorizer::device::{Index, find};
 use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
-use tensorizer::stats::{Report, Stage, last};
+use tensorizer::stats::{Report, Stage, last, since};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::tensor::{Loaded, all_on_devices};
 
@@ -25,9 +26,31 @@ pub fn staged(device: Index) -> bool {
 /// The report of the last load or save that has ended well; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
-    let Some(report) = last() else { return Ok(None) };
-    let Report { what, uri, device, tensors, bytes, threads, elapsed, stages, reading, fallbacks } =
-        report;
+    last().map(|report| shown(py, report)).transpose()
+}
+
+/// The reports of the calls after that of a number.
+#[pyfunction]
+pub fn stats_since(py: Python<'_>, call: u64) -> Answer<Vec<Bound<'_, PyDict>>> {
+    since(call).into_iter().map(|report| shown(py, report)).collect()
+}
+
+fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
+    let Report {
+        call,
+        ended,
+        what,
+        uri,
+        device,
+        tensors,
+        bytes,
+        threads,
+        elapsed,
+        stages,
+        reading,
+        fallbacks,
+    } = report;
+    let ended = ended.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
     let pinned: usize = Pool::all().into_iter().map(Pool::size).sum();
     let stages: HashMap<&str, f64> = Stage::ALL
         .iter()
@@ -35,6 +58,8 @@ pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
         .map(|((_, name), time)| (*name, time.as_secs_f64()))
         .collect();
     let out = PyDict::new(py);
+    out.set_item("call", call)?;
+    out.set_item("ended", ended.as_secs_f64())?;
     out.set_item("what", what)?;
     out.set_item("uri", uri)?;
     out.set_item("device", device)?;
@@ -46,7 +71,7 @@ pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
     out.set_item("reading", reading)?;
     out.set_item("fallbacks", fallbacks)?;
     out.set_item("pinned_bytes", pinned)?;
-    Ok(Some(out))
+    Ok(out)
 }
 
 /// The most bytes of staging memory that all loads to and saves from one device take.

@@ -14,6 +14,7 @@ mod pickled;
 mod reader;
 mod sink;
 mod source;
+mod watch;
 mod writer;
 
 use pyo3::prelude::*;
@@ -51,6 +52,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats, module)?)?;
+    module.add_function(wrap_pyfunction!(device::stats_since, module)?)?;
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
     module.add_class::<handle::Handle>()?;

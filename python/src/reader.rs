@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -32,6 +31,7 @@ use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
+use crate::watch::Loads;
 
 /// How files are opened for Python.
 const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
@@ -41,26 +41,18 @@ const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
 pub struct Reader {
     file: TensorFile,
     headers: Headers,
-    /// Whether loads are to end, those of slices too.
-    stopped: Arc<AtomicBool>,
+    /// What its loads share with those of its slices.
+    loads: Arc<Loads>,
 }
 
 impl Reader {
     fn new(file: TensorFile) -> Self {
-        Reader { file, headers: Headers::default(), stopped: Arc::default() }
+        Reader { file, headers: Headers::default(), loads: Arc::default() }
     }
 
     /// The same file with other tensors.
     fn of_same(&self, file: TensorFile) -> Self {
-        Reader { stopped: Arc::clone(&self.stopped), ..Self::new(file) }
-    }
-
-    /// What loads ask whether to go on.
-    fn go_on(&self) -> Result<()> {
-        if self.stopped.load(Ordering::Relaxed) {
-            return Err(Error::Closed(format!("the load of `{}` was given up", self.file.uri())));
-        }
-        signals()
+        Reader { loads: Arc::clone(&self.loads), ..Self::new(file) }
     }
 
     /// Keeps headers, and gives their module indices.
@@ -152,9 +144,14 @@ impl Reader {
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
 
+    /// Has a callable told of the bytes of tensor data that all loads have moved.
+    fn watch(&self, tell: Py<PyAny>) {
+        self.loads.watch.set(tell);
+    }
+
     /// Ends loads that are under way on other threads, and refuses more.
     fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
+        self.loads.stop();
     }
 
     /// The same file with slices of some of its tensors as its only tensors: for each its number, and
@@ -369,13 +366,12 @@ impl Reader {
         device: i16,
         apart: bool,
     ) -> Answer<(Handle, Vec<u16>)> {
-        Ok(gil::without(py, || -> Result<_> {
+        let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = LoadOptions { readers, verify: verification(verify), map };
             let destination = Where { device, apart };
-            let (loaded, headers) =
-                load_tensors(&self.file, &numbers, destination, &options, &|| self.go_on())?;
-            Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
-        })?)
+            load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
+        })?;
+        Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
     }
 
     /// Fills lent tensors, which must have the types and shapes of these. Returns module indices.
@@ -388,17 +384,18 @@ impl Reader {
         verify: &str,
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
-        Ok(gil::without(py, || -> Result<_> {
+        let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = LoadOptions { readers, verify: verification(verify), map: false };
             let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
-                load_into_tensors(&self.file, &numbers, lent.list()?, &options, &|| self.go_on())
+                load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)
             };
             // Some of the new bytes may be there, whatever failed.
             lent.changed()?;
-            Ok(self.keep_all(&numbers, headers?))
-        })?)
+            headers
+        })?;
+        Ok(self.keep_all(&numbers, headers))
     }
 
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
+use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::name::Name;
@@ -25,12 +26,14 @@ use crate::handle::Handle;
 use crate::names::name_from_python;
 use crate::signals;
 use crate::sink::{Sink, place};
+use crate::watch::{Watch, log};
 
 /// A file under construction. One call at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
     progress: Arc<AtomicU64>,
+    watch: Watch,
 }
 
 /// What a call says about the file.
@@ -79,7 +82,7 @@ impl Writer {
     fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> Answer<Self> {
         let options = given.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
-        Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner) })
+        Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner), watch: Watch::default() })
     }
 
     fn with<T: Send>(
@@ -91,6 +94,24 @@ impl Writer {
             self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
         let inner = &mut *inner;
         Ok(gil::without(py, || body(inner))?)
+    }
+
+    /// Runs a write, which is told of while it runs, and logged.
+    fn counted(
+        &self,
+        py: Python<'_>,
+        write: impl FnOnce(&mut tensorizer::Writer, &dyn Cancel) -> Result<()> + Send,
+    ) -> Answer<()> {
+        let written = || self.progress.load(Ordering::Relaxed);
+        self.with(py, |writer| {
+            let go_on = || {
+                signals()?;
+                self.watch.tick(written())
+            };
+            write(writer, &go_on)?;
+            self.watch.tick(written())
+        })?;
+        Ok(log(py)?)
     }
 }
 
@@ -133,6 +154,11 @@ impl Writer {
         self.progress.load(Ordering::Relaxed)
     }
 
+    /// Has a callable told of the bytes of tensor data that were written.
+    fn watch(&self, tell: Py<PyAny>) {
+        self.watch.set(tell);
+    }
+
     /// Position after the last byte that belongs to the file.
     #[getter]
     fn end(&self, py: Python<'_>) -> Answer<u64> {
@@ -163,7 +189,9 @@ impl Writer {
     ) -> Answer<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
-        self.with(py, move |writer| writer.write(to_save(&lent, names, kinds, modules)?, &signals))
+        self.counted(py, move |writer, go_on| {
+            writer.write(to_save(&lent, names, kinds, modules)?, go_on)
+        })
     }
 
     /// Writes lent tensors as all of a safetensors file.
@@ -175,10 +203,10 @@ impl Writer {
     ) -> Answer<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
-        self.with(py, move |writer| {
+        self.counted(py, move |writer, go_on| {
             let count = names.len();
             let tensors = to_save(&lent, names, vec![2; count], vec![0; count])?;
-            writer.write_safetensors(tensors, &signals)
+            writer.write_safetensors(tensors, go_on)
         })
     }
 

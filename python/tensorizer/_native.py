@@ -48,6 +48,7 @@ from ._C import (  # noqa: E402
     snapshot,
     staged,
     stats,
+    stats_since,
 )
 
 if __version__ != VERSION:
@@ -78,4 +79,5 @@ __all__ = [
     "snapshot",
     "staged",
     "stats",
+    "stats_since",
 ]

@@ -13,6 +13,7 @@ from ..tensors import sharding
 from ..tensors.sharding import Part, Shard
 from .arguments import resolve_device
 from .parts import Wanted
+from .progress import Progress
 from .slices import parts_of, with_ones
 from .tensor_file import TensorFile
 
@@ -32,16 +33,18 @@ class Choice:
     shard: Shard | None
     device: torch.device | str | None
 
-    def load(self, file: TensorFile) -> dict[Name, torch.Tensor]:
+    def load(self, file: TensorFile, progress: Progress) -> dict[Name, torch.Tensor]:
         """Return the tensors by name."""
-        return _Load(self, file).load()
+        return _Load(self, file, progress).load()
 
-    def load_together(self, file: TensorFile, members: Members) -> dict[Name, torch.Tensor]:
+    def load_together(
+        self, file: TensorFile, members: Members, progress: Progress
+    ) -> dict[Name, torch.Tensor]:
         """Do the same at all members of a group."""
         from .together import fill_together, is_read_by_each, made_for  # with a
         # group only: torch.distributed is slow to import
 
-        what, _ = members.together(lambda: _Load(self, file))
+        what, _ = members.together(lambda: _Load(self, file, progress))
         if is_read_by_each(members, file):
             return members.together(what.load)[0]
         file.keeps_shared = False
@@ -58,7 +61,7 @@ class _Load:
 
     """
 
-    def __init__(self, choice: Choice, file: TensorFile) -> None:
+    def __init__(self, choice: Choice, file: TensorFile, progress: Progress) -> None:
         self._choice, self._file = choice, file
         default = torch.get_default_device() if choice.device is None else choice.device
         self._default = resolve_device(default)
@@ -76,6 +79,7 @@ class _Load:
         self._given.update((n, given[name]) for name, n in self._numbers.items() if name in given)
         parts, self._rests = parts_of(file, self._numbers, choice.slices)
         self.wanted = Wanted(file, self._numbers.values(), self._with_shards(parts))
+        progress.total = sum(map(self.wanted.size, self.wanted.numbers))
 
     def _chosen(self) -> dict[Name, int]:
         """Return the numbers of the tensors by the names that they are returned under."""

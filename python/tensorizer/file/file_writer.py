@@ -20,6 +20,7 @@ from ..tensors import sharding, subclasses
 from ..tensors.exchange import lend
 from . import opening
 from .encryption import EncryptionParams, native_encryption
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..group.gather import Gathering
@@ -42,6 +43,7 @@ class FileWriter:
         hashes: ``"all"`` or ``"crc32"``.
         metadata: Strings by name, which the file has beside its tensors.
         clear_metadata: Whether an encrypted file may have metadata, which are not encrypted.
+        progress: Told of the bytes that are written.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -61,6 +63,7 @@ class FileWriter:
         hashes: str = "all",
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -80,6 +83,9 @@ class FileWriter:
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)
+        told = None if progress is None else progress.part()
+        if told is not None:
+            self._native.watch(told)
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
             self._stream = stream
         if isinstance(stream, AtomicRandom):

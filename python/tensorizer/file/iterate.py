@@ -18,6 +18,7 @@ from .._types import FilterFuncType, Name
 from ..tensors.exchange import cast_dtype
 from .arguments import resolve_device
 from .encryption import DecryptionParams
+from .progress import Progress, ProgressType
 from .tensor_file import TensorFile, in_batches
 
 #: Smaller tensors on the CPU get memory of their own: they come in blocks of up to 64 MiB, which
@@ -39,6 +40,7 @@ def iterate(
     num_readers: int | None = None,
     encryption: DecryptionParams | None = None,
     filter_func: FilterFuncType | None = None,
+    progress: ProgressType = False,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, in its order.
 
@@ -60,6 +62,9 @@ def iterate(
         encryption: What an encrypted file is decrypted with.
         filter_func: Called with each tensor's name; those for which it returns something false are
             passed over.
+        progress: Called with the bytes of tensor data that are loaded, and with how many there are;
+            on the thread that loads. What it raises is raised by the iterator. True shows a bar
+            where stderr is a terminal.
 
     Raises:
         ValueError: ``buffer_bytes`` is not positive.
@@ -71,6 +76,7 @@ def iterate(
     if buffer_bytes < 1:
         raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
     place = resolve_device(torch.get_default_device() if device is None else device)
+    told = Progress(progress)
     file = TensorFile(
         uri,
         dtype=dtype,
@@ -78,11 +84,13 @@ def iterate(
         verify_hash=verify_hash,
         encryption=encryption,
         clone=True,
+        progress=told,
     )
     file.keeps_shared = False
     try:
         names = file.reader.names(range(len(file)))
         wanted = [n for n, name in enumerate(names) if filter_func is None or filter_func(name)]
+        told.total = file.reader.data_len(wanted)
     except BaseException:
         file.close()
         raise

@@ -16,6 +16,7 @@ from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
+from .progress import Progress, ProgressType
 from .slices import Index
 from .tensor_file import TensorFile
 
@@ -40,6 +41,7 @@ def load(
     like: Mapping[Name, Any] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
+    progress: ProgressType = False,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -77,6 +79,10 @@ def load(
             file each for themselves if they are on one machine. A failure of one, or Ctrl-C, ends
             the call at all of them, by the time-out of the group at the latest. Views of one
             storage in a checkpoint of ``torch.save`` become tensors of their own.
+        progress: Called with the bytes of tensor data that are loaded and with how many there are,
+            at least at the end, as ``progress(done, total)``: on the calling thread, which waits
+            for it. What it raises ends the load. True shows a bar where stderr is a terminal.
+            With a group, the bytes that this process reads count, and the others at the end.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -94,6 +100,7 @@ def load(
     """
     if (out is not None) + (like is not None) + (shard is not None) > 1:
         raise ValueError("out=, like= and shard= exclude each other")
+    told = Progress(progress)
     members = None
     if group is not None:
         from ..group.members import Members  # torch.distributed is slow to import
@@ -110,16 +117,17 @@ def load(
             mmap=mmap,
             clone=clone,
             heads=heads,
+            progress=told,
         )
 
     what = Choice(names, filter_func, slices or {}, out, like, shard, device)
     if members is None or members.size == 1:
-        with opened(None) as file:
-            return what.load(file)
+        with told, opened(None) as file:
+            return what.load(file, told)
     from .together import open_together  # as above
 
-    with members, open_together(members, opened) as file:
-        return what.load_together(file, members)
+    with told, members, open_together(members, opened) as file:
+        return what.load_together(file, members, told)
 
 
 def save(
@@ -133,6 +141,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     clear_metadata: bool = False,
     max_shard_size: int | str | None = None,
+    progress: ProgressType = False,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -157,6 +166,10 @@ def save(
             ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
             ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
             which is written last.
+        progress: Called with the bytes of tensor data that are written and with how many there
+            are, at least at the end, as ``progress(done, total)``: on the calling thread, which
+            waits for it. What it raises ends the call, and the file is given up. True shows a bar
+            where stderr is a terminal.
 
     Raises:
         FileExistsError: Shards would replace others, or be hidden by a file.
@@ -165,11 +178,13 @@ def save(
     """
     if to_safetensors.is_meant(uri, format):
         to_safetensors.refuse_options(alignment, encryption, hashes)
-        to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size)
+        with Progress(progress) as told:
+            to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size, told)
         return
     if max_shard_size is not None:
         raise ValueError("max_shard_size= is for safetensors files")
     leaves = named_leaves(tensors)
+    told = Progress(progress, sum(tensor.nbytes for tensor in leaves[1] if not tensor.is_meta))
 
     def opened() -> FileWriter:
         return FileWriter(
@@ -179,12 +194,14 @@ def save(
             hashes=hashes,
             metadata=metadata,
             clear_metadata=clear_metadata,
+            progress=told,
         )
 
     if any(map(sharding.is_sharded, leaves[1])):
         from ..group.gather import Gathering  # whoever has DTensors imported it
 
-        Gathering(leaves[1]).save(*leaves, opened)
+        with told:
+            Gathering(leaves[1]).save(*leaves, opened)
         return
-    with opened() as file:
+    with told, opened() as file:
         file.write_leaves(*leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -30,6 +31,13 @@ class Wanted:
         """Return what is wanted of a tensor."""
         found = self.parts.get(number)
         return found or Part.of_ranges((0, dim) for dim in self.file.reader.describe(number)[1])
+
+    def size(self, number: int) -> int:
+        """Return how many bytes of a tensor are read."""
+        if number not in self.parts:
+            return self.file.reader.data_len([number])
+        dtype = self.file.reader.describe(number)[0]
+        return math.prod(self.parts[number].shape) * dtype_of(dtype).itemsize
 
     def load(
         self, device_of: Callable[[int], torch.device], verify: str | None = None

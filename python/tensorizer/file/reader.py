@@ -20,6 +20,7 @@ from .encryption import DecryptionParams
 from .into_sharded import ShardedPlaces
 from .loaded import LoadedTensors
 from .names import LEFT_OUT, converted, nested, path_of, plain, plain_or_dict
+from .progress import Progress, ProgressType
 from .slices import TensorSlice
 from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
@@ -71,6 +72,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             last tensor in it, and ``torch.save`` of one of them writes all of it. On the CPU each
             tensor has a storage of its own in any case; the memory of those below 1 MiB comes in
             such blocks, too, and is freed with the last tensor in one.
+        progress: Called with the bytes of tensor data that were loaded, and with how many there are
+            of the tensors chosen, as ``progress(done, total)``: on the thread that loads, which
+            waits for it. What it raises ends the load. True shows a bar where stderr is a terminal.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -106,7 +110,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         encryption: DecryptionParams | None = None,
         mmap: bool = False,
         clone: bool = False,
+        progress: ProgressType = False,
     ) -> None:
+        told = Progress(progress)
         self._file = TensorFile(
             file_obj,
             dtype=dtype,
@@ -115,6 +121,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             encryption=encryption,
             mmap=mmap,
             clone=clone,
+            progress=told,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
@@ -122,9 +129,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             self._named_device = named_device(device)
             self._selection = self._choose(filter_func)
             self._loaded = LoadedTensors(self._file, self._selection)
-            self.total_tensor_bytes = self._file.reader.data_len(self._selection)
+            told.total = self.total_tensor_bytes = self._file.reader.data_len(self._selection)
             if not lazy_load:
-                self._load(self._selection)
+                with told:
+                    self._load(self._selection)
                 self._file.close()
         except BaseException:
             # Not by close(), which a subclass may have overridden that is not set up yet.

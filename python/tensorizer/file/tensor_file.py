@@ -24,6 +24,7 @@ from . import opening
 from .arguments import check_num_readers, checked_dtype, checked_verification
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
+from .progress import Progress
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
@@ -47,6 +48,7 @@ class TensorFile:
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
         heads: What another process has learnt by opening the same address; an empty sequence to
             learn it here.
+        progress: Told of the bytes that are loaded, of slices too.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -75,6 +77,7 @@ class TensorFile:
         clone: bool = False,
         key_needed: bool = True,
         heads: Sequence[Head] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         by_address = heads is not None and is_address(file_obj)
         opened = file_obj if by_address else open_model(file_obj)
@@ -96,6 +99,9 @@ class TensorFile:
                 self.reader = _open_reader(opened)
             self.heads = self.reader.heads() if by_address and not heads else []
             self.is_local = _is_local(opened)
+            told = None if progress is None else progress.part()
+            if told is not None:
+                self.reader.watch(told)
             if encryption is not None:
                 self.decrypt(encryption)
             elif key_needed and self.reader.encrypted:

@@ -14,6 +14,7 @@ import torch
 from ..streams.open import open_stream
 from ..tensors import sharding
 from .file_writer import FileWriter
+from .progress import Progress
 from .tensor_file import in_batches
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def save_safetensors(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    progress: Progress | None = None,
 ) -> None:
     """Save tensors as a safetensors file, or as several with an index.
 
@@ -43,13 +45,13 @@ def save_safetensors(
     """
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
-        _save(checked(tensors), uri, metadata, max_shard_size)
+        _save(checked(tensors), uri, metadata, max_shard_size, progress)
         return
     from ..group.gather import Gathering  # whoever has DTensors imported it
 
     gathering = Gathering(list(tensors.values()))
     with gathering.members:
-        _save_gathered(gathering, tensors, uri, metadata, max_shard_size)
+        _save_gathered(gathering, tensors, uri, metadata, max_shard_size, progress)
 
 
 def _save_gathered(
@@ -58,6 +60,7 @@ def _save_gathered(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    progress: Progress | None,
 ) -> None:
     # Of tied tensors some processes may have nothing.
     named, _ = gathering.members.together(lambda: checked(tensors))
@@ -68,7 +71,9 @@ def _save_gathered(
 
     gathering.write(names, list(named.values()), keep)
     gathering.members.together(
-        lambda: _save(whole, uri, metadata, max_shard_size) if gathering.writes else None
+        lambda: (
+            _save(whole, uri, metadata, max_shard_size, progress) if gathering.writes else None
+        )
     )
 
 
@@ -77,14 +82,17 @@ def _save(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    progress: Progress | None,
 ) -> None:
     """Save tensors that are here as a whole."""
+    if progress is not None:
+        progress.total = sum(tensor.nbytes for tensor in named.values())
     shards = [list(named)]
     if max_shard_size is not None:
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
-        write_one(uri, named, metadata)
+        write_one(uri, named, metadata, progress)
         return
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
@@ -99,7 +107,7 @@ def _save(
             )
     weight_map = {}
     for path, names in zip(paths, shards, strict=True):
-        write_one(path, {name: named[name] for name in names}, metadata)
+        write_one(path, {name: named[name] for name in names}, metadata, progress)
         weight_map.update(dict.fromkeys(names, path[len(folder) :]))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
@@ -112,7 +120,10 @@ def _save(
 
 
 def write_one(
-    uri: Any, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+    uri: Any,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    progress: Progress | None = None,
 ) -> None:
     """Write one file, of tensors of which nobody asks whether they share memory.
 
@@ -121,7 +132,7 @@ def write_one(
         OSError, ValueError, NotImplementedError: See :func:`save_safetensors`.
 
     """
-    with FileWriter(uri, metadata=metadata) as file:
+    with FileWriter(uri, metadata=metadata, progress=progress) as file:
         file.write_safetensors(list(tensors), list(tensors.values()))
 
 

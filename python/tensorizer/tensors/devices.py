@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -26,11 +26,25 @@ def is_native(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and _native.staged(number(device))
 
 
-def stats() -> dict[str, Any] | None:
+@overload
+def stats(since: None = None) -> dict[str, Any] | None: ...
+
+
+@overload
+def stats(since: int) -> list[dict[str, Any]]: ...
+
+
+def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | None:
     """Return what the last load or save of this process did; None before the first.
 
+    Args:
+        since: Return a list instead, of what every call did after the one of this number, in
+            their order; 0 for all. The last 256 calls are kept: who asks now and then with the
+            last number that it has seen misses none, and sees by the numbers if it has. A call is
+            one pass over a file: eager loads and saves are one each, lazy access one a tensor.
+
     Returns:
-        ``what`` ("load" or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data),
+        A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load" or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data),
         ``threads``, ``seconds`` (from the call to its return, in which copies may still be under
         way on the device), ``stages`` (seconds by stage, summed over the threads: ``memory``
         waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
@@ -39,8 +53,7 @@ def stats() -> dict[str, Any] | None:
         that the process keeps). Stages are counted on the way to and from devices only.
 
     """
-    report: dict[str, Any] | None = _native.stats()
-    return report
+    return _native.stats() if since is None else _native.stats_since(since)
 
 
 def set_pinned_limit(limit: int) -> None:

@@ -1,0 +1,104 @@
+"""How far a load or a save has come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from ..tensors.usage import convert_bytes
+
+#: What callers give: whether to show a bar, or what is called with the bytes of tensor data that
+#: are done, and with how many there are.
+ProgressType = bool | Callable[[int, int], object]
+
+#: Seconds between two pictures of a bar.
+_REDRAWN = 0.1
+_WIDTH = 30
+
+
+class Progress:
+    """Tells how many of some bytes are done: rising numbers, of which the last is all of them.
+
+    Args:
+        progress: What the caller has given.
+        total: How many bytes there are, as far as it is known yet.
+
+    Raises:
+        TypeError: It is neither a bool nor callable.
+
+    """
+
+    def __init__(self, progress: ProgressType, total: int = 0) -> None:
+        if not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(f"progress must be a bool or callable, not {progress!r}")
+        self._tell: Callable[[int, int], object] | None = None
+        if not isinstance(progress, bool):
+            self._tell = progress
+        elif progress and sys.stderr is not None and sys.stderr.isatty():
+            self._tell = Bar().show
+        self.total = total
+        self._done = -1
+        self._parts: list[int] = []
+
+    def part(self) -> Callable[[int], None] | None:
+        """Return what takes the bytes that are done of one file; None if nobody wants to know."""
+        if self._tell is None:
+            return None
+        number = len(self._parts)
+        self._parts.append(0)
+
+        def told(moved: int) -> None:
+            self._parts[number] = moved
+            self._at(sum(self._parts))
+
+        return told
+
+    def finish(self) -> None:
+        """Tell that everything is done."""
+        if self._tell is not None:
+            self._at(self.total)
+
+    def _at(self, done: int) -> None:
+        done = min(done, self.total)
+        if self._tell is not None and done > self._done:
+            self._done = done
+            self._tell(done, self.total)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finish()
+
+
+class Bar:
+    """A line on the terminal that grows, with bytes and bytes per second."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._shown = -_REDRAWN
+        self._ended = False
+
+    def show(self, done: int, total: int) -> None:
+        """Show how far it is, some times a second; the line ends with the last byte."""
+        now = time.monotonic() - self._begun
+        if self._ended or (done < total and now - self._shown < _REDRAWN):
+            return
+        self._ended = done >= total
+        self._shown = now
+        share = done / total if total else 1.0
+        rate = convert_bytes(done / max(now, 1e-3))
+        print(
+            f"\r[{'#' * int(_WIDTH * share):<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s ",
+            end="\n" if self._ended else "",
+            file=sys.stderr,
+            flush=True,
+        )

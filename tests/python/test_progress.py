@@ -1,0 +1,203 @@
+"""How far loads and saves have come, and what is said of them when they have ended."""
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import tensorizer
+import torch
+from servers import Nginx
+from tensorizer import TensorDeserializer, stats
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return {f"t{number}": torch.full((MB,), float(number)) for number in range(24)}
+
+
+TOTAL = 24 * 4 * MB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tensors):
+    """The same tensors in every format."""
+    path = tmp_path_factory.mktemp("progress")
+    tensorizer.save(tensors, path / "f.tensors")
+    tensorizer.save(tensors, path / "f.safetensors")
+    torch.save(tensors, path / "f.pt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    yield server
+    server.stop()
+
+
+class Told:
+    """What a callable was told."""
+
+    def __init__(self):
+        self.rows = []
+
+    def __call__(self, done, total):
+        self.rows.append((done, total))
+
+    def check(self, total=TOTAL):
+        """It rises, and ends with everything."""
+        done = [row[0] for row in self.rows]
+        assert done == sorted(set(done))
+        assert {row[1] for row in self.rows} == {total}
+        assert done[-1] == total
+
+
+@pytest.mark.parametrize("ending", ["tensors", "safetensors", "pt"])
+def test_loads(folder, ending):
+    path = folder / f"f.{ending}"
+    told = Told()
+    tensorizer.load(path, progress=told)
+    told.check()
+    told = Told()
+    tensorizer.load(path, names=["t1", "t5"], progress=told)
+    told.check(2 * 4 * MB)
+    told = Told()
+    tensorizer.load(path, names=["t1", "t5"], slices={"t5": (0, 0, 1000)}, progress=told)
+    told.check(4 * MB + 4000)
+    told = Told()
+    tensorizer.load(path, out={"t3": torch.empty(MB)}, progress=told)
+    told.check(4 * MB)
+    told = Told()
+    TensorDeserializer(path, "cpu", progress=told).close()
+    told.check()
+    told = Told()
+    with TensorDeserializer(path, "cpu", lazy_load=True, progress=told) as file:
+        assert told.rows == []
+        file["t0"], file["t1"], file["t0"]
+        assert told.rows == [(4 * MB, TOTAL), (8 * MB, TOTAL)]
+    told = Told()
+    assert len(list(tensorizer.iterate(path, buffer_bytes=20 * MB, progress=told))) == 24
+    told.check()
+    assert len(told.rows) > 5
+
+
+def test_a_load_from_a_server(folder, nginx):
+    nginx.root.joinpath("progress.tensors").write_bytes((folder / "f.tensors").read_bytes())
+    told = Told()
+    tensorizer.load(f"{nginx.http}/progress.tensors", progress=told)
+    told.check()
+
+
+@pytest.mark.parametrize("ending", ["tensors", "safetensors", "shards"])
+def test_saves(tmp_path, tensors, ending):
+    told = Told()
+    if ending == "shards":
+        path = tmp_path / "f.safetensors"
+        tensorizer.save(tensors, path, max_shard_size="50MB", progress=told)
+        assert len(told.rows) > 1
+    else:
+        tensorizer.save(tensors, tmp_path / f"f.{ending}", progress=told)
+    told.check()
+
+
+class NoMoreError(Exception):
+    """Raised by a callable."""
+
+
+def refuse(done, total):
+    raise NoMoreError(done)
+
+
+def test_what_the_callable_raises_ends_the_call(tmp_path, tensors, folder):
+    path = folder / "f.tensors"
+    with pytest.raises(NoMoreError):
+        tensorizer.load(path, progress=refuse)
+    with pytest.raises(NoMoreError):
+        list(tensorizer.iterate(path, progress=refuse))
+    old = tmp_path / "f.tensors"
+    tensorizer.save({"a": torch.ones(3)}, old)
+    with pytest.raises(NoMoreError):
+        tensorizer.save(tensors, old, progress=refuse)
+    assert list(tensorizer.load(old)) == ["a"]
+    assert os.listdir(tmp_path) == ["f.tensors"]
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "yes"])
+def test_what_is_neither_a_bool_nor_callable_is_refused(folder, tmp_path, wrong):
+    for call in (
+        lambda: tensorizer.load(folder / "f.tensors", progress=wrong),
+        lambda: tensorizer.save({"a": torch.ones(1)}, tmp_path / "f.tensors", progress=wrong),
+        lambda: tensorizer.iterate(folder / "f.tensors", progress=wrong),
+        lambda: TensorDeserializer(folder / "f.tensors", progress=wrong),
+    ):
+        with pytest.raises(TypeError, match="progress must be a bool or callable"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_callable_is_called_on_the_callers_thread(folder):
+    import threading
+
+    threads = set()
+    tensorizer.load(folder / "f.tensors", progress=lambda *_: threads.add(threading.get_ident()))
+    assert threads == {threading.get_ident()}
+
+
+def test_a_bar_on_a_terminal_only(folder):
+    program = "import sys, tensorizer; tensorizer.load(sys.argv[1], progress=True)"
+    command = [sys.executable, "-c", program, folder / "f.tensors"]
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run(command, stderr=theirs, check=True)
+        os.close(theirs)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+    assert "[##############################] 100% 100.7 MB" in shown
+    assert shown.endswith("\n") and shown.count("\n") == 1
+    assert subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr == b""
+
+
+def test_statistics_of_every_call(folder, tmp_path):
+    tensorizer.load(folder / "f.tensors", names=["t1"])
+    last = stats()
+    tensorizer.load(folder / "f.safetensors", names=["t1", "t2"])
+    tensorizer.save({"a": torch.ones(5)}, tmp_path / "f.tensors")
+    found = stats(since=last["call"])
+    assert [one["call"] for one in found] == [last["call"] + 1, last["call"] + 2]
+    assert [one["what"] for one in found] == ["load", "save"]
+    assert [one["bytes"] for one in found] == [8 * MB, 20]
+    assert found[1] == stats()
+    assert found[0]["ended"] <= found[1]["ended"]
+    assert stats(since=0)[-2:] == found
+    assert stats(since=found[1]["call"]) == []
+    for _ in range(300):
+        tensorizer.load(tmp_path / "f.tensors")
+    kept = stats(since=0)
+    assert len(kept) == 256
+    assert kept[-1]["call"] - kept[0]["call"] == 255
+
+
+def test_a_line_in_the_log(folder, tmp_path, caplog, nginx):
+    with caplog.at_level(logging.INFO, "tensorizer"):
+        tensorizer.load(folder / "f.tensors")
+        tensorizer.save({"a": torch.ones(5)}, tmp_path / "f.tensors")
+    load, save = (record.getMessage() for record in caplog.records)
+    assert load.startswith("loaded 24 tensors, 100663296 bytes in ")
+    assert "GB/s) to " in load and str(folder / "f.tensors") in load
+    assert save.startswith("saved 1 tensors, 20 bytes in ")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tensorizer"):
+        tensorizer.load(folder / "f.tensors")
+    assert not caplog.records
+    nginx.root.joinpath("log.tensors").write_bytes((tmp_path / "f.tensors").read_bytes())
+    with caplog.at_level(logging.INFO, "tensorizer"):
+        tensorizer.load(f"{nginx.http}/log.tensors?X-Amz-Signature=abcdef&token=ghijkl")
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "log.tensors" in line
+    assert "abcdef" not in line and "ghijkl" not in line
