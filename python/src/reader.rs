@@ -222,10 +222,10 @@ impl Reader {
         self.file.promised().clone()
     }
 
-    /// What it says beside its tensors.
+    /// What it says beside its tensors; an error where that is damaged.
     #[getter]
-    fn metadata(&self) -> Vec<(String, String)> {
-        self.file.metadata().to_vec()
+    fn metadata(&self) -> Answer<Vec<(String, String)>> {
+        Ok(self.file.metadata()?.to_vec())
     }
 
     /// The path or address of each of its files.

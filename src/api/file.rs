@@ -89,7 +89,7 @@ impl TensorFile {
             format: self.format(),
             entries: Arc::new(entries),
             names,
-            metadata: self.metadata().to_vec(),
+            metadata: Arc::clone(&self.catalog.metadata),
             promised: BTreeMap::new(),
         };
         TensorFile {
@@ -201,8 +201,12 @@ impl TensorFile {
 
     /// What the file says beside its tensors, as names and values. Those of a `.tensors` file are
     /// authenticated where it is sealed by a manifest, once it was opened with a key, and else not.
-    pub fn metadata(&self) -> &[(String, String)] {
-        &self.catalog.metadata
+    /// Where they are damaged this is the error, and tensors can be loaded all the same.
+    pub fn metadata(&self) -> Result<&[(String, String)]> {
+        match &*self.catalog.metadata {
+            Ok(pairs) => Ok(pairs),
+            Err(damage) => Err(damage.clone().of(&self.uri)),
+        }
     }
 
     /// Which tensor is in which file, where the entries are storages that an index of shards does not
@@ -267,7 +271,7 @@ impl TensorFile {
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors.
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
-        let metadata = metadata::encode(self.metadata()).map_err(Error::InvalidArgument)?;
+        let metadata = metadata::encode(self.metadata()?).map_err(Error::InvalidArgument)?;
         behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
         Ok(prologue.encode().into_iter().chain(block).collect())
     }

@@ -102,6 +102,7 @@ impl Head {
         let Part { source, format, head_end, entries, metadata } = part;
         let heads = Heads { of_index: None, ends: vec![head_end] };
         let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let metadata = Arc::new(Ok(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised };
         Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
@@ -188,8 +189,7 @@ impl Head {
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
-        let Behind { pair_id, metadata } =
-            behind::find(space, index_at.saturating_add(len as u64)).map_err(|e| e.of(uri))?;
+        let Behind { pair_id, metadata } = behind::find(space, index_at.saturating_add(len as u64));
         let own = Own {
             base,
             prologue,
@@ -199,7 +199,7 @@ impl Head {
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
-        let (format, entries) = (Format::Tensors, Arc::new(entries));
+        let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         let end = if base == 0 { index_at.saturating_add(prologue.index_len) } else { 0 };
         let heads = Heads { of_index: None, ends: vec![end] };

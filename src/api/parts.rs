@@ -52,7 +52,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
             malformed(&uri, what)
         })?;
     }
-    let metadata = metadata.into_iter().collect();
+    let metadata = Arc::new(Ok(metadata.into_iter().collect()));
     if format.names_tensors() {
         check_all_are_there(&promised, &index, &names, &uri)?;
     }
