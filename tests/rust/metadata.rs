@@ -82,6 +82,38 @@ fn metadata_alone_are_a_file_without_tensors() {
     assert!(error.contains("index in the file is empty"), "{error}");
 }
 
+#[test]
+fn metadata_leave_room_for_later_entries() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let shortest = 256 << 10;
+    let room = shortest / 2;
+    for (value, index_len) in [
+        (None, shortest),
+        (Some(100_000), shortest),
+        (Some(room - 24 - 1), shortest),
+        (Some(room - 24), shortest + 4096),
+        (Some(250_000), (room + 24 + 1 + 250_000u64).next_multiple_of(4096)),
+        (Some(5_000_000), (room + 24 + 1 + 5_000_000u64).next_multiple_of(4096)),
+    ] {
+        let text = value.map(|len| "x".repeat(usize::try_from(len).unwrap()));
+        let metadata = text.as_ref().map(|text| strings(&[("n", text)]));
+        let options = SaveOptions { metadata: metadata.clone(), ..SaveOptions::default() };
+        let sink = Box::new(FileSink::create(&path).unwrap());
+        let mut writer = Writer::new(sink, 0, options).unwrap();
+        for call in 0..25 {
+            let names = (call * 100..).take(100).map(|number| format!("{number:06}"));
+            let tensors = names.map(|name| SaveTensor::new(&name, &[1], &[1u8]).unwrap());
+            writer.write(tensors.collect(), &Never).unwrap();
+        }
+        writer.finish(&Never).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        // It never grew, and its data were never moved.
+        assert_eq!(file.prologue().unwrap().index_len, index_len);
+        assert_eq!(file.metadata().unwrap(), metadata.unwrap_or(Vec::new()));
+    }
+}
+
 /// The file's bytes with damaged metadata.
 fn damaged(path: &std::path::Path, options: SaveOptions) -> Arc<dyn ReadAt> {
     let options = SaveOptions {
