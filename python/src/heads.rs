@@ -22,7 +22,7 @@ pub fn known(heads: impl Iterator<Item = Given>) -> KnownHeads {
 }
 
 /// What the core has found, for Python.
-pub fn for_python(py: Python<'_>, heads: &[KnownHead]) -> Vec<Shown<'_>> {
+pub fn for_python<'py>(py: Python<'py>, heads: &[KnownHead]) -> Vec<Shown<'py>> {
     let heads = heads.iter().map(|head| {
         let KnownHead { uri, len, tag, modified, headers, first } = head.clone();
         (uri, len, tag, modified, headers, PyBytes::new(py, &first))

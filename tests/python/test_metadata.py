@@ -113,9 +113,7 @@ def test_a_file_object_shows_them_from_the_first_tensor_on():
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("count", [3200, 5000])
 def test_they_may_fill_the_index(path, alignment, count):
-    """The index is reserved for them, and they may begin where its last entry ends, but for room that
-    they leave to few entries.
-    """  # noqa: D205
+    """They may begin where its last entry ends, except that they leave room to few entries."""
     tensors = {f"layer.{number}": torch.full((2,), number) for number in range(count)}
     entries = sum(2 + len(name) + 1 + 1 + 3 + 1 + 4 + 24 for name in tensors)
     reserved = MIN_INDEX if entries <= MIN_INDEX else -(-entries // 4096) * 4096
