@@ -218,7 +218,7 @@ impl std::fmt::Display for Brief<'_> {
 }
 
 /// What is wrong with some bytes, before it is known which file they came from.
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Malformed {
     /// Position in the file.
     pub offset: u64,

@@ -22,9 +22,9 @@ pub fn known(heads: impl Iterator<Item = Given>) -> KnownHeads {
 }
 
 /// What the core has found, for Python.
-pub fn for_python(py: Python<'_>, heads: Vec<KnownHead>) -> Vec<Shown<'_>> {
-    let heads = heads.into_iter().map(|head| {
-        let KnownHead { uri, len, tag, modified, headers, first } = head;
+pub fn for_python<'py>(py: Python<'py>, heads: &[KnownHead]) -> Vec<Shown<'py>> {
+    let heads = heads.iter().map(|head| {
+        let KnownHead { uri, len, tag, modified, headers, first } = head.clone();
         (uri, len, tag, modified, headers, PyBytes::new(py, &first))
     });
     heads.collect()

@@ -34,7 +34,7 @@ use crate::source::Source;
 use crate::watch::Loads;
 
 /// How files are opened for Python.
-const OPENING: Opening<'_> = Opening { cancel: &signals, storages: true };
+const OPENING: Opening<'_> = Opening { storages: true, ..Opening::new(&signals) };
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -112,17 +112,18 @@ impl Reader {
     }
 
     /// Opens an address, as `open_stream` does by default, or that of a folder with a model. Files of
-    /// which there are heads are opened without a request.
+    /// which there are heads are opened without a request; without any, this keeps them for others.
     #[staticmethod]
     #[pyo3(signature = (uri, heads = None))]
     fn from_address(py: Python<'_>, uri: String, heads: Option<Vec<Given>>) -> Answer<Self> {
+        let opening = Opening { keeps_heads: heads.is_none(), ..OPENING };
         let known = known(heads.into_iter().flatten());
-        Ok(Self::new(gil::without(py, || OPENING.uri(&uri, &known))?))
+        Ok(Self::new(gil::without(py, || opening.uri(&uri, &known))?))
     }
 
-    /// What servers have said of its files, with all that comes before their tensors.
-    fn heads<'py>(&self, py: Python<'py>) -> Answer<Vec<Shown<'py>>> {
-        Ok(for_python(py, gil::without(py, || self.file.heads(&signals))?))
+    /// What others need to open its files without a request.
+    fn heads<'py>(&self, py: Python<'py>) -> Vec<Shown<'py>> {
+        for_python(py, self.file.heads())
     }
 
     /// Reads bytes in memory, which `uri` is what messages call.
@@ -219,10 +220,10 @@ impl Reader {
         self.file.promised().clone()
     }
 
-    /// What it says beside its tensors.
+    /// What it says beside its tensors; an error where that is damaged.
     #[getter]
-    fn metadata(&self) -> Vec<(String, String)> {
-        self.file.metadata().to_vec()
+    fn metadata(&self) -> Answer<Vec<(String, String)>> {
+        Ok(self.file.metadata()?.to_vec())
     }
 
     /// The path or address of each of its files.

@@ -11,7 +11,7 @@ use tensorizer::mem::Buffers;
 use tensorizer::net::s3::S3Options;
 use tensorizer::net::{NetOptions, Trust};
 use tensorizer::source::address::{self, Address};
-use tensorizer::source::{ReadAt, http, redis, s3};
+use tensorizer::source::{KnownHeads, ReadAt, http, redis, s3};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -102,7 +102,8 @@ impl Source {
         certificates: Certificates,
     ) -> Answer<Self> {
         let source = gil::without(py, || -> Result<_> {
-            http::open(&uri, NetOptions { headers, ..certificates.options()? }, &signals)
+            let options = NetOptions { headers, ..certificates.options()? };
+            http::open(&uri, options, &KnownHeads::default(), &signals)
         })?;
         Ok(Self::new(source))
     }
@@ -117,7 +118,7 @@ impl Source {
     ) -> Answer<Self> {
         let options = options.into();
         let source = gil::without(py, || -> Result<_> {
-            s3::open(&uri, &options, certificates.options()?, &signals)
+            s3::open(&uri, &options, certificates.options()?, &KnownHeads::default(), &signals)
         })?;
         Ok(Self::new(source))
     }

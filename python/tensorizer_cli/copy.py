@@ -144,7 +144,7 @@ def _is_stored_as_it_is(
 ) -> bool:
     """Tell whether the bytes of a file are what a server is to have."""
     same = params is None and encryption is None and options.alignment is None
-    same = same and source.metadata == dict(source.reader.metadata)
+    same = same and not options.drop_metadata
     return same and source.reader.format == "tensors"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
-from tensorizer._native import Reader
 from tensorizer._types import Name
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
@@ -45,7 +45,6 @@ class File:
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
-        self.metadata = _metadata(self.reader)
         #: What is no tensor.
         self.left_out: list[str] = []
 
@@ -57,6 +56,19 @@ class File:
 
     def __len__(self) -> int:
         return len(self.reader)
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """What the file says beside its tensors, without the bytes that an index counts.
+
+        Raises:
+            FormatError: They are damaged.
+
+        """
+        found = dict(self.reader.metadata)
+        if self.reader.files() != [self.reader.uri]:
+            found.pop("total_size", None)
+        return found
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Decrypt what is loaded from here on."""
@@ -93,14 +105,6 @@ class File:
     def _meta(self, number: int) -> torch.Tensor:
         dtype, shape, _ = self.reader.describe(number)
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def _metadata(reader: Reader) -> dict[str, str]:
-    """Return what a file says beside its tensors, without the bytes that an index counts."""
-    found = dict(reader.metadata)
-    if reader.files() != [reader.uri]:
-        found.pop("total_size", None)
-    return found
 
 
 def text(name: Name) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tensorizer import TensorType
+from tensorizer import FormatError, TensorType
 
 from .file import File, plain, text
 from .output import Report, brief, plural, shown
@@ -21,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)
-        for name, value in file.reader.metadata:
-            report.finding(f"metadata  {brief(name)} = {brief(value)}")
+        metadata = _metadata(file, report)
         encrypted = ", encrypted" if file.reader.encrypted else ""
         report.finding(
             f"{plural(len(file), 'tensor')}, {size(file.total)}, {_format(file)}{encrypted}"
@@ -31,13 +30,25 @@ def run(options: argparse.Namespace) -> int:
             file=file.shown,
             format=file.reader.format,
             files=file.reader.files(),
-            metadata=dict(file.reader.metadata),
+            metadata=metadata,
             version=file.reader.version,
             encrypted=file.reader.encrypted,
             bytes=file.total,
             tensors=rows,
         )
     return 0
+
+
+def _metadata(file: File, report: Report) -> dict[str, str] | None:
+    """List and return metadata; None if they are damaged."""
+    try:
+        found = dict(file.reader.metadata)
+    except FormatError as error:
+        report.finding(f"metadata  {error}")
+        return None
+    for name, value in found.items():
+        report.finding(f"metadata  {brief(name)} = {brief(value)}")
+    return found
 
 
 def _format(file: File) -> str:

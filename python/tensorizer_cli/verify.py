@@ -19,7 +19,7 @@ _TRIED = 16
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare tensors with their hashes."""
+    """Compare tensors with their hashes, and metadata with their checksum."""
     report = Report(options)
     damaged: list[dict[str, object]] = []
     with (
@@ -37,6 +37,11 @@ def run(options: argparse.Namespace) -> int:
                 damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
             progress.add(file.size(batch))
     good = len(file) - len(damaged)
+    try:
+        _ = file.metadata
+    except FormatError as error:
+        report.finding(str(error))
+        damaged.append({"name": None, "message": str(error)})
     are = "is as it was written" if good == 1 else "are as they were written"
     report.summary(f"{good:,} of {plural(len(file), 'tensor')} {are}")
     report.result(file=file.shown, tensors=len(file), bytes=file.total, damaged=damaged)

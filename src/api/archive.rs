@@ -68,9 +68,8 @@ pub fn read_archive(
         })
     });
     let entries = entries.collect::<Result<_>>()?;
-    // Its directory is at its end.
-    let (format, head_end) = (Format::TorchZip, 0);
-    Ok(Part { source, format, head_end, entries, metadata: Vec::new() })
+    let format = Format::TorchZip;
+    Ok(Part { source, format, head: None, entries, metadata: Vec::new() })
 }
 
 fn bytes_dtype() -> Result<DType> {

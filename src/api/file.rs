@@ -24,15 +24,7 @@ pub struct TensorFile {
     catalog: Catalog,
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
-    heads: Arc<Heads>,
-}
-
-/// How its files begin.
-pub(super) struct Heads {
-    /// The whole index of shards, where it came from a server.
-    pub of_index: Option<KnownHead>,
-    /// For each source how many of its first bytes hold its index; 0 where that is elsewhere.
-    pub ends: Vec<u64>,
+    heads: Arc<[KnownHead]>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -57,9 +49,9 @@ impl TensorFile {
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
         own: Option<Own>,
-        heads: Heads,
+        heads: Vec<KnownHead>,
     ) -> Self {
-        let (own, heads) = (own.map(Arc::new), Arc::new(heads));
+        let (own, heads) = (own.map(Arc::new), heads.into());
         TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own, heads }
     }
 
@@ -89,7 +81,7 @@ impl TensorFile {
             format: self.format(),
             entries: Arc::new(entries),
             names,
-            metadata: self.metadata().to_vec(),
+            metadata: Arc::clone(&self.catalog.metadata),
             promised: BTreeMap::new(),
         };
         TensorFile {
@@ -101,7 +93,16 @@ impl TensorFile {
         }
     }
 
-    pub(super) fn known_heads(&self) -> &Heads {
+    /// What its servers have said, where [`Opening::keeps_heads`] has asked for it: of each file that can
+    /// be read at positions what others need to open it without a request. The index of shards comes
+    /// first, if there is one, then the files in their order. No local files are in it.
+    ///
+    /// The bytes of a head are all that come before the tensors; of archives of `torch.save`, whose
+    /// directory is at their end, they are the few by which the format is told.
+    ///
+    /// [`Opening::keeps_heads`]: super::part::Opening::keeps_heads
+    #[doc(hidden)]
+    pub fn heads(&self) -> &[KnownHead] {
         &self.heads
     }
 
@@ -201,8 +202,12 @@ impl TensorFile {
 
     /// What the file says beside its tensors, as names and values. Those of a `.tensors` file are
     /// authenticated where it is sealed by a manifest, once it was opened with a key, and else not.
-    pub fn metadata(&self) -> &[(String, String)] {
-        &self.catalog.metadata
+    /// Where they are damaged this is the error, and tensors can be loaded all the same.
+    pub fn metadata(&self) -> Result<&[(String, String)]> {
+        match &*self.catalog.metadata {
+            Ok(pairs) => Ok(pairs),
+            Err(damage) => Err(damage.clone().of(&self.uri)),
+        }
     }
 
     /// Which tensor is in which file, where the entries are storages that an index of shards does not
@@ -267,7 +272,7 @@ impl TensorFile {
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors.
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
-        let metadata = metadata::encode(self.metadata()).map_err(Error::InvalidArgument)?;
+        let metadata = metadata::encode(self.metadata()?).map_err(Error::InvalidArgument)?;
         behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
         Ok(prologue.encode().into_iter().chain(block).collect())
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::archive::read_archive;
-use super::file::{Heads, Own, TensorFile};
+use super::file::{Own, TensorFile};
 use super::part::{Opening, Part, malformed, read_growing, read_up_to};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
@@ -17,7 +17,7 @@ use crate::format::tensors::behind::{self, Behind};
 use crate::format::tensors::index::{self, Index};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::torch_zip;
-use crate::io::source::{KnownHead, Prefixed, ReadAt};
+use crate::io::source::{Prefixed, ReadAt};
 
 /// A source of which the first bytes were read.
 pub struct Head {
@@ -41,15 +41,14 @@ impl Head {
         &self.bytes
     }
 
+    /// The position of the first of them.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
     /// Where they come from.
     pub fn source(&self) -> &Arc<dyn ReadAt> {
         &self.source
-    }
-
-    /// What its server said of the file that begins with these bytes.
-    pub fn known(&self, first: &[u8]) -> Option<KnownHead> {
-        let known = self.source.known_head().filter(|_| self.base == 0)?;
-        Some(KnownHead { first: first.into(), ..known })
     }
 
     /// All of the file, which may not be longer than `most`.
@@ -91,7 +90,7 @@ impl Head {
     /// Opens a file by itself.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
         if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
-            return self.open_tensors(opening.cancel);
+            return self.open_tensors(opening);
         }
         let uri = self.source.uri().to_owned();
         let part = self.part((0, 1), opening)?;
@@ -99,9 +98,10 @@ impl Head {
         for (number, entry) in part.entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
-        let Part { source, format, head_end, entries, metadata } = part;
-        let heads = Heads { of_index: None, ends: vec![head_end] };
+        let Part { source, format, head, entries, metadata } = part;
+        let heads = head.into_iter().collect();
         let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let metadata = Arc::new(Ok(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised };
         Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
@@ -109,7 +109,10 @@ impl Head {
     /// Reads what the file has, as number `file` of several, of which `at_once` are opened at once.
     pub fn part(self, (file, at_once): (usize, usize), opening: &Opening<'_>) -> Result<Part> {
         if torch_zip::begins(&self.bytes) {
-            return read_archive(self.source, self.base, (file, at_once), opening);
+            // Its directory is at its end, and asked for again: this is what its format is told by.
+            let head = opening.known(&*self.source, self.base, &self.bytes, &[]);
+            let part = read_archive(self.source, self.base, (file, at_once), opening)?;
+            return Ok(Part { head, ..part });
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::begins(&self.bytes) {
@@ -144,6 +147,9 @@ impl Head {
             );
             return Err(Error::Format { uri: uri.to_owned(), offset: found.end, what });
         }
+        // As much as the format is told by, also of a shorter header.
+        let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
+        let head = opening.known(&*self.source, base, &self.bytes, rest);
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // Front to back only, and some of the data were read already.
@@ -151,12 +157,12 @@ impl Head {
         } else {
             self.source
         };
-        let (format, head_end) = (Format::Safetensors, if base == 0 { data_at } else { 0 });
-        Ok(Part { source, format, head_end, entries: found.entries, metadata: found.metadata })
+        let format = Format::Safetensors;
+        Ok(Part { source, format, head, entries: found.entries, metadata: found.metadata })
     }
 
-    fn open_tensors(self, cancel: &dyn Cancel) -> Result<TensorFile> {
-        let Head { source, base, bytes } = self;
+    fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
+        let (Head { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
         let file_len = source.traits().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
@@ -188,8 +194,8 @@ impl Head {
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
-        let Behind { pair_id, metadata } =
-            behind::find(space, index_at.saturating_add(len as u64)).map_err(|e| e.of(uri))?;
+        let Behind { pair_id, metadata } = behind::find(space, index_at.saturating_add(len as u64));
+        let heads = opening.known(&*source, base, &bytes, &block).into_iter().collect();
         let own = Own {
             base,
             prologue,
@@ -199,10 +205,8 @@ impl Head {
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
-        let (format, entries) = (Format::Tensors, Arc::new(entries));
+        let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
-        let end = if base == 0 { index_at.saturating_add(prologue.index_len) } else { 0 };
-        let heads = Heads { of_index: None, ends: vec![end] };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))
     }
 }

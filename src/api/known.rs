@@ -1,40 +1,31 @@
-//! What opening the files of a catalog has learnt of them, for others that open them too.
+//! What opening a file has learnt of it, for others that open it too.
 
-use super::file::TensorFile;
-use super::part::read_growing;
-use crate::cancel::Cancel;
-use crate::error::Result;
-use crate::format::tensors::prologue::PROLOGUE_LEN;
-use crate::io::source::KnownHead;
+use super::part::Opening;
+use crate::io::source::{KnownHead, ReadAt};
 
-impl TensorFile {
-    /// What servers have said of its files, each with all bytes before its tensors: the index of shards
-    /// first, if there is one, then the files in their order. Nothing of local files, of servers without
-    /// ranges and of closed files.
-    #[doc(hidden)]
-    pub fn heads(&self, cancel: &dyn Cancel) -> Result<Vec<KnownHead>> {
-        let heads = self.known_heads();
-        let mut found: Vec<KnownHead> = heads.of_index.iter().cloned().collect();
-        for (source, &end) in self.sources().iter().zip(&heads.ends) {
-            let Some(known) = source.known_head() else { continue };
-            // As much as the format is told by.
-            let end = end.max(PROLOGUE_LEN as u64).min(known.len);
-            let mut first = Vec::new();
-            read_growing(&**source, 0, end, &mut first, "the index", cancel)?;
-            found.push(KnownHead { first: first.into(), ..known });
-        }
-        Ok(found)
+impl Opening<'_> {
+    /// What its server said of a file that begins with these bytes, in two pieces. None where nobody has
+    /// asked for it, of local files, of servers without ranges, and where the file is part of another.
+    pub(super) fn known(
+        &self,
+        source: &dyn ReadAt,
+        base: u64,
+        first: &[u8],
+        rest: &[u8],
+    ) -> Option<KnownHead> {
+        let known = source.known_head().filter(|_| self.keeps_heads && base == 0)?;
+        Some(KnownHead { first: [first, rest].concat().into(), ..known })
     }
 }
 
 #[cfg(test)]
 #[cfg(feature = "http")]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
-    use super::super::part::Opening;
+    use super::super::file::TensorFile;
     use super::*;
     use crate::cancel::Never;
-    use crate::error::Error;
+    use crate::error::{Error, Result};
     use crate::io::source::KnownHeads;
 
     /// Nobody listens there.
@@ -49,14 +40,14 @@ mod tests {
             len: 90,
             tag: Some("\"tag\"".to_owned()),
             modified: None,
-            headers: vec![("name".to_owned(), "value".to_owned())],
+            headers: vec![("etag".to_owned(), "\"tag\"".to_owned())],
             first: first.into(),
         }
     }
 
     fn open(head: KnownHead) -> Result<TensorFile> {
         let known = KnownHeads::from_iter([head]);
-        Opening { cancel: &Never, storages: false }.uri(ADDRESS, &known)
+        Opening { keeps_heads: true, ..Opening::new(&Never) }.uri(ADDRESS, &known)
     }
 
     #[test]
@@ -64,7 +55,34 @@ mod tests {
         let file = open(head()).unwrap();
         assert_eq!(file.entry(0).unwrap().data_offset, 88);
         assert_eq!(file.source(0).unwrap().headers(), head().headers);
-        assert_eq!(file.heads(&Never).unwrap(), [head()]);
+        assert_eq!(file.heads(), [head()]);
+    }
+
+    #[test]
+    fn only_what_is_said_of_the_file_is_handed_on() {
+        let said = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
+        let headers = said.map(|name| (name.to_owned(), "value".to_owned()));
+        let file = open(KnownHead { headers: headers.clone().into(), ..head() }).unwrap();
+        assert_eq!(file.source(0).unwrap().headers(), headers);
+        assert_eq!(file.heads()[0].headers, [("etag".to_owned(), "value".to_owned())]);
+    }
+
+    #[test]
+    fn a_head_that_no_answer_can_prove_is_not_used() {
+        let known = |tag: Option<&str>, modified: Option<&str>| {
+            let text = |text: Option<&str>| text.map(str::to_owned);
+            open(KnownHead { tag: text(tag), modified: text(modified), ..head() })
+        };
+        known(Some("\"tag\""), None).unwrap();
+        known(None, Some("a date")).unwrap();
+        let error = known(None, None).err().unwrap();
+        assert!(matches!(&error, Error::Io { uri, .. } if *uri == head().uri), "{error}");
+    }
+
+    #[test]
+    fn heads_are_kept_only_where_that_is_asked_for() {
+        let known = KnownHeads::from_iter([head()]);
+        assert_eq!(Opening::new(&Never).uri(ADDRESS, &known).unwrap().heads(), []);
     }
 
     #[test]

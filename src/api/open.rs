@@ -24,18 +24,18 @@ impl TensorFile {
 
     /// The same, unless the call is to end before: a named pipe is waited for.
     pub fn open_path(path: &Path, cancel: &dyn Cancel) -> Result<Self> {
-        Opening { cancel, storages: false }.path(path)
+        Opening::new(cancel).path(path)
     }
 
     /// Opens an address, such as `https://host/model.safetensors`, or a local path.
     pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
-        Opening { cancel, storages: false }.uri(uri, &KnownHeads::default())
+        Opening::new(cancel).uri(uri, &KnownHeads::default())
     }
 
     /// Opens a source. `base` is the position of the file's first byte in it; positions inside a
     /// `.tensors` file are the source's own, as the format has it.
     pub fn from_source(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
-        Opening { cancel, storages: false }.source(source, base)
+        Opening::new(cancel).source(source, base)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::format::catalog::{Entry, Format};
-use crate::io::source::{ReadAt, read_exact_at};
+use crate::io::source::{KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
 /// How files are opened.
@@ -16,6 +16,15 @@ pub struct Opening<'c> {
     /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
     /// pickle, which only Python reads, so that such files are refused elsewhere.
     pub storages: bool,
+    /// Whether what servers say is kept, for others that open the same files.
+    pub keeps_heads: bool,
+}
+
+impl<'c> Opening<'c> {
+    /// With nothing that is not asked for.
+    pub const fn new(cancel: &'c dyn Cancel) -> Self {
+        Opening { cancel, storages: false, keeps_heads: false }
+    }
 }
 
 /// What a file adds to a catalog of one or several.
@@ -24,8 +33,8 @@ pub struct Part {
     pub source: Arc<dyn ReadAt>,
     /// Its format.
     pub format: Format,
-    /// How many of its first bytes hold its index; 0 where that is elsewhere.
-    pub head_end: u64,
+    /// What others need to open it without a request, if that is kept.
+    pub head: Option<KnownHead>,
     /// Its tensors, by position.
     pub entries: Vec<Entry>,
     /// Names and values.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::file::{Heads, TensorFile};
+use super::file::TensorFile;
 use super::head::Head;
 use super::part::{Opening, Part, malformed};
 use crate::engine::workers;
@@ -12,6 +12,7 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, Index, MAX_LEN};
+use crate::io::source::KnownHead;
 
 /// Files that are opened at once: one request each, for which a server takes its time.
 const AT_ONCE: usize = 16;
@@ -23,8 +24,8 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
     let parts = open_all(&head, &index, &uri, opening)?;
     let promised = promised(&index, &uri)?;
-    let of_index = head.known(&json);
-    let ends = parts.iter().map(|part| part.head_end).collect();
+    let mut heads: Vec<KnownHead> = Vec::new();
+    heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
     let mut sources = Vec::with_capacity(parts.len());
     let mut entries: Vec<Entry> = Vec::new();
     let mut metadata: BTreeMap<String, String> = BTreeMap::new();
@@ -41,6 +42,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
         };
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
         metadata.extend(part.metadata);
+        heads.extend(part.head);
         sources.push(part.source);
     }
     metadata.extend(index.metadata.iter().cloned());
@@ -52,13 +54,13 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
             malformed(&uri, what)
         })?;
     }
-    let metadata = metadata.into_iter().collect();
+    let metadata = Arc::new(Ok(metadata.into_iter().collect()));
     if format.names_tensors() {
         check_all_are_there(&promised, &index, &names, &uri)?;
     }
     let promised = if format.names_tensors() { BTreeMap::new() } else { index.tensors };
     let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
-    Ok(TensorFile::new(uri, sources, catalog, None, Heads { of_index, ends }))
+    Ok(TensorFile::new(uri, sources, catalog, None, heads))
 }
 
 /// The file of each tensor that the index names, by the stored form of its name.

@@ -27,6 +27,9 @@ const MAX_ALIGNMENT: u64 = 2 << 20;
 /// Marks the end of a file.
 const END_MARK: [u8; 8] = [0; 8];
 
+/// What metadata leave to entries of the shortest index: room for 2,000 usual ones.
+const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
+
 /// What is sealed or named as a whole is shown once it has grown by one part in so many.
 const SHOWN_GROWTH: usize = 8;
 
@@ -332,9 +335,9 @@ impl Writer {
         (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
     }
 
-    /// Bytes to reserve for an index whose entries have so many.
+    /// Bytes to reserve for an index whose entries have so many. Metadata leave room for later ones.
     fn index_len_for(&self, used: u64) -> u64 {
-        index_len_for(used + self.behind_len())
+        index_len_for(used.max(ENTRIES_LEN) + self.behind_len())
     }
 
     /// Bytes of all entries in the index.

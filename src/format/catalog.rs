@@ -9,6 +9,7 @@ use super::dtype::DType;
 use super::name::Name;
 use super::name_tree::NameTree;
 use super::{TensorKind, element_count};
+use crate::error::Malformed;
 
 /// The most dimensions that torch and numpy allow.
 pub const MAX_DIMS: usize = 64;
@@ -45,6 +46,10 @@ impl Format {
     }
 }
 
+/// Names and values that files have beside their tensors. What is wrong with them keeps nobody from the
+/// tensors.
+pub type Metadata = Result<Vec<(String, String)>, Malformed>;
+
 /// Tensors of one file, or of the shards of a checkpoint.
 pub struct Catalog {
     /// The format of all files.
@@ -54,8 +59,8 @@ pub struct Catalog {
     pub entries: Arc<Vec<Entry>>,
     /// Their numbers by name.
     pub names: NameTree,
-    /// What else the files say, as names and values.
-    pub metadata: Vec<(String, String)>,
+    /// What else the files say; shared by all catalogs of the same files.
+    pub metadata: Arc<Metadata>,
     /// Which tensor is in which file, as an index of shards says, where these entries are not yet the
     /// tensors.
     pub promised: BTreeMap<String, usize>,

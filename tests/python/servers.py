@@ -73,7 +73,9 @@ http {{
       if ($http_x_token != "secret") {{ return 403; }}
       alias {folder}/root/;
     }}
-    location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden"; }}
+    location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden";
+      add_header X-Of-Some-Vendor hidden; }}
+    location /signed/ {{ rewrite ^/signed/(.*)$ /$1?signature=hidden redirect; }}
     location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
     location /elsewhere/ {{ return 307 http://localhost:{port}/token/f.tensors; }}
     location /loop/ {{ return 302 /loop/again; }}

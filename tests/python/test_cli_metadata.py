@@ -236,3 +236,43 @@ def test_programs_are_told_what_was_verified(folder, capsys):
     assert (found["verified"], found["differences"]) == (True, [])
     assert run("cp", "--json", folder / "f.tensors", folder / "new.tensors") == 0
     assert "verified" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def damaged(folder):
+    """Return a file whose metadata are damaged."""
+    path = folder / "damaged.tensors"
+    data = (folder / "f.tensors").read_bytes()
+    path.write_bytes(data.replace(b"format", b"farmat"))
+    return path
+
+
+def test_damaged_metadata_are_found(folder, damaged, capsys):
+    assert run("ls", damaged) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("metadata  the metadata are damaged: expected CRC-32")
+    assert run("ls", "--json", damaged) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["metadata"], len(found["tensors"])) == (None, len(TENSORS))
+    assert run("verify", folder / "f.tensors") == 0
+    capsys.readouterr()
+    assert run("verify", "--json", damaged) == 1
+    [found] = json.loads(capsys.readouterr().out)["damaged"]
+    assert found["name"] is None
+    assert "the metadata are damaged" in found["message"]
+    assert run("verify", damaged) == 1
+    assert "4 of 4 tensors are as they were written" in capsys.readouterr().out
+
+
+def test_damaged_metadata_are_left_out_only_if_that_is_said(folder, damaged, capsys):
+    new, other = folder / "new.tensors", folder / "new.safetensors"
+    for arguments in (
+        ("diff", damaged, folder / "f.tensors"),
+        ("cp", damaged, new),
+        ("cp", damaged, other),
+    ):
+        assert run(*arguments) == 2
+        assert "the metadata are damaged" in capsys.readouterr().err
+    assert not new.exists() and not other.exists()
+    assert run("cp", "--verify", "--drop-metadata", damaged, new) == 0
+    assert new.read_bytes() == (folder / "plain.tensors").read_bytes()

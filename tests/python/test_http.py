@@ -267,7 +267,7 @@ def test_what_passes_is_tried_again(data, fault, number):
     with FaultServer(data, once(number, fault=PASSING[fault])) as server:
         if number == 0 and fault == "a proxy's page":
             # The first answer says what the file is; the second is of another one.
-            with pytest.raises(OSError, match="changed while it was read: its size was 27"):
+            with pytest.raises(OSError, match="changed since it was opened: its size was 27"):
                 tensorizer.load(server.url, "cpu")
             return
         start = time.monotonic()
@@ -335,7 +335,7 @@ def test_a_file_that_changes_is_never_mixed(data, ranges):
 
     with FaultServer(data, script, ranges=ranges) as server:
         with pytest.raises(
-            OSError, match='changed while it was read: its ETag was "one", is "two"'
+            OSError, match='changed since it was opened: its ETag was "one", is "two"'
         ):
             tensorizer.load(server.url, "cpu")
 

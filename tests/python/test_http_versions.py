@@ -116,7 +116,7 @@ def test_only_strong_tags_are_sent(data, fields, sent):
 )
 def test_a_change_is_an_error(data, before, after, heeds):
     with Versions(data, lambda number: after if number else before, heeds) as server:
-        with pytest.raises(OSError, match="the file changed while it was read"):
+        with pytest.raises(OSError, match="the file changed since it was opened"):
             load(server)
 
 

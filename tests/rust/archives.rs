@@ -117,7 +117,7 @@ prop_compose! {
 
 fn open(bytes: Vec<u8>, base: u64, storages: bool) -> tensorizer::Result<TensorFile> {
     let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes, "archive"));
-    Opening { cancel: &Never, storages }.source(source, base)
+    Opening { storages, ..Opening::new(&Never) }.source(source, base)
 }
 
 /// Directory and records, as far as the bytes of an archive are right.

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use tensorizer::crypt::{EncryptionOptions, Key};
+use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use tensorizer::sink::FileSink;
 use tensorizer::source::{MemorySource, ReadAt};
 use tensorizer::{
-    Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Writer, load, save,
+    Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load, save,
 };
 
 fn strings(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
@@ -29,14 +29,14 @@ fn metadata_come_back_in_their_order() {
     }
     writer.finish(&Never).unwrap();
     let file = TensorFile::open(&path).unwrap();
-    assert_eq!(file.metadata(), metadata);
+    assert_eq!(file.metadata().unwrap(), metadata);
     // The head of some of the tensors has them too.
     let mut bytes = std::fs::read(&path).unwrap();
     let head = file.head_of(&[1, 3]).unwrap();
     bytes[..head.len()].copy_from_slice(&head);
     let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes, "some"));
     let some = TensorFile::from_source(source, 0, &Never).unwrap();
-    assert_eq!((some.entries().len(), some.metadata()), (2, &metadata[..]));
+    assert_eq!((some.entries().len(), some.metadata().unwrap()), (2, &metadata[..]));
     let loaded = load(&some, &[0, 1], &LoadOptions::default(), &Never).unwrap();
     assert_eq!(loaded[1].memory.bytes(), data[3]);
     for (wrong, text) in [
@@ -67,7 +67,7 @@ fn an_encrypted_file_has_them_only_if_that_is_said() {
     assert!(!path.exists());
     options.clear_metadata = true;
     save(&path, one(), options, &Never).unwrap();
-    assert_eq!(TensorFile::open(&path).unwrap().metadata(), strings(&[("a", "1")]));
+    assert_eq!(TensorFile::open(&path).unwrap().metadata().unwrap(), strings(&[("a", "1")]));
 }
 
 #[test]
@@ -82,9 +82,103 @@ fn metadata_alone_are_a_file_without_tensors() {
     assert!(error.contains("index in the file is empty"), "{error}");
 }
 
+#[test]
+fn metadata_leave_room_for_later_entries() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let shortest = 256 << 10;
+    let room = shortest / 2;
+    for (value, index_len) in [
+        (None, shortest),
+        (Some(100_000), shortest),
+        (Some(room - 24 - 1), shortest),
+        (Some(room - 24), shortest + 4096),
+        (Some(250_000), (room + 24 + 1 + 250_000u64).next_multiple_of(4096)),
+        (Some(5_000_000), (room + 24 + 1 + 5_000_000u64).next_multiple_of(4096)),
+    ] {
+        let text = value.map(|len| "x".repeat(usize::try_from(len).unwrap()));
+        let metadata = text.as_ref().map(|text| strings(&[("n", text)]));
+        let options = SaveOptions { metadata: metadata.clone(), ..SaveOptions::default() };
+        let sink = Box::new(FileSink::create(&path).unwrap());
+        let mut writer = Writer::new(sink, 0, options).unwrap();
+        for call in 0..25 {
+            let names = (call * 100..).take(100).map(|number| format!("{number:06}"));
+            let tensors = names.map(|name| SaveTensor::new(&name, &[1], &[1u8]).unwrap());
+            writer.write(tensors.collect(), &Never).unwrap();
+        }
+        writer.finish(&Never).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        // It never grew, and its data were never moved.
+        assert_eq!(file.prologue().unwrap().index_len, index_len);
+        assert_eq!(file.metadata().unwrap(), metadata.unwrap_or(Vec::new()));
+    }
+}
+
+/// The file's bytes with damaged metadata.
+fn damaged(path: &std::path::Path, options: SaveOptions) -> Arc<dyn ReadAt> {
+    let options = SaveOptions {
+        metadata: Some(strings(&[("name", "value")])),
+        clear_metadata: true,
+        ..options
+    };
+    let two = ["a", "b"].map(|name| SaveTensor::new(name, &[3], &[1u8, 2, 3]).unwrap());
+    save(path, two.into(), options, &Never).unwrap();
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = bytes.windows(5).position(|five| five == b"value").unwrap();
+    bytes[at] ^= 1;
+    Arc::new(MemorySource::new(bytes, "damaged"))
+}
+
+#[test]
+fn damaged_metadata_are_an_error_only_for_who_asks_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let source = damaged(&path, SaveOptions::default());
+    let file = TensorFile::from_source(source, 0, &Never).unwrap();
+    let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
+    assert_eq!(load(&file, &[0, 1], &options, &Never).unwrap()[1].memory.bytes(), [1, 2, 3]);
+    let sliced = file.sliced(vec![(1, [1..3].into())]).unwrap();
+    for file in [&file, &sliced] {
+        let error = file.metadata().unwrap_err();
+        assert!(matches!(&error, Error::Format { uri, .. } if uri == "damaged"), "{error}");
+        assert!(error.to_string().contains("damaged: expected CRC-32"), "{error}");
+    }
+    // A copy would have none, and nobody would know that there were some.
+    assert!(matches!(file.head_of(&[0]), Err(Error::Format { .. })));
+}
+
+#[test]
+fn a_manifest_refuses_damaged_metadata() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let key = || Key::new(&[1; 32]).unwrap();
+    for manifest in [false, true] {
+        let encryption = EncryptionOptions { key: key(), derivation: None, manifest };
+        let encryption = Some(Arc::new(encryption));
+        let source = damaged(&path, SaveOptions { encryption, ..SaveOptions::default() });
+        let file = TensorFile::from_source(source, 0, &Never).unwrap();
+        let error = file.metadata().unwrap_err();
+        assert!(error.to_string().contains("damaged: expected CRC-32"), "{error}");
+        let unlocked = file.decrypt(DecryptionOptions::new(Secret::Key(key())).into(), &Never);
+        assert_eq!(matches!(unlocked, Err(Error::Crypt(_))), manifest);
+    }
+}
+
+#[test]
+fn slices_share_the_metadata_of_their_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let metadata = Some(strings(&[("name", "value")]));
+    let one = SaveTensor::new("t", &[3], &[1u8, 2, 3]).unwrap();
+    save(&path, vec![one], SaveOptions { metadata, ..SaveOptions::default() }, &Never).unwrap();
+    let file = TensorFile::open(&path).unwrap();
+    let sliced = file.sliced(vec![(0, [1..2].into())]).unwrap();
+    assert_eq!(sliced.metadata().unwrap().as_ptr(), file.metadata().unwrap().as_ptr());
+}
+
 proptest! {
     #[test]
-    fn any_bytes_behind_the_index_are_read_or_refused(
+    fn whatever_lies_behind_the_index_tensors_are_loaded(
         bytes in proptest::collection::vec(any::<u8>(), 1..100),
         magic in proptest::option::of(0usize..3),
     ) {
@@ -100,9 +194,11 @@ proptest! {
             file[end - at..end - at + 8].copy_from_slice(name.as_bytes());
         }
         let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(file, "any"));
-        match TensorFile::from_source(source, 0, &Never) {
-            Ok(file) => prop_assert_eq!(load(&file, &[0], &LoadOptions::default(), &Never).unwrap().len(), 1),
-            Err(error) => prop_assert!(matches!(error, Error::Format { .. }), "{}", error),
+        let file = TensorFile::from_source(source, 0, &Never).unwrap();
+        let loaded = load(&file, &[0], &LoadOptions::default(), &Never).unwrap();
+        prop_assert_eq!(loaded[0].memory.bytes(), [1, 2, 3]);
+        if let Err(error) = file.metadata() {
+            prop_assert!(matches!(error, Error::Format { .. }), "{}", error);
         }
     }
 }

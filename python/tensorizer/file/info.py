@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._errors import FormatError
 from .._types import Name
 from .encryption import DecryptionParams
 from .tensor_file import TensorFile
@@ -51,7 +53,8 @@ class FileInfo:
         files: The path or address of each file: several for the shards of a checkpoint.
         tensors: The tensors by name, in the order of the file.
         metadata: What the file says beside its tensors, names and values. Nothing but a manifest
-            authenticates them, which is checked if ``encryption`` is given.
+            authenticates them, which is checked if ``encryption`` is given. Empty, with a warning,
+            if those of a ``.tensors`` file are damaged, which its tensors need not be.
         nbytes: Bytes that all tensors take in memory.
 
     """
@@ -64,6 +67,14 @@ class FileInfo:
     tensors: Mapping[Name, TensorInfo] = field(repr=False)
     metadata: Mapping[str, str]
     nbytes: int
+
+
+def _metadata(file: TensorFile) -> dict[str, str]:
+    try:
+        return dict(file.reader.metadata)
+    except FormatError as error:
+        warnings.warn(f"the file is shown without its metadata: {error}", stacklevel=3)
+        return {}
 
 
 def info(
@@ -103,6 +114,6 @@ def info(
             encrypted=reader.encrypted,
             files=files,
             tensors=MappingProxyType(tensors),
-            metadata=MappingProxyType(dict(reader.metadata)),
+            metadata=MappingProxyType(_metadata(file)),
             nbytes=sum(reader.memory_lens()),
         )

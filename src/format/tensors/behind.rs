@@ -3,7 +3,8 @@
 
 use super::metadata;
 use super::pair::{self, PAIR_LEN, PairId};
-use crate::error::{Error, Malformed, Result};
+use crate::error::{Error, Result};
+use crate::format::catalog::Metadata;
 
 /// What a file says there, its manifest apart.
 #[derive(Debug, PartialEq, Eq)]
@@ -11,7 +12,7 @@ pub struct Behind {
     /// The identity by which the other half of a saved object knows the file.
     pub pair_id: Option<PairId>,
     /// Names and values.
-    pub metadata: Vec<(String, String)>,
+    pub metadata: Metadata,
 }
 
 /// Bytes that [`put`] needs.
@@ -38,11 +39,11 @@ pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Re
 }
 
 /// What there is in the space behind the entries, which lies at file position `at`.
-pub fn find(space: &[u8], at: u64) -> Result<Behind, Malformed> {
+pub fn find(space: &[u8], at: u64) -> Behind {
     let pair_id = pair::find(space);
     let unpaired = space.len().saturating_sub(pair_id.map_or(0, |_| PAIR_LEN));
-    let metadata = metadata::find(space.split_at(unpaired).0, at)?;
-    Ok(Behind { pair_id, metadata })
+    let metadata = metadata::find(space.split_at(unpaired).0, at);
+    Behind { pair_id, metadata }
 }
 
 #[cfg(test)]
@@ -51,6 +52,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::Malformed;
 
     #[test]
     fn each_is_found_with_and_without_the_other() {
@@ -63,8 +65,8 @@ mod tests {
                     let mut space = vec![0; needed + free];
                     put(&mut space, &bytes, pair_id).unwrap();
                     assert!(space[..free].iter().all(|&byte| byte == 0));
-                    let found = find(&space, 0).unwrap();
-                    assert_eq!(found, Behind { pair_id, metadata: metadata.clone() });
+                    let found = find(&space, 0);
+                    assert_eq!(found, Behind { pair_id, metadata: Ok(metadata.clone()) });
                 }
                 if needed > 0 {
                     put(&mut vec![0; needed - 1], &bytes, pair_id).unwrap_err();
@@ -87,7 +89,7 @@ mod tests {
                     *slot = *byte;
                 }
             }
-            if let Err(Malformed { offset, .. }) = find(&space, 500) {
+            if let Err(Malformed { offset, .. }) = find(&space, 500).metadata {
                 prop_assert!((500..=500 + space.len() as u64).contains(&offset));
             }
         }

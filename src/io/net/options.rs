@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
-use crate::io::source::KnownHeads;
 
 /// Which certificates are believed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -66,8 +65,6 @@ pub struct NetOptions {
     pub stall: Duration,
     /// How long the tries of one request may take together.
     pub total: Duration,
-    /// Files of HTTP and S3 that are opened without a request.
-    pub known: KnownHeads,
 }
 
 /// At least a second, and at most a month: whatever adds to it stays far from any overflow.
@@ -87,7 +84,6 @@ impl NetOptions {
             connect: seconds(CONNECT_SECONDS.value()?),
             stall: seconds(STALL_SECONDS.value()?),
             total: seconds(TOTAL_SECONDS.value()?),
-            known: KnownHeads::default(),
         })
     }
 }

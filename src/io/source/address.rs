@@ -79,12 +79,15 @@ pub fn open(uri: &str, known: &KnownHeads, cancel: &dyn Cancel) -> Result<Arc<dy
         Address::Scheme(scheme) => scheme,
     };
     #[cfg(any(feature = "http", feature = "redis"))]
-    let options = NetOptions { known: known.clone(), ..NetOptions::from_environment()? };
+    let options = NetOptions::from_environment()?;
     match scheme.as_str() {
         #[cfg(feature = "http")]
-        "http" | "https" => super::http::open(uri, options, cancel),
+        "http" | "https" => super::http::open(uri, options, known, cancel),
         #[cfg(feature = "s3")]
-        "s3" => super::s3::open(uri, &crate::io::net::s3::S3Options::default(), options, cancel),
+        "s3" => {
+            let s3 = crate::io::net::s3::S3Options::default();
+            super::s3::open(uri, &s3, options, known, cancel)
+        }
         #[cfg(feature = "redis")]
         "redis" | "rediss" => super::redis::open(uri, options, cancel),
         _ => Err(Error::Unsupported(format!(

@@ -8,9 +8,9 @@ use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::presigning::PresigningConfig;
 use reqwest::Url;
 
-use super::ReadAt;
 use super::http::client::Target;
 use super::http::{self, Sign, Work};
+use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
@@ -21,11 +21,12 @@ use crate::io::net::{Failure, NetOptions};
 /// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Opens an address.
+/// Opens an address. Files of which the heads are known are opened without a request.
 pub fn open(
     uri: &str,
     s3: &S3Options,
     http: NetOptions,
+    known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let (bucket, key) = parse(uri)?;
@@ -34,12 +35,13 @@ pub fn open(
     let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown);
     let resolved = wait_for(&shown, &http, cancel, found)?;
     let Some(keys) = resolved.credentials.clone() else {
-        return http::open_as(&plain(&resolved, bucket, key, &shown)?, &shown, http, cancel);
+        let address = plain(&resolved, bucket, key, &shown)?;
+        return http::open_as(&address, &shown, http, known, cancel);
     };
     let tls = resolved.endpoint.scheme() == "https";
     let (bucket, key, headers) = (bucket.to_owned(), key.to_owned(), http.headers.clone());
     let signer = Signer { resolved: Arc::new(resolved), keys, bucket, key, headers };
-    http::open_signed(Box::new(signer), tls, &shown, http, cancel)
+    http::open_signed(Box::new(signer), tls, &shown, http, known, cancel)
 }
 
 /// An address as messages show it; None for what is none.

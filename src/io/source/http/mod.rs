@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
 
-use super::{KnownHead, Opener, PipeSource, ReadAt, Traits};
+use super::{KnownHead, KnownHeads, Opener, PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::net::{NetOptions, Tries, show_text};
+use crate::io::net::{Failure, NetOptions, Tries, show_text};
 use crate::mem::Buffers;
-use client::{Clients, Target};
+use client::{Clients, OneClient, Target};
 use named::Named;
 #[cfg(feature = "s3")]
 pub use named::{Sign, Work};
@@ -30,8 +30,10 @@ const FIRST_CONNECTIONS: usize = 4;
 const MOST_CONNECTIONS: usize = 32;
 /// Reading this much costs less than another request.
 const MERGE_GAP: u64 = 512 << 10;
-/// Fields of answers that may hold secrets: sessions, and addresses with their queries.
-const SECRETS: [&str; 4] = ["content-location", "link", "location", "set-cookie"];
+/// Fields of answers that others are told: what they say of the file. Any other may hold a secret, such
+/// as a session, or a signed address.
+const TOLD: [&str; 6] =
+    ["accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"];
 
 /// A server's file that can be read at positions.
 pub struct HttpSource {
@@ -41,19 +43,27 @@ pub struct HttpSource {
     moved: Mutex<Option<Arc<Target>>>,
     clients: Clients,
     options: NetOptions,
+    /// Heads of files beside it.
+    known: KnownHeads,
     identity: Identity,
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
     tls: bool,
 }
 
-/// Opens an address. A server without ranges gives a source that is read front to back.
-pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+/// Opens an address: without a request if the head of its file is known. A server without ranges gives a
+/// source that is read front to back.
+pub fn open(
+    address: &str,
+    options: NetOptions,
+    known: &KnownHeads,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| {
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let shown = show(&url);
-    open_fixed(url, shown, options, cancel)
+    open_fixed(url, shown, options, known, cancel)
 }
 
 /// The same for an address that messages call something else.
@@ -62,10 +72,11 @@ pub fn open_as(
     address: &str,
     shown: &str,
     options: NetOptions,
+    known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| Error::InvalidArgument(format!("`{shown}`: {e}")))?;
-    open_fixed(url, shown.to_owned(), options, cancel)
+    open_fixed(url, shown.to_owned(), options, known, cancel)
 }
 
 /// The same for an address that is signed. `tls` is whether it begins with `https:`.
@@ -75,20 +86,22 @@ pub fn open_signed(
     tls: bool,
     shown: &str,
     options: NetOptions,
+    known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
-    open_named(Named::signed(signer), tls, shown.to_owned(), options, cancel)
+    open_named(Named::signed(signer), tls, shown.to_owned(), options, known, cancel)
 }
 
 fn open_fixed(
     url: Url,
     shown: String,
     options: NetOptions,
+    known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
     let target = Target::new(url, options.headers.clone());
-    open_named(Named::Fixed(Arc::new(target)), tls, shown, options, cancel)
+    open_named(Named::Fixed(Arc::new(target)), tls, shown, options, known, cancel)
 }
 
 fn open_named(
@@ -96,20 +109,21 @@ fn open_named(
     tls: bool,
     shown: String,
     options: NetOptions,
+    known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = Clients::new(&options, tls).map_err(Error::InvalidArgument)?;
     // The address as it is shown may be that of several files: later answers must prove which it is.
-    let known =
-        options.known.of(&shown).filter(|head| head.tag.is_some() || head.modified.is_some());
-    let (moved, reply, head) = match known {
-        Some(known) => (None, First::known(known)?, Arc::clone(&known.first)),
+    let of_this = known.of(&shown).filter(|head| head.tag.is_some() || head.modified.is_some());
+    let (moved, reply, head) = match of_this {
+        Some(head) => (None, First::known(head)?, Arc::clone(&head.first)),
         None => ask_first(&named, &clients, &shown, &options, cancel)?,
     };
     if !reply.ranges {
-        let (folder, like, known) = (named.beside(""), shown.clone(), options.clone());
+        let (folder, like) = (named.beside(""), shown.clone());
+        let (net, heads) = (options.clone(), known.clone());
         let opener: Opener = Arc::new(move |name, cancel| match &folder {
-            Some(folder) => beside(folder, tls, &like, &known, name, cancel),
+            Some(folder) => beside(folder, tls, &like, &net, &heads, name, cancel),
             None => Ok(None),
         });
         let stream =
@@ -122,6 +136,7 @@ fn open_named(
         moved: Mutex::new(moved),
         clients,
         options,
+        known: known.clone(),
         identity: reply.identity,
         head,
         headers: reply.headers,
@@ -169,6 +184,7 @@ fn beside(
     tls: bool,
     shown: &str,
     options: &NetOptions,
+    known: &KnownHeads,
     name: &str,
     cancel: &dyn Cancel,
 ) -> Result<Option<Arc<dyn ReadAt>>> {
@@ -176,12 +192,25 @@ fn beside(
     let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
     let shown = format!("{folder}/{name}{query}");
-    open_named(named, tls, shown, options.clone(), cancel).map(Some)
+    open_named(named, tls, shown, options.clone(), known, cancel).map(Some)
 }
 
 impl HttpSource {
     fn moved(&self) -> MutexGuard<'_, Option<Arc<Target>>> {
         self.moved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Finds out what the server has in the place of the file that was opened, where it says no more
+    /// than that it is another: the difference is the error.
+    async fn look(
+        &self,
+        client: &OneClient,
+        at: Option<&Arc<Target>>,
+        tries: &Tries<'_>,
+    ) -> std::result::Result<(), Failure> {
+        let first = Range { start: 0, end: 1 };
+        let (_, response) = self.named.ask(client, at, Some(first), None, tries).await?;
+        self.identity.check_first(&response, first)
     }
 }
 
@@ -241,6 +270,9 @@ impl ReadAt for HttpSource {
                     let opened = Some(&self.identity);
                     let asked = self.named.ask(client, at.as_ref(), Some(range), opened, &tries);
                     let (new, response) = asked.await?;
+                    if self.identity.is_refused(&response) {
+                        self.look(client, at.as_ref(), &tries).await?;
+                    }
                     self.identity.check(&response, range)?;
                     client.scatter(response, range, buffers, &mut done, &tries).await?;
                     Ok(new)
@@ -260,7 +292,7 @@ impl ReadAt for HttpSource {
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        beside(&self.named, self.tls, &self.shown, &self.options, name, cancel)
+        beside(&self.named, self.tls, &self.shown, &self.options, &self.known, name, cancel)
     }
 
     fn headers(&self) -> &[(String, String)] {
@@ -269,8 +301,8 @@ impl ReadAt for HttpSource {
 
     fn known_head(&self) -> Option<KnownHead> {
         let Identity { len, tag, modified } = self.identity.clone();
-        let harmless = |(name, _): &&(String, String)| !SECRETS.contains(&name.as_str());
-        let headers = self.headers.iter().filter(harmless).cloned().collect();
+        let told = |(name, _): &&(String, String)| TOLD.contains(&name.as_str());
+        let headers = self.headers.iter().filter(told).cloned().collect();
         let (uri, len, first) = (self.shown.clone(), len?, Arc::default());
         Some(KnownHead { uri, len, tag, modified, headers, first })
     }

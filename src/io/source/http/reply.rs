@@ -186,32 +186,40 @@ impl Identity {
     }
 
     fn check_status(&self, response: &Response) -> Result<(), Failure> {
-        if let Some(tag) = self.strong_tag()
-            && response.status() == StatusCode::PRECONDITION_FAILED
-        {
-            let what = format!("the file changed while it was read: its ETag was {tag}");
+        if let Some(tag) = self.strong_tag().filter(|_| self.is_refused(response)) {
+            let what = format!("the file changed since it was opened: its ETag was {tag}");
             return Err(Failure::lasting(ErrorKind::InvalidData, what));
         }
         check_status(response)
     }
 
+    /// Whether the server has another file than the one that was asked for by its tag.
+    pub fn is_refused(&self, response: &Response) -> bool {
+        self.strong_tag().is_some() && response.status() == StatusCode::PRECONDITION_FAILED
+    }
+
+    /// What differs from the file that the server has, as its answer to a first request says.
+    pub fn check_first(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+        self.check_same(&first(response, wanted)?.identity)
+    }
+
     fn check_same(&self, found: &Identity) -> Result<(), Failure> {
-        for (what, before, now) in [
-            ("ETag", &self.tag, &found.tag),
-            ("Last-Modified", &self.modified, &found.modified),
-            ("size", &self.len.map(|n| n.to_string()), &found.len.map(|n| n.to_string())),
-        ] {
+        let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
+        let facts = [
+            ("ETag", self.tag.clone(), found.tag.clone()),
+            ("Last-Modified", self.modified.clone(), found.modified.clone()),
+            ("size", bytes(self.len), bytes(found.len)),
+        ];
+        let mut others = Vec::new();
+        for (what, before, now) in &facts {
             match (before, now) {
                 (Some(before), Some(now)) if before != now => {
-                    let what = format!(
-                        "the file changed while it was read: its {what} was {before}, is {now}"
-                    );
-                    return Err(Failure::lasting(ErrorKind::InvalidData, what));
+                    others.push(format!("its {what} was {before}, is {now}"));
                 }
                 // Nobody knows which file it is. Another machine of the server may say it.
-                (Some(before), None) => {
+                (Some(before), None) if others.is_empty() => {
                     let what = format!(
-                        "the file may have changed while it was read: the first answer had the \
+                        "the file may have changed since it was opened: the first answer had the \
                          {what} {before}, and another has none"
                     );
                     return Err(Failure::passing(ErrorKind::InvalidData, what));
@@ -219,7 +227,11 @@ impl Identity {
                 _ => {}
             }
         }
-        Ok(())
+        if others.is_empty() {
+            return Ok(());
+        }
+        let what = format!("the file changed since it was opened: {}", others.join("; "));
+        Err(Failure::lasting(ErrorKind::InvalidData, what))
     }
 }
 

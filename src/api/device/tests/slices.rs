@@ -1,0 +1,169 @@
+//! Several slices of one tensor: each in its place by every way, and a tensor that is read as a whole is
+//! read once for all of them.
+
+use std::ops::Range;
+use std::sync::atomic::AtomicU64;
+
+use super::*;
+use crate::api::load::load_counted;
+use crate::io::source::Traits;
+
+/// Number of the tensor, rows and columns.
+type Part = (usize, Range<u64>, Range<u64>);
+
+/// Rows and columns: runs of 16 KiB and more are read to where they go.
+const SHAPES: [[u64; 2]; 3] = [[40, 20_000], [30, 50], [7, 300_001]];
+
+/// Neither in the order of the file nor without overlaps, and one of them twice.
+fn parts() -> Vec<Part> {
+    vec![
+        (2, 3..5, 1..280_000),
+        (0, 2..9, 5..12),
+        (1, 1..2, 0..50),
+        (0, 0..40, 0..20_000),
+        (0, 2..9, 5..12),
+        (2, 0..7, 9..10),
+        (0, 7..30, 100..17_000),
+        (1, 0..30, 3..3),
+        (1, 0..30, 49..50),
+    ]
+}
+
+/// Bytes of a file, which counts those that are read.
+struct Counting(FileSource, Arc<AtomicU64>);
+
+impl ReadAt for Counting {
+    fn uri(&self) -> &str {
+        self.0.uri()
+    }
+
+    fn traits(&self) -> Traits {
+        self.0.traits()
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let read = self.0.read_at(offset, buffers, cancel)?;
+        self.1.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+struct Saved {
+    _folder: tempfile::TempDir,
+    path: std::path::PathBuf,
+    tensors: Vec<Vec<u8>>,
+    key: Option<Key>,
+}
+
+fn saved(key: Option<Key>) -> Saved {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let bytes = |[rows, columns]: [u64; 2]| (0..rows * columns).map(|i| (i * 31 + i / 251) as u8);
+    let tensors: Vec<Vec<u8>> = SHAPES.iter().map(|&shape| bytes(shape).collect()).collect();
+    let encryption = key
+        .clone()
+        .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
+    let all = SHAPES.iter().zip(&tensors).enumerate().map(|(number, (shape, bytes))| {
+        SaveTensor::new(&format!("t{number}"), shape, bytes.as_slice()).unwrap()
+    });
+    let options = SaveOptions { encryption, ..SaveOptions::default() };
+    save(&path, all.collect(), options, &Never).unwrap();
+    Saved { _folder: folder, path, tensors, key }
+}
+
+impl Saved {
+    /// The slices as a file of their own, and what counts the bytes that are read.
+    fn sliced(&self, parts: &[Part]) -> (TensorFile, Arc<AtomicU64>) {
+        let read = Arc::new(AtomicU64::new(0));
+        let source = Counting(FileSource::open(&self.path).unwrap(), Arc::clone(&read));
+        let mut file = TensorFile::from_source(Arc::new(source), 0, &Never).unwrap();
+        if let Some(key) = self.key.clone() {
+            let options = DecryptionOptions::new(Secret::Key(key));
+            file = file.decrypt(Arc::new(options), &Never).unwrap();
+        }
+        let slices = parts
+            .iter()
+            .map(|(number, rows, columns)| (*number, [rows.clone(), columns.clone()].into()));
+        let sliced = file.sliced(slices.collect()).unwrap();
+        read.store(0, Ordering::Relaxed);
+        (sliced, read)
+    }
+
+    fn expected(&self, (number, rows, columns): &Part) -> Vec<u8> {
+        let width = SHAPES[*number][1];
+        let rows = rows.clone().map(|row| {
+            let at = |column: u64| (row * width + column) as usize;
+            &self.tensors[*number][at(columns.start)..at(columns.end)]
+        });
+        rows.flatten().copied().collect()
+    }
+}
+
+/// Loads all tensors of a file to the stand-in, and returns their bytes.
+fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -> Vec<Vec<u8>> {
+    let numbers: Vec<usize> = (0..file.entries().len()).collect();
+    let planned = DeviceLoad::new(file, &numbers, apart).unwrap();
+    let mut memory = Memory::new(&planned.block_lens());
+    let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
+    let pool = Pool::new(4 << 20, 8, 16);
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        memory: &memory.blocks,
+        direct_storage: seed % 2 == 0,
+        pool: &pool,
+    };
+    let (_, streams) = planned.run(&to, options, &Counters::default(), &Never).unwrap();
+    streams.hand_over().unwrap();
+    memory.blocks.clear();
+    let places = planned.places();
+    let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
+        let start = memory.starts[place.block] + place.offset as usize;
+        memory.bytes[start..][..entry.loaded_len() as usize].to_vec()
+    });
+    bytes.collect()
+}
+
+fn in_host_memory(file: &TensorFile, options: &LoadOptions) -> Vec<Vec<u8>> {
+    let numbers: Vec<usize> = (0..file.entries().len()).collect();
+    let loaded = load_counted(file, &numbers, options, &Counters::default(), &Never).unwrap();
+    loaded.iter().map(|tensor| tensor.bytes().to_vec()).collect()
+}
+
+#[test]
+fn each_is_in_its_place() {
+    for key in [None, Some(Key::new(&[5; 32]).unwrap())] {
+        let saved = saved(key);
+        let expected: Vec<Vec<u8>> = parts().iter().map(|part| saved.expected(part)).collect();
+        for seed in 1..=12u64 {
+            let verify = [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize];
+            let options = LoadOptions { verify, ..LoadOptions::default() };
+            let (file, _) = saved.sliced(&parts());
+            assert!(on_device(&file, seed, seed % 2 == 0, &options) == expected, "seed {seed}");
+            assert!(in_host_memory(&file, &options) == expected, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_tensor_that_is_read_as_a_whole_is_read_once() {
+    let saved = saved(None);
+    let [rows, columns] = SHAPES[0];
+    let whole = (0, 0..rows, 0..columns);
+    let parts = [whole.clone(), (0, 2..9, 5..12), whole.clone(), whole];
+    let (file, read) = saved.sliced(&parts);
+    let expected: Vec<Vec<u8>> = parts.iter().map(|part| saved.expected(part)).collect();
+    let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
+    let loads: [&dyn Fn() -> Vec<Vec<u8>>; 2] =
+        [&|| on_device(&file, 1, false, &options), &|| in_host_memory(&file, &options)];
+    for load in loads {
+        assert!(load() == expected);
+        let read = read.swap(0, Ordering::Relaxed);
+        assert!((rows * columns..rows * columns + 4096).contains(&read), "{read} bytes read");
+    }
+}
