@@ -1,5 +1,6 @@
 //! The one table of the environment variables that set options, and how the environment is read.
 
+use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::error::{Error, Result};
@@ -69,6 +70,29 @@ impl Variable {
     }
 }
 
+/// An environment variable that names a folder. It is read at each use.
+pub struct Folder {
+    /// Its name.
+    pub name: &'static str,
+    /// What it sets.
+    pub meaning: &'static str,
+}
+
+impl Folder {
+    /// The folder; None where it is not set, or empty.
+    pub fn value(&self) -> Option<PathBuf> {
+        let found = reading(|| std::env::var_os(self.name));
+        found.filter(|path| !path.is_empty()).map(PathBuf::from)
+    }
+}
+
+/// Where what servers have sent is kept.
+pub static CACHE: Folder = Folder {
+    name: "TENSORIZER_CACHE",
+    meaning: "a folder that keeps what HTTP servers and S3 have sent, for the next load; without it \
+              nothing is kept",
+};
+
 /// Has all variables read again at their next use, for tests.
 pub fn forget() {
     #[cfg(any(test, feature = "stand-in"))]
@@ -112,6 +136,8 @@ variables! {
         "how long the tries of one request may take together, and a second more for each 64 KiB of it";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
         "memory for the parts of an upload to S3, in MiB: too little costs connections; 0: what they need";
+    CACHE_GB = "TENSORIZER_CACHE_GB", 0,
+        "how much that folder may hold, in GB: what was used least recently goes; 0: all but a twentieth of its disk";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
     STAGING_KB = "TENSORIZER_STAGING_KB", 4096,
@@ -136,8 +162,11 @@ mod tests {
     fn the_readme_has_the_table() {
         let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"));
         let readme = readme.unwrap();
-        for Variable { name, default, meaning, .. } in VARIABLES {
-            let line = format!("| `{name}` | {default} | {meaning} |");
+        let numbers = VARIABLES.iter().map(|Variable { name, default, meaning, .. }| {
+            format!("| `{name}` | {default} | {meaning} |")
+        });
+        let Folder { name, meaning } = &CACHE;
+        for line in numbers.chain([format!("| `{name}` | none | {meaning} |")]) {
             assert!(readme.contains(&line), "{line}");
         }
     }

@@ -100,6 +100,8 @@ pub use codec::hash::Verify;
 pub use engine::write::{HostCopy, Origin as Data};
 pub use error::{Error, Result};
 pub use format::tensors::header::Hashes;
+#[doc(inline)]
+pub use io::cache;
 #[cfg(any(feature = "http", feature = "redis"))]
 #[doc(inline)]
 pub use io::net;

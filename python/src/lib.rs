@@ -1,5 +1,6 @@
 //! The Python module `tensorizer._C`: the core for the Python classes, with typed errors.
 
+mod cache;
 mod crypt;
 mod device;
 mod errors;
@@ -51,6 +52,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(source::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(device::staged, module)?)?;
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
+    module.add_function(wrap_pyfunction!(cache::cache_entries, module)?)?;
+    module.add_function(wrap_pyfunction!(cache::clear_cache, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats, module)?)?;
     module.add_function(wrap_pyfunction!(device::stats_since, module)?)?;
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;

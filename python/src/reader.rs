@@ -4,13 +4,14 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{OsString, c_int};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
+use tensorizer::cache::Cache;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
@@ -113,12 +114,19 @@ impl Reader {
 
     /// Opens an address, as `open_stream` does by default, or that of a folder with a model. Files of
     /// which there are heads are opened without a request; without any, this keeps them for others.
+    /// `cache` is a folder that keeps what comes.
     #[staticmethod]
-    #[pyo3(signature = (uri, heads = None))]
-    fn from_address(py: Python<'_>, uri: String, heads: Option<Vec<Given>>) -> Answer<Self> {
+    #[pyo3(signature = (uri, heads = None, cache = None))]
+    fn from_address(
+        py: Python<'_>,
+        uri: String,
+        heads: Option<Vec<Given>>,
+        cache: Option<PathBuf>,
+    ) -> Answer<Self> {
         let opening = Opening { keeps_heads: heads.is_none(), ..OPENING };
         let known = known(heads.into_iter().flatten());
-        Ok(Self::new(gil::without(py, || opening.uri(&uri, &known))?))
+        let cache = cache.map(Cache::at).transpose().map_err(Raised::from)?;
+        Ok(Self::new(gil::without(py, || opening.uri(&uri, &known, cache.as_ref()))?))
     }
 
     /// What others need to open its files without a request.

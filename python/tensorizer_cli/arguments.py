@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument(file, metavar=file.upper())
         made.add_argument("--json", action="store_true", help="print one JSON object")
         made.set_defaults(quiet=False)
-        if name != "ls":
+        if name not in {"ls", "cache"}:
             _loads(made)
         return made
 
@@ -169,4 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     rekey = copies("rekey", "Copy an encrypted file under another key, with its metadata.")
     _decrypts(rekey, "the old key, one of")
     _encrypts(rekey, "new-", "the new key, one of")
+    cache = command("cache", "List what is kept of servers' files, or remove what nobody uses.")
+    cache.add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
+    cache.add_argument("--folder", metavar="DIR", help="instead of what TENSORIZER_CACHE names")
     return parser

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from tensorizer import CryptographyError, HashMismatchError
 
-from . import copy, diff, ls, verify
+from . import cache, copy, diff, ls, verify
 
 #: Each returns the status of the process.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ls": ls.run,
+    "cache": cache.run,
     "verify": verify.run,
     "diff": diff.run,
     "cp": copy.cp,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::format::shards::IN_FOLDERS;
+use crate::io::cache::Cache;
 use crate::io::source::{KnownHeads, ReadAt, address};
 
 /// Other names that a folder's only file may have.
@@ -50,18 +51,23 @@ pub fn find(folder: &Path) -> Result<PathBuf> {
 /// Opens an address for reading, with the options of the environment. Where there is nothing, or the
 /// address ends with a slash, it may be that of a folder with one of [`IN_FOLDERS`]. If a head is known
 /// of one of the files that it may name, it names that one.
-pub fn open_address(uri: &str, known: &KnownHeads, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+pub fn open_address(
+    uri: &str,
+    known: &KnownHeads,
+    cache: Option<&Cache>,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let below = below(uri);
     let itself = below.is_empty() || !uri.ends_with('/');
     let places: Vec<String> = itself.then(|| uri.to_owned()).into_iter().chain(below).collect();
     let is_known =
         |place: &&String| address::shown(place).is_some_and(|shown| known.of(&shown).is_some());
     if let Some(place) = places.iter().find(is_known) {
-        return address::open(place, known, cancel);
+        return address::open(place, known, cache, cancel);
     }
     let mut missing = None;
     for place in &places {
-        match address::open(place, known, cancel) {
+        match address::open(place, known, cache, cancel) {
             Err(error) if is_missing(&error) => missing = missing.or(Some(error)),
             opened => return opened,
         }

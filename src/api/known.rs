@@ -47,7 +47,7 @@ mod tests {
 
     fn open(head: KnownHead) -> Result<TensorFile> {
         let known = KnownHeads::from_iter([head]);
-        Opening { keeps_heads: true, ..Opening::new(&Never) }.uri(ADDRESS, &known)
+        Opening { keeps_heads: true, ..Opening::new(&Never) }.uri(ADDRESS, &known, None)
     }
 
     #[test]
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn heads_are_kept_only_where_that_is_asked_for() {
         let known = KnownHeads::from_iter([head()]);
-        assert_eq!(Opening::new(&Never).uri(ADDRESS, &known).unwrap().heads(), []);
+        assert_eq!(Opening::new(&Never).uri(ADDRESS, &known, None).unwrap().heads(), []);
     }
 
     #[test]

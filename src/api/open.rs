@@ -13,6 +13,7 @@ use super::parts::open_parts;
 use crate::cancel::{Cancel, Never};
 use crate::error::{Error, Result};
 use crate::format::shards;
+use crate::io::cache::Cache;
 use crate::io::source::address::{self, Address};
 use crate::io::source::{FileSource, KnownHeads, Pipe, PipeSource, ReadAt};
 
@@ -29,7 +30,7 @@ impl TensorFile {
 
     /// Opens an address, such as `https://host/model.safetensors`, or a local path.
     pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
-        Opening::new(cancel).uri(uri, &KnownHeads::default())
+        Opening::new(cancel).uri(uri, &KnownHeads::default(), None)
     }
 
     /// Opens a source. `base` is the position of the file's first byte in it; positions inside a
@@ -41,11 +42,13 @@ impl TensorFile {
 
 impl Opening<'_> {
     /// Opens an address or a local path. Files of which the heads are known are opened without a
-    /// request.
-    pub fn uri(&self, uri: &str, known: &KnownHeads) -> Result<TensorFile> {
+    /// request. `cache` goes before the one of the environment.
+    pub fn uri(&self, uri: &str, known: &KnownHeads, cache: Option<&Cache>) -> Result<TensorFile> {
         match address::parse(OsStr::new(uri))? {
             Address::Path(path) => self.path(&path),
-            Address::Scheme(_) => self.source(folder::open_address(uri, known, self.cancel)?, 0),
+            Address::Scheme(_) => {
+                self.source(folder::open_address(uri, known, cache, self.cancel)?, 0)
+            }
         }
     }
 

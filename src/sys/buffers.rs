@@ -1,9 +1,11 @@
 //! Memory that is read into, initialised or not. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
+use std::io::IoSlice;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Buffers that are filled front to back. Nobody reads their bytes before they were written, and how
 /// many were is counted here.
@@ -15,7 +17,7 @@ pub struct Buffers<'a> {
     at: usize,
     left: usize,
     /// Grows by what was written, for whoever lent the memory.
-    written: Option<&'a Cell<usize>>,
+    written: Option<&'a AtomicUsize>,
     lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
@@ -76,6 +78,34 @@ impl<'a> Buffers<'a> {
         done
     }
 
+    /// Has at most `len` bytes filled by something, which also fills all of `before` and then some of
+    /// `behind`, and may look at all that it has filled, at any time. Says how many of this one's.
+    pub fn tee<E>(
+        &mut self,
+        len: usize,
+        before: &mut [u8],
+        behind: &mut [u8],
+        fill: impl FnOnce(&mut Buffers<'_>, &Filled<'_>) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        let written = AtomicUsize::new(0);
+        let mut part = Buffers { written: Some(&written), ..Buffers::default() };
+        let first = before.len();
+        part.push(to_fill(before));
+        let mut left = len;
+        for range in self.ranges.get(self.at..).unwrap_or(&[]) {
+            let iov_len = range.iov_len.min(left);
+            left -= iov_len;
+            part.add(libc::iovec { iov_len, ..*range });
+        }
+        part.push(to_fill(behind));
+        let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
+        let pieces = part.ranges.iter().map(piece).collect();
+        fill(&mut part, &Filled { pieces, written: &written })?;
+        let filled = written.into_inner().saturating_sub(first).min(len - left);
+        self.advance_by(filled);
+        Ok(filled)
+    }
+
     /// Where the next bytes go, for system calls: at most so many ranges.
     pub fn ranges(&mut self, most: usize) -> &[libc::iovec] {
         let end = self.ranges.len().min(self.at.saturating_add(most));
@@ -94,7 +124,7 @@ impl<'a> Buffers<'a> {
         let len_written = len.min(self.left);
         self.left -= len_written;
         if let Some(written) = self.written {
-            written.set(written.get() + len_written);
+            written.fetch_add(len_written, Ordering::Release);
         }
         while let Some(range) = self.ranges.get_mut(self.at) {
             if len < range.iov_len {
@@ -106,6 +136,39 @@ impl<'a> Buffers<'a> {
             range.iov_len = 0;
             self.at += 1;
         }
+    }
+}
+
+/// What [`Buffers::tee`] fills, as far as it is filled.
+pub struct Filled<'f> {
+    /// Address and length of each range, as they were before anything was filled.
+    pieces: Vec<(usize, usize)>,
+    written: &'f AtomicUsize,
+}
+
+impl Filled<'_> {
+    /// How many bytes are filled.
+    pub fn count(&self) -> usize {
+        self.written.load(Ordering::Acquire)
+    }
+
+    /// Those of a range of them; as far as they are filled.
+    pub fn bytes(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
+        let end = range.end.min(self.count());
+        let mut at = 0;
+        let mut found = Vec::new();
+        for &(address, len) in &self.pieces {
+            let (from, to) = (range.start.clamp(at, at + len), end.clamp(at, at + len));
+            if from < to {
+                let start = std::ptr::with_exposed_provenance::<u8>(address + (from - at));
+                // SAFETY: these bytes are lent exclusively until `tee` returns, which this does not
+                // outlive. They were written: only `put` and `advance`, whose caller promises it,
+                // raise the count, in the order of the pieces. And nobody writes to them again.
+                found.push(IoSlice::new(unsafe { std::slice::from_raw_parts(start, to - from) }));
+            }
+            at += len;
+        }
+        found
     }
 }
 
@@ -124,7 +187,7 @@ pub fn filled<'a, E>(
     fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     short: impl FnOnce() -> E,
 ) -> Result<Vec<&'a mut [u8]>, E> {
-    let written = Cell::new(0);
+    let written = AtomicUsize::new(0);
     let mut buffers = Buffers { written: Some(&written), ..Buffers::default() };
     for lent in &mut memory {
         match lent {
@@ -134,7 +197,7 @@ pub fn filled<'a, E>(
     }
     let total = buffers.left();
     fill(&mut buffers)?;
-    if written.get() != total {
+    if written.into_inner() != total {
         return Err(short());
     }
     let kept = memory.into_iter().filter_map(|lent| match lent {
@@ -178,6 +241,32 @@ mod tests {
         };
         let bytes = filled(vec![Lent::Kept(one), Lent::Kept(two)], put, || ()).unwrap();
         assert_eq!(bytes, [&b"abcd"[..], b"efghi"]);
+    }
+
+    fn joined(pieces: &[IoSlice<'_>]) -> Vec<u8> {
+        pieces.iter().flat_map(|piece| piece.to_vec()).collect()
+    }
+
+    #[test]
+    fn what_a_part_was_filled_with_is_shown() {
+        let (mut one, mut two) = (*b"....", *b"......");
+        let mut buffers = Buffers::of(&mut one);
+        buffers.push(to_fill(&mut two));
+        assert_eq!(buffers.put(b"a"), 1);
+        let (mut before, mut behind) = ([0; 2], [0; 2]);
+        let filled = buffers.tee(5, &mut before, &mut behind, |part, filled| {
+            assert_eq!((part.left(), filled.count()), (9, 0));
+            assert_eq!((part.put(b"<<bcde"), filled.count()), (6, 6));
+            assert_eq!(joined(&filled.bytes(1..9)), b"<bcde");
+            assert_eq!((part.put(b"f>"), filled.count()), (2, 8));
+            assert_eq!(joined(&filled.bytes(5..9)), b"ef>");
+            assert!(filled.bytes(8..9).is_empty());
+            Ok::<_, ()>(())
+        });
+        assert_eq!(filled, Ok(5));
+        assert_eq!(buffers.tee(9, &mut [], &mut [], |_, _| Err(())), Err(()));
+        assert_eq!((buffers.put(b"ghijkl"), buffers.left()), (4, 0));
+        assert_eq!((&one, &two), (b"abcd", b"efghij"));
     }
 
     #[test]

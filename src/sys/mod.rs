@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod buffers;
+mod claims;
 pub mod process;
 
 use std::ffi::{CStr, CString, c_int};
@@ -15,7 +16,8 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 pub(crate) use buffers::to_fill;
-pub use buffers::{Buffers, Lent, filled, zero_filled};
+pub use buffers::{Buffers, Filled, Lent, filled, zero_filled};
+pub use claims::{Claimed, claim, release, space, try_share};
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;

@@ -62,6 +62,8 @@ http {{
     ssl_certificate {folder}/server.pem;
     ssl_certificate_key {folder}/server.key;
     root {folder}/root;
+    location /slow/ {{ alias {folder}/root/; limit_rate 16m; }}
+    location /tagless/ {{ alias {folder}/root/; etag off; }}
     location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
     location /auth/moved {{
       auth_basic on; auth_basic_user_file {folder}/users;

@@ -8,6 +8,10 @@ from conftest import ROOT, run_python
 from servers import Moto, Redis
 
 
+#: Documents whose examples need a server of their own, and where they run.
+ELSEWHERE = {"cache.md": "test_cache.py"}
+
+
 @pytest.fixture
 def servers(tmp_path_factory):
     """What the README's addresses stand for: lines that come first, and what to replace."""
@@ -52,6 +56,10 @@ def test_the_examples_of_the_readme(tmp_path, servers):
 
 def test_the_examples_of_the_documents(tmp_path):
     for document in (ROOT / "docs").glob("*.md"):
+        if document.name in ELSEWHERE:
+            continue
         blocks = re.findall(r"```python\n(.+?)```", document.read_text(), re.DOTALL)
         done = run_python("\n".join(blocks), cwd=tmp_path)
         assert done.returncode == 0, (document, done.stderr)
+    for document, test in ELSEWHERE.items():
+        assert f'"docs/{document}"' in (ROOT / "tests/python" / test).read_text()

@@ -41,6 +41,7 @@ def iterate(
     encryption: DecryptionParams | None = None,
     filter_func: FilterFuncType | None = None,
     progress: ProgressType = False,
+    cache_dir: str | os.PathLike[Any] | None = None,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, in its order.
 
@@ -65,6 +66,9 @@ def iterate(
         progress: Called with the bytes of tensor data that are loaded, and with how many there are;
             on the thread that loads. What it raises is raised by the iterator. True shows a bar
             where stderr is a terminal.
+        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
+            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
+            ``docs/cache.md``.
 
     Raises:
         ValueError: ``buffer_bytes`` is not positive.
@@ -85,6 +89,7 @@ def iterate(
         encryption=encryption,
         clone=True,
         progress=told,
+        cache_dir=cache_dir,
     )
     file.keeps_shared = False
     try:

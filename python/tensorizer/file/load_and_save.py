@@ -42,6 +42,7 @@ def load(
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
     progress: ProgressType = False,
+    cache_dir: str | os.PathLike[Any] | None = None,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -83,6 +84,9 @@ def load(
             at least at the end, as ``progress(done, total)``: on the calling thread, which waits
             for it. What it raises ends the load. True shows a bar where stderr is a terminal.
             With a group, the bytes that this process reads count, and the others at the end.
+        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
+            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
+            ``docs/cache.md``.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -118,6 +122,7 @@ def load(
             clone=clone,
             heads=heads,
             progress=told,
+            cache_dir=cache_dir,
         )
 
     what = Choice(names, filter_func, slices or {}, out, like, shard, device)

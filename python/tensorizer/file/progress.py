@@ -95,9 +95,10 @@ class Bar:
         self._ended = done >= total
         self._shown = now
         share = done / total if total else 1.0
+        bar = "#" * int(_WIDTH * share)
         rate = convert_bytes(done / max(now, 1e-3))
         print(
-            f"\r[{'#' * int(_WIDTH * share):<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s ",
+            f"\r[{bar:<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s ",
             end="\n" if self._ended else "",
             file=sys.stderr,
             flush=True,

@@ -75,6 +75,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         progress: Called with the bytes of tensor data that were loaded, and with how many there are
             of the tensors chosen, as ``progress(done, total)``: on the thread that loads, which
             waits for it. What it raises ends the load. True shows a bar where stderr is a terminal.
+        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
+            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
+            ``docs/cache.md``.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -111,6 +114,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         mmap: bool = False,
         clone: bool = False,
         progress: ProgressType = False,
+        cache_dir: str | os.PathLike[Any] | None = None,
     ) -> None:
         told = Progress(progress)
         self._file = TensorFile(
@@ -122,6 +126,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             mmap=mmap,
             clone=clone,
             progress=told,
+            cache_dir=cache_dir,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0

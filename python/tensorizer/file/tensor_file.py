@@ -49,6 +49,7 @@ class TensorFile:
         heads: What another process has learnt by opening the same address; an empty sequence to
             learn it here.
         progress: Told of the bytes that are loaded, of slices too.
+        cache_dir: A folder that keeps what an address brings.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -78,8 +79,9 @@ class TensorFile:
         key_needed: bool = True,
         heads: Sequence[Head] | None = None,
         progress: Progress | None = None,
+        cache_dir: str | os.PathLike[Any] | None = None,
     ) -> None:
-        by_address = heads is not None and is_address(file_obj)
+        by_address = (heads is not None or cache_dir is not None) and is_address(file_obj)
         opened = file_obj if by_address else open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
@@ -94,10 +96,13 @@ class TensorFile:
             check_num_readers(num_readers)
             self._num_readers = num_readers
             if by_address:
-                self.reader = Reader.from_address(opened, heads or None)
+                cache = None if cache_dir is None else os.fsdecode(cache_dir)
+                self.reader = Reader.from_address(opened, heads or None, cache)
             else:
                 self.reader = _open_reader(opened)
-            self.heads = self.reader.heads() if by_address and not heads else []
+            self.heads = (
+                self.reader.heads() if by_address and heads is not None and not heads else []
+            )
             self.is_local = _is_local(opened)
             told = None if progress is None else progress.part()
             if told is not None:

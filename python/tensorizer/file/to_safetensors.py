@@ -51,7 +51,7 @@ def save_safetensors(
 
     gathering = Gathering(list(tensors.values()))
     with gathering.members:
-        _save_gathered(gathering, tensors, uri, metadata, max_shard_size, progress)
+        _save_gathered(gathering, tensors, uri, metadata, max_shard_size, progress=progress)
 
 
 def _save_gathered(
@@ -60,6 +60,7 @@ def _save_gathered(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    *,
     progress: Progress | None,
 ) -> None:
     # Of tied tensors some processes may have nothing.
@@ -71,9 +72,7 @@ def _save_gathered(
 
     gathering.write(names, list(named.values()), keep)
     gathering.members.together(
-        lambda: (
-            _save(whole, uri, metadata, max_shard_size, progress) if gathering.writes else None
-        )
+        lambda: _save(whole, uri, metadata, max_shard_size, progress) if gathering.writes else None
     )
 
 

@@ -44,8 +44,9 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | N
             one pass over a file: eager loads and saves are one each, lazy access one a tensor.
 
     Returns:
-        A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load" or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data),
-        ``threads``, ``seconds`` (from the call to its return, in which copies may still be under
+        A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load"
+        or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data), ``threads``,
+        ``seconds`` (from the call to its return, in which copies may still be under
         way on the device), ``stages`` (seconds by stage, summed over the threads: ``memory``
         waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
         ``reading`` (how a file was read: the page cache, direct reads; else nothing),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
+use crate::io::cache::Cache;
 
 /// Which certificates are believed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -65,6 +66,8 @@ pub struct NetOptions {
     pub stall: Duration,
     /// How long the tries of one request may take together.
     pub total: Duration,
+    /// Where what HTTP servers and S3 have sent is kept.
+    pub cache: Option<Cache>,
 }
 
 /// At least a second, and at most a month: whatever adds to it stays far from any overflow.
@@ -84,6 +87,7 @@ impl NetOptions {
             connect: seconds(CONNECT_SECONDS.value()?),
             stall: seconds(STALL_SECONDS.value()?),
             total: seconds(TOTAL_SECONDS.value()?),
+            cache: Cache::from_environment()?,
         })
     }
 }

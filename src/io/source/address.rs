@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::{FileSource, KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::io::cache::Cache;
 #[cfg(any(feature = "http", feature = "redis"))]
 use crate::io::net::NetOptions;
 
@@ -72,14 +73,23 @@ pub fn shown(uri: &str) -> Option<String> {
 }
 
 /// Opens an address or a local path for reading, with the options of the environment. Files of which
-/// the heads are known are opened without a request.
-pub fn open(uri: &str, known: &KnownHeads, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+/// the heads are known are opened without a request. `cache` goes before the one of the environment.
+pub fn open(
+    uri: &str,
+    known: &KnownHeads,
+    cache: Option<&Cache>,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     let scheme = match parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
         Address::Scheme(scheme) => scheme,
     };
     #[cfg(any(feature = "http", feature = "redis"))]
-    let options = NetOptions::from_environment()?;
+    let mut options = NetOptions::from_environment()?;
+    #[cfg(any(feature = "http", feature = "redis"))]
+    if let Some(cache) = cache {
+        options.cache = Some(cache.clone());
+    }
     match scheme.as_str() {
         #[cfg(feature = "http")]
         "http" | "https" => super::http::open(uri, options, known, cancel),

@@ -53,6 +53,11 @@ impl FileSource {
         }
         Ok(FileSource { len: metadata.len(), file, uri, path: None })
     }
+
+    /// The first bytes of a regular file, of which it has at least so many.
+    pub fn beginning(file: File, uri: String, len: u64) -> Self {
+        FileSource { file, uri, len, path: None }
+    }
 }
 
 impl ReadAt for FileSource {

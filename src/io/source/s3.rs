@@ -72,6 +72,10 @@ impl Sign for Signer {
         self.keys.refused(used);
     }
 
+    fn name(&self) -> String {
+        format!("s3 {} {}/{}", self.resolved.endpoint, self.bucket, self.key)
+    }
+
     fn beside(&self, name: &str) -> Box<dyn Sign> {
         let folder =
             self.key.rsplit_once('/').map_or(String::new(), |(folder, _)| format!("{folder}/"));

@@ -38,6 +38,30 @@ impl Target {
         Target { url, headers }
     }
 
+    /// What tells its file from others, without secrets: the address without its signature. None where
+    /// there is more in its query, which may be a secret, or say which file is meant.
+    pub fn name(&self) -> Option<String> {
+        let is_signature = |key: &str| {
+            let key = key.to_ascii_lowercase();
+            SIGNATURES.contains(&&*key) || SIGNING.iter().any(|begin| key.starts_with(begin))
+        };
+        let mut url = self.url.clone();
+        url.set_query(None);
+        url.set_fragment(None);
+        // Neither can fail for addresses that have a host.
+        let _ = url.set_username("");
+        let _ = url.set_password(None);
+        let mut query = url::form_urlencoded::Serializer::new(String::new());
+        for (key, value) in self.url.query_pairs() {
+            match &*key {
+                "versionId" | "generation" | "versionid" => drop(query.append_pair(&key, &value)),
+                other if is_signature(other) => {}
+                _ => return None,
+            }
+        }
+        Some(format!("{url}?{}", query.finish()))
+    }
+
     /// Another file in the same folder, asked for in the same way.
     pub fn beside(&self, name: &str) -> Option<Target> {
         let mut url = self.url.clone();
@@ -79,6 +103,36 @@ impl Target {
         Ok(fields)
     }
 }
+
+/// What the fields of queries begin with by which S3 and Google sign.
+const SIGNING: [&str; 2] = ["x-amz-", "x-goog-"];
+/// Others: of the older signatures of both, and of Azure.
+const SIGNATURES: [&str; 24] = [
+    "awsaccesskeyid",
+    "googleaccessid",
+    "expires",
+    "signature",
+    "key-pair-id",
+    "policy",
+    "sv",
+    "ss",
+    "srt",
+    "sp",
+    "se",
+    "st",
+    "spr",
+    "sip",
+    "sig",
+    "sr",
+    "skoid",
+    "sktid",
+    "skt",
+    "ske",
+    "sks",
+    "skv",
+    "sdd",
+    "saoid",
+];
 
 /// The clients of one source.
 pub struct Clients {

@@ -130,7 +130,8 @@ fn open_named(
             sequential::Body::new(named, opener, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
-    Ok(Arc::new(HttpSource {
+    let (name, cache, patience) = (named.name(), options.cache.clone(), options.stall);
+    let source = Arc::new(HttpSource {
         shown,
         named,
         moved: Mutex::new(moved),
@@ -141,7 +142,11 @@ fn open_named(
         head,
         headers: reply.headers,
         tls,
-    }))
+    });
+    match cache.zip(name) {
+        Some((cache, name)) => cache.before(source, &name, patience),
+        None => Ok(source),
+    }
 }
 
 /// What the first request has found: where redirects have led, what the server said, and the first

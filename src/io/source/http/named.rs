@@ -25,6 +25,9 @@ pub trait Sign: Send + Sync {
     /// What was signed with at that time has expired, says a server.
     fn refused(&self, used: Instant);
 
+    /// What tells its object from all others, without secrets.
+    fn name(&self) -> String;
+
     /// Signs the address of another file in the same folder.
     fn beside(&self, name: &str) -> Box<dyn Sign>;
 }
@@ -63,6 +66,14 @@ impl Named {
                 Named::Signed { signer: signer.beside(name), known: Mutex::new(None) }
             }
         })
+    }
+
+    /// What tells its file from all others, without secrets; None where a query may do that.
+    pub fn name(&self) -> Option<String> {
+        match self {
+            Named::Fixed(target) => target.name(),
+            Named::Signed { signer, .. } => Some(signer.name()),
+        }
     }
 
     /// Where to ask now, and since when that is good. Signs if there is no signature, or if it is

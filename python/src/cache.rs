@@ -1,0 +1,48 @@
+//! What is in the cache, for the command.
+
+use std::path::PathBuf;
+use std::time::UNIX_EPOCH;
+
+use pyo3::prelude::*;
+use tensorizer::cache::{Cache, Cached};
+use tensorizer::error::{Error, Result};
+
+use crate::errors::Answer;
+use crate::gil;
+
+/// Where a file is from, its bytes, how many of them are here, and when it was opened last, in
+/// seconds since 1970.
+type Row = (String, u64, u64, f64);
+
+fn rows(
+    py: Python<'_>,
+    folder: Option<PathBuf>,
+    found: fn(&Cache) -> Result<Vec<Cached>>,
+) -> Answer<Vec<Row>> {
+    let found = gil::without(py, || {
+        let cache = folder.map(Cache::at).transpose()?;
+        let cache = cache.map_or_else(Cache::from_environment, |cache| Ok(Some(cache)))?;
+        let missing =
+            || Error::InvalidArgument("no folder is named: set TENSORIZER_CACHE".to_owned());
+        found(&cache.ok_or_else(missing)?)
+    })?;
+    let row = |cached: Cached| {
+        let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+        (cached.uri, cached.len, cached.here, used)
+    };
+    Ok(found.into_iter().map(row).collect())
+}
+
+/// What a cache holds: that of a folder, or of the environment.
+#[pyfunction]
+#[pyo3(signature = (folder = None))]
+pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {
+    rows(py, folder, Cache::entries)
+}
+
+/// Removes what nobody is using, and says what that was.
+#[pyfunction]
+#[pyo3(signature = (folder = None))]
+pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {
+    rows(py, folder, Cache::clear)
+}

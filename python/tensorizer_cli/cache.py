@@ -1,0 +1,28 @@
+"""``tensorizer cache``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from tensorizer._native import cache_entries, clear_cache
+
+from .output import Report, plural
+from .progress import size
+
+
+def run(options: argparse.Namespace) -> int:
+    """List what is kept of servers' files, or remove it."""
+    report = Report(options)
+    removes = options.action == "clear"
+    found = (clear_cache if removes else cache_entries)(options.folder)
+    if not removes:
+        for uri, length, here, used in found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
+            report.finding(f"{when}  {here / length:4.0%} of {size(length):<9}  {uri}")
+    together = size(sum(here for _, _, here, _ in found))
+    report.summary(f"{'removed ' * removes}{plural(len(found), 'file')}, {together}")
+    names = ("uri", "bytes", "cached", "used")
+    rows = [dict(zip(names, row, strict=True)) for row in found]
+    report.result(**{"removed" if removes else "files": rows})
+    return 0

@@ -1,0 +1,240 @@
+//! A folder with what servers have sent, so that the next load of the same file finds it here.
+//!
+//! Files are known by their address, and by what says that they are the same byte for byte: their
+//! `ETag` and size, for which each opening asks the server. See [`entry`] for what is in the folder.
+
+mod entry;
+mod source;
+
+use std::fs::{self, DirBuilder, File, Metadata};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use crate::environment::{CACHE, CACHE_GB};
+use crate::error::{Error, Result};
+use crate::io::source::ReadAt;
+use crate::sys;
+use entry::{Entry, Identity};
+use source::CachedSource;
+
+/// What the names of its files end with.
+const ENDING: &str = ".cached";
+/// What those of files begin with that are being made.
+const NEW: &str = ".new-";
+/// After so long nobody makes them any more.
+const STALE: Duration = Duration::from_secs(60 * 60);
+/// Part of the disk that stays free unless a size is named: one in so many.
+const FREE: u64 = 20;
+/// How often an opening tries again because somebody removes what it has found.
+const TRIES: usize = 4;
+/// Tells files apart that this process makes.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+/// A folder, and how much it may hold.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    folder: Arc<PathBuf>,
+    /// In bytes; None for all but a part of the disk.
+    most: Option<u64>,
+}
+
+/// What `tensorizer cache ls` shows of a file.
+#[derive(Debug, Clone)]
+pub struct Cached {
+    /// Where it is from, without secrets.
+    pub uri: String,
+    /// Bytes of the file.
+    pub len: u64,
+    /// How many of them are here.
+    pub here: u64,
+    /// When it was opened last.
+    pub used: SystemTime,
+    path: PathBuf,
+    complete: bool,
+}
+
+impl Cache {
+    /// The one that the environment names, if it does.
+    pub fn from_environment() -> Result<Option<Self>> {
+        CACHE.value().map(Self::at).transpose()
+    }
+
+    /// One in a folder, which is made when it is first used. How much it may hold is what the
+    /// environment says.
+    pub fn at(folder: PathBuf) -> Result<Self> {
+        let most = Some(CACHE_GB.value()?).filter(|most| *most > 0);
+        let most = most.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
+        Ok(Cache { folder: Arc::new(folder), most })
+    }
+
+    /// Puts the cache before a source of a server, if the server says enough of its file.
+    pub fn before(
+        &self,
+        source: Arc<dyn ReadAt>,
+        name: &str,
+        patience: Duration,
+    ) -> Result<Arc<dyn ReadAt>> {
+        let Some(identity) = Identity::of(&*source, name) else { return Ok(source) };
+        self.check().map_err(|e| self.failed(e))?;
+        // What is wrong with an entry, or a full disk, is no reason not to load.
+        let Ok(Some(entry)) = self.open(&identity) else { return Ok(source) };
+        Ok(Arc::new(CachedSource::new(source, entry, patience)))
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        Error::io("using the cache in", &self.folder.display().to_string(), error)
+    }
+
+    /// Makes the folder, or refuses one in which others could put what we would take for ours.
+    fn check(&self) -> io::Result<()> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
+        let found = fs::metadata(&*self.folder)?;
+        let us = fs::metadata("/proc/self")?.uid();
+        if found.uid() != us || found.mode() & 0o077 != 0 {
+            let what = format!(
+                "expected a folder of user {us} that nobody else may use (chmod 700), found one of \
+                 user {} with mode {:o}",
+                found.uid(),
+                found.mode() & 0o7777
+            );
+            return Err(io::Error::new(ErrorKind::PermissionDenied, what));
+        }
+        Ok(())
+    }
+
+    /// The entry of a file, which is made if there is none; None where there is no room for it.
+    fn open(&self, identity: &Identity) -> io::Result<Option<Entry>> {
+        let path = self.folder.join(format!("{}{ENDING}", identity.file_name()));
+        for _ in 0..TRIES {
+            match Entry::open(&path, identity) {
+                Ok(Some(entry)) => return Ok(Some(entry)),
+                // Damaged, of a boot that has ended, or about to be removed.
+                Ok(None) => drop(remove(&path)?),
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    if !self.make_room(identity)? {
+                        return Ok(None);
+                    }
+                    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+                    let new = self.folder.join(format!("{NEW}{}-{number}", std::process::id()));
+                    let made = Entry::create(&new, identity)
+                        .and_then(|()| sys::rename_to_free_name(&new, &path));
+                    match made {
+                        Ok(()) => {}
+                        Err(e) => {
+                            let _ = fs::remove_file(&new);
+                            if e.kind() != ErrorKind::AlreadyExists {
+                                return Err(e);
+                            }
+                        }
+                    }
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Removes what was used least recently until a file fits; false if it cannot.
+    fn make_room(&self, identity: &Identity) -> io::Result<bool> {
+        let mut entries = self.list()?;
+        let same = |cached: &Cached| identity.is_older(&cached.path);
+        // Another version of the file is of no use any more.
+        entries.retain(|cached| !(same(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
+        entries.sort_by_key(|cached| cached.used);
+        let mut entries = entries.into_iter();
+        loop {
+            let rest = entries.as_slice();
+            let promised: u64 = rest.iter().map(Cached::promised).fold(0, u64::saturating_add);
+            let held = rest.iter().map(|cached| cached.here).fold(0, u64::saturating_add);
+            let fits = match self.most {
+                Some(most) => held.saturating_add(promised).saturating_add(identity.len()) <= most,
+                None => {
+                    let (all, free) = sys::space(&File::open(&*self.folder)?)?;
+                    let needed = promised.saturating_add(identity.len());
+                    needed.saturating_add(all / FREE) <= free
+                }
+            };
+            if fits {
+                return Ok(true);
+            }
+            match entries.next() {
+                Some(oldest) => drop(remove(&oldest.path)?),
+                None => return Ok(false),
+            }
+        }
+    }
+
+    fn list(&self) -> io::Result<Vec<Cached>> {
+        let mut found = Vec::new();
+        for file in fs::read_dir(&*self.folder)? {
+            let path = file?.path();
+            let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+            let Ok(about) = fs::symlink_metadata(&path) else { continue };
+            if name.starts_with(NEW) && is_stale(&about) {
+                let _ = fs::remove_file(&path);
+            }
+            if name.ends_with(ENDING) {
+                found.extend(Entry::about(&path, &about));
+            }
+        }
+        Ok(found)
+    }
+
+    /// What is in it, the least recently used first; nothing if there is no such folder.
+    pub fn entries(&self) -> Result<Vec<Cached>> {
+        match self.list() {
+            Ok(mut found) => {
+                found.sort_by_key(|cached| cached.used);
+                Ok(found)
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(self.failed(e)),
+        }
+    }
+
+    /// Removes all that nobody is using; gives what it has removed.
+    pub fn clear(&self) -> Result<Vec<Cached>> {
+        let mut removed = self.entries()?;
+        let mut failed = None;
+        removed.retain(|cached| match remove(&cached.path) {
+            Ok(gone) => gone,
+            Err(e) => {
+                failed = Some(e);
+                false
+            }
+        });
+        failed.map_or(Ok(removed), |e| Err(self.failed(e)))
+    }
+}
+
+impl Cached {
+    /// Bytes that are still to come.
+    fn promised(&self) -> u64 {
+        if self.complete { 0 } else { self.len.saturating_sub(self.here) }
+    }
+}
+
+fn is_stale(about: &Metadata) -> bool {
+    let age = about.modified().map(|then| SystemTime::now().duration_since(then));
+    age.is_ok_and(|age| age.is_ok_and(|age| age > STALE))
+}
+
+/// Removes an entry unless somebody is using it; says whether it is gone.
+fn remove(path: &Path) -> io::Result<bool> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(true),
+        Err(e) => return Err(e),
+    };
+    if !sys::try_lock(&file)? {
+        return Ok(false);
+    }
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(e),
+        _ => Ok(true),
+    }
+}

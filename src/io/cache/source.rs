@@ -1,0 +1,196 @@
+//! A server's file with the cache before it.
+
+use std::fs::File;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::entry::{Entry, Found};
+use crate::cancel::{self, Cancel};
+use crate::error::Result;
+use crate::io::source::{FileSource, KnownHead, ReadAt, Traits, read_exact_at};
+use crate::mem::Buffers;
+use crate::sys::{self, Filled};
+
+/// How often somebody looks whether another process has brought what it brings.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Bytes that are here are read here. Others are asked for, and kept; or waited for, while another
+/// process brings them.
+pub struct CachedSource {
+    server: Arc<dyn ReadAt>,
+    entry: Entry,
+    /// The entry as a local file, if all of it was here when it was opened.
+    local: Option<FileSource>,
+    /// How long another process may take for what is waited for.
+    patience: Duration,
+}
+
+impl CachedSource {
+    pub fn new(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Self {
+        let uri = server.uri().to_owned();
+        let whole = entry.is_complete().then(|| entry.file().try_clone().ok()).flatten();
+        let local = whole.map(|file| FileSource::beginning(file, uri, entry.len()));
+        CachedSource { server, entry, local, patience }
+    }
+
+    /// Reads bytes that are here; an error or none says that they are not.
+    fn read_here(
+        &self,
+        range: &Range<u64>,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> std::io::Result<usize> {
+        let read = buffers.tee(len(range), &mut [], &mut [], |part, _| {
+            sys::read_vectored_at(self.entry.file(), range.start, part).map(drop)
+        })?;
+        cancel.moved(read as u64);
+        Ok(read)
+    }
+
+    /// Reads bytes from the server, and keeps them: with others of the same chunks, so that none is
+    /// asked for again.
+    fn bring(
+        &self,
+        range: &Range<u64>,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let whole = self.entry.whole_chunks(range);
+        let mut before = vec![0; len(&(whole.start..range.start))];
+        let mut behind = vec![0; len(&(range.end..whole.end))];
+        buffers.tee(len(range), &mut before, &mut behind, |part, filled| {
+            let keeping = Keeping {
+                entry: &self.entry,
+                start: whole.start,
+                filled,
+                kept: AtomicUsize::new(0),
+                cancel,
+            };
+            let what = || "tensors".to_owned();
+            let read = read_exact_at(&*self.server, whole.start, part, &what, &keeping);
+            keeping.keep(1);
+            read
+        })
+    }
+}
+
+/// Bytes are kept while they arrive: the connection goes on meanwhile.
+const KEPT_AT_ONCE: usize = 4 << 20;
+
+/// Keeps what a request has brought, as it is told of bytes.
+struct Keeping<'k> {
+    entry: &'k Entry,
+    /// Position of the first byte.
+    start: u64,
+    filled: &'k Filled<'k>,
+    kept: AtomicUsize,
+    cancel: &'k dyn Cancel,
+}
+
+impl Keeping<'_> {
+    /// Keeps what is new, if it is that much.
+    fn keep(&self, least: usize) {
+        let kept = self.kept.load(Ordering::Relaxed);
+        let end = self.entry.whole_until(self.start, self.filled.count());
+        if end.saturating_sub(kept) < least || self.entry.is_given_up() {
+            return;
+        }
+        if self.entry.keep(self.start + kept as u64, &self.filled.bytes(kept..end)).is_err() {
+            // Such as a full disk: what was told of is here, and the rest is not needed.
+            self.entry.give_up();
+        }
+        self.kept.store(end, Ordering::Relaxed);
+    }
+}
+
+impl Cancel for Keeping<'_> {
+    fn check(&self) -> Result<()> {
+        self.cancel.check()
+    }
+
+    fn moved(&self, bytes: u64) {
+        self.cancel.moved(bytes);
+        self.keep(KEPT_AT_ONCE);
+    }
+}
+
+fn len(range: &Range<u64>) -> usize {
+    usize::try_from(range.end - range.start).unwrap_or(usize::MAX)
+}
+
+impl ReadAt for CachedSource {
+    fn uri(&self) -> &str {
+        self.server.uri()
+    }
+
+    fn traits(&self) -> Traits {
+        self.local.as_ref().map_or_else(|| self.server.traits(), FileSource::traits)
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let end = offset.saturating_add(buffers.left() as u64).min(self.entry.len());
+        if end <= offset {
+            return Ok(0);
+        }
+        let begun = Instant::now();
+        while !self.entry.is_given_up() {
+            let Ok(found) = self.entry.look(&(offset..end)) else { break };
+            let missing = match found {
+                Found::Here(until) => match self.read_here(&(offset..until), buffers, cancel) {
+                    Ok(read) if read > 0 => return Ok(read),
+                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                    _ => break,
+                },
+                Found::Missing(until) => offset..until,
+            };
+            // Who cannot claim, or has waited for long, asks for it although others may.
+            let claimed = match self.entry.claim(&missing) {
+                Ok(None) if begun.elapsed() < self.patience => {
+                    cancel::sleep(LOOK, cancel)?;
+                    continue;
+                }
+                Ok(claimed) => claimed,
+                Err(_) => None,
+            };
+            let Some((claim, until)) = claimed else {
+                return self.bring(&missing, buffers, cancel);
+            };
+            // It may have come since it was looked for.
+            if let Ok(Found::Here(_)) = self.entry.look(&missing) {
+                continue;
+            }
+            let read = self.bring(&(offset..until), buffers, cancel);
+            drop(claim);
+            return read;
+        }
+        self.entry.give_up();
+        self.server.read_at(offset, buffers, cancel)
+    }
+
+    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+        self.local.as_ref().and_then(ReadAt::for_one_reader)
+    }
+
+    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.server.beside(name, cancel)
+    }
+
+    fn headers(&self) -> &[(String, String)] {
+        self.server.headers()
+    }
+
+    fn known_head(&self) -> Option<KnownHead> {
+        self.server.known_head()
+    }
+
+    fn file(&self) -> Option<&File> {
+        self.local.as_ref().and_then(ReadAt::file)
+    }
+}

@@ -1,0 +1,106 @@
+//! Locks of parts of files, which end with the process that has them. One of the few doors to
+//! `unsafe`.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+/// What a try to lock has found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Claimed {
+    /// The range is this opening's now.
+    Ours,
+    /// Another opening has some of it, from here on.
+    Theirs(u64),
+}
+
+fn lock(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
+    let number =
+        |n: u64| libc::off_t::try_from(n).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let kind = libc::c_short::try_from(kind);
+    Ok(libc::flock {
+        l_type: kind.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
+        l_whence: 0, // SEEK_SET
+        l_start: number(range.start)?,
+        l_len: number(range.end.saturating_sub(range.start))?,
+        l_pid: 0,
+    })
+}
+
+/// Locks a range for this opening of a file, and all its duplicates, without waiting. What the
+/// opening has already it may take again.
+pub fn claim(file: &File, range: &Range<u64>) -> io::Result<Claimed> {
+    let mut wanted = lock(range, libc::F_WRLCK)?;
+    // SAFETY: one structure that lives until the call returns.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
+        return Ok(Claimed::Ours);
+    }
+    let error = io::Error::last_os_error();
+    if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) {
+        return Err(error);
+    }
+    // SAFETY: as above; the kernel writes to it who has the first lock in the way.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut wanted) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let free = libc::c_int::from(wanted.l_type) == libc::F_UNLCK;
+    let from = if free { range.start } else { u64::try_from(wanted.l_start).unwrap_or(0) };
+    Ok(Claimed::Theirs(from))
+}
+
+/// Gives a range back.
+pub fn release(file: &File, range: &Range<u64>) {
+    if let Ok(wanted) = lock(range, libc::F_UNLCK) {
+        // SAFETY: one structure that lives until the call returns.
+        let _ = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+    }
+}
+
+/// Shares the lock of a whole file with others who share it, without waiting. False where somebody
+/// has it alone.
+pub fn try_share(file: &File) -> io::Result<bool> {
+    // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
+    if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_SH | libc::LOCK_NB) } == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        e if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        e => Err(e),
+    }
+}
+
+/// Bytes that a file system has, and those that are free for this user.
+pub fn space(file: &File) -> io::Result<(u64, u64)> {
+    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: one structure, which the kernel fills if it returns 0.
+    if unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: filled, as it returned 0.
+    let found = unsafe { found.assume_init() };
+    let bytes = |blocks: libc::fsblkcnt_t| blocks.saturating_mul(found.f_frsize);
+    Ok((bytes(found.f_blocks), bytes(found.f_bavail)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_one_openings() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        let (one, other) = (path.reopen().unwrap(), path.reopen().unwrap());
+        assert_eq!(claim(&one, &(10..20)).unwrap(), Claimed::Ours);
+        assert_eq!(claim(&one, &(15..25)).unwrap(), Claimed::Ours);
+        assert_eq!(claim(&other, &(5..12)).unwrap(), Claimed::Theirs(10));
+        assert_eq!(claim(&other, &(24..30)).unwrap(), Claimed::Theirs(10));
+        assert_eq!(claim(&other, &(25..30)).unwrap(), Claimed::Ours);
+        release(&one, &(0..20));
+        assert_eq!(claim(&other, &(5..20)).unwrap(), Claimed::Ours);
+        drop(other);
+        assert_eq!(claim(&one, &(0..100)).unwrap(), Claimed::Ours);
+    }
+}

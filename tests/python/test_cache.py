@@ -1,0 +1,399 @@
+"""What servers have sent is kept, and the next load of the same file finds it."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, assert_same, run_python
+from servers import Nginx
+from tensorizer import TensorDeserializer, _native, load
+from tensorizer._C import forget_environment
+
+MB = 1 << 20
+#: The first request, which every opening makes.
+FIRST = MB + 64
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    torch.manual_seed(3)
+    return {f"t{number}": torch.rand(MB + number) for number in range(12)}
+
+
+@pytest.fixture
+def served(nginx, tensors, request):
+    """A file of this test alone, its name and its size."""
+    name = f"{abs(hash(request.node.name))}.tensors"
+    tensorizer.save(tensors, nginx.root / name)
+    return name, (nginx.root / name).stat().st_size
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder, however full its disk is."""
+    set_variable(monkeypatch, "TENSORIZER_CACHE_GB", "10")
+    yield tmp_path / "cache"
+    monkeypatch.undo()
+    forget_environment()
+
+
+def set_variable(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    forget_environment()
+
+
+def assert_all(found, tensors):
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same(found[name].detach(), tensor)
+
+
+def entries(folder):
+    return sorted(path for path in folder.iterdir() if path.suffix == ".cached")
+
+
+def test_the_second_load_is_from_the_cache(nginx, served, folder, tensors):
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    assert_all(load(uri, cache_dir=folder), tensors)
+    first = nginx.sent(name)
+    assert size <= first <= size + FIRST + MB // 8
+    (entry,) = entries(folder)
+    assert (uri, size, size) == _native.cache_entries(str(folder))[0][:3]
+    for _ in range(2):
+        assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    with TensorDeserializer(uri, "cpu", cache_dir=folder, mmap=True) as file:
+        assert_all(file, tensors)
+        assert str(entry) in Path("/proc/self/maps").read_text()
+    assert nginx.sent(name) <= first + 3 * FIRST
+    assert_all(dict(tensorizer.iterate(uri, cache_dir=folder)), tensors)
+    assert_all(load(uri), tensors)
+    assert nginx.sent(name) >= 2 * size
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600
+
+
+def test_by_the_environment_and_by_operators(nginx, served, folder, tensors):
+    name, size = served
+    program = """
+import sys, torch, tensorizer
+uri = sys.argv[1]
+if sys.argv[2] == "operator":
+    found = torch.ops.tensorizer.load(uri)
+else:
+    found = tensorizer.load(tensorizer.stream_io.open_stream(uri))
+print(len(found), sum(float(tensor.sum()) for tensor in found.values()))
+"""
+    expected = f"12 {sum(float(tensor.sum()) for tensor in tensors.values())}\n"
+    for way in ("operator", "stream", "operator"):
+        done = run_python(
+            program,
+            f"{nginx.http}/{name}",
+            way,
+            env={**os.environ, "TENSORIZER_CACHE": str(folder)},
+        )
+        assert done.stdout == expected, done.stderr
+    assert nginx.sent(name) <= size + 3 * FIRST
+
+
+def test_parts_are_kept(nginx, served, folder, tensors):
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    assert_all(
+        load(uri, names=["t3", "t9"], cache_dir=folder), {n: tensors[n] for n in ("t3", "t9")}
+    )
+    sent = nginx.sent(name)
+    assert sent <= 8 * MB + FIRST + MB
+    again = load(uri, names=["t3", "t9"], slices={"t9": (0, 1000, 5000)}, cache_dir=folder)
+    assert torch.equal(again["t3"], tensors["t3"])
+    assert nginx.sent(name) <= sent + FIRST + 128 * 1024
+    before = nginx.sent(name)
+    assert_all(load(uri, cache_dir=folder), tensors)
+    assert nginx.sent(name) - before <= size - 7 * MB + FIRST
+    before = nginx.sent(name)
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    assert nginx.sent(name) - before <= FIRST
+
+
+def test_another_content_is_loaded_anew(nginx, served, folder, tensors):
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    (old,) = entries(folder)
+    others = {name: tensor + 1 for name, tensor in tensors.items()}
+    time.sleep(1)  # nginx makes its tags of seconds and sizes
+    tensorizer.save(others, nginx.root / name)
+    assert_all(load(uri, cache_dir=folder), others)
+    # What nobody can ask for any more is gone.
+    (new,) = entries(folder)
+    assert new != old
+
+
+def test_signatures_are_no_part_of_a_name(nginx, served, folder, tensors):
+    name, size = served
+    for number in range(3):
+        query = f"X-Amz-Signature=secret{number}&X-Amz-Expires={number}&AWSAccessKeyId=secret"
+        assert_all(load(f"{nginx.http}/{name}?{query}", cache_dir=folder), tensors)
+    assert len(entries(folder)) == 1
+    assert b"secret" not in entries(folder)[0].read_bytes()[size:]
+    for number in range(2):
+        load(f"{nginx.http}/{name}?versionId={number}", cache_dir=folder)
+    assert len(entries(folder)) == 3
+    # What is not known may be a secret, or name another file.
+    load(f"{nginx.http}/{name}?token=secret", cache_dir=folder)
+    assert len(entries(folder)) == 3
+
+
+def test_s3(moto, tensors, folder, tmp_path, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+    tensorizer.save(tensors, tmp_path / "f.safetensors", max_shard_size="20MB")
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            moto.client().upload_file(str(path), "bucket", f"cached/{path.name}")
+    uri = "s3://bucket/cached/f.safetensors.index.json"
+    for _ in range(2):
+        assert_all(load(uri, cache_dir=folder), tensors)
+    assert len(entries(folder)) == 4
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            moto.client().put_object(Bucket="bucket", Key=f"cached/{path.name}", Body=b"x")
+    with pytest.raises((OSError, ValueError)):
+        load(uri, cache_dir=folder)
+
+
+SHARING = """
+import sys, torch, tensorizer
+print("ready", flush=True)
+sys.stdin.readline()
+found = tensorizer.load(sys.argv[1], cache_dir=sys.argv[2])
+print(len(found), sum(float(tensor.sum()) for tensor in found.values()))
+"""
+
+
+def start(uri, folder, count):
+    """Start processes that load once they are told to."""
+    command = [sys.executable, "-c", SHARING, uri, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(count)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    return processes
+
+
+def go(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_processes_share_one_download(nginx, served, folder, tensors):
+    name, size = served
+    processes = start(f"{nginx.http}/{name}", folder, 3)
+    for process in processes:
+        go(process)
+    expected = f"12 {sum(float(tensor.sum()) for tensor in tensors.values())}\n"
+    for process in processes:
+        assert process.communicate(timeout=60)[0] == expected
+    # The edges of requests may come twice.
+    assert nginx.sent(name) <= size + 3 * FIRST + 2 * MB
+    assert len(entries(folder)) == 1
+
+
+def test_a_process_that_is_killed_leaves_what_is_right(nginx, served, folder, tensors):
+    name, _ = served
+    uri = f"{nginx.http}/slow/{name}"
+    for delay in (0.1, 0.3, 0.6):
+        (process,) = start(uri, folder, 1)
+        go(process)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    before = nginx.sent(f"slow/{name}")
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    assert nginx.sent(f"slow/{name}") - before <= FIRST
+
+
+def test_who_downloads_and_stops_keeps_nobody_waiting(nginx, served, folder, tensors, monkeypatch):
+    """A process that is stopped has claimed what others want."""
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, names=["t0"], cache_dir=folder)
+    (entry,) = entries(folder)
+    claim = (
+        "import fcntl, os, struct, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "lock = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 0, 1 << 30, 0)\n"
+        "fcntl.fcntl(fd, 37, lock)\n"  # F_OFD_SETLK
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", claim, entry], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"ready\n"
+        set_variable(monkeypatch, "TENSORIZER_STALL_SECONDS", "1")
+        assert_all(load(uri, cache_dir=folder), tensors)
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_full_disk_ends_no_load(nginx, served, tensors, tmp_path):
+    name, _ = served
+    program = """
+import resource, sys, tensorizer
+resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, 20 << 20))
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+found = tensorizer.load(sys.argv[1], cache_dir=sys.argv[2], verify_hash=True)
+print(len(found))
+"""
+    done = run_python(program, f"{nginx.http}/{name}", tmp_path / "cache")
+    assert done.stdout == "12\n", done.stderr
+    assert_all(load(f"{nginx.http}/{name}", cache_dir=tmp_path / "cache"), tensors)
+
+
+def test_damaged_entries_are_made_anew(nginx, served, folder, tensors):
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    for damage in ("truncated", "empty", "other"):
+        load(uri, cache_dir=folder)
+        (entry,) = entries(folder)
+        if damage == "truncated":
+            os.truncate(entry, size)
+        elif damage == "empty":
+            os.truncate(entry, 0)
+        else:
+            with entry.open("r+b") as file:
+                file.seek(-16384, os.SEEK_END)
+                file.write(b"{} ")
+        assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+
+
+def test_what_another_boot_has_left_is_not_believed(nginx, served, folder, tensors):
+    """Unless it was synced: a machine may have lost it."""
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, names=["t1"], cache_dir=folder)
+    (entry,) = entries(folder)
+    text = entry.read_bytes()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().encode()
+    assert text.count(boot) == 1
+    entry.write_bytes(text.replace(boot, boot[::-1]))
+    before = nginx.sent(name)
+    load(uri, names=["t1"], cache_dir=folder)
+    assert nginx.sent(name) - before >= 4 * MB
+    load(uri, cache_dir=folder)
+    (entry,) = entries(folder)
+    deadline = time.monotonic() + 30
+    while b'"synced":true' not in entry.read_bytes()[size:]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    text = entry.read_bytes()
+    entry.write_bytes(text.replace(boot, boot[::-1]))
+    before = nginx.sent(name)
+    assert_all(load(uri, cache_dir=folder), tensors)
+    assert nginx.sent(name) - before <= FIRST
+
+
+def test_the_least_recently_used_goes(nginx, tensors, folder, monkeypatch):
+    set_variable(monkeypatch, "TENSORIZER_CACHE_GB", "1")
+    big = {"big": torch.zeros(300 * MB // 4)}
+    for number in range(3):
+        tensorizer.save(big, nginx.root / f"big{number}.tensors")
+        load(f"{nginx.http}/big{number}.tensors", cache_dir=folder)
+        time.sleep(0.02)
+    load(f"{nginx.http}/big0.tensors", cache_dir=folder)
+    tensorizer.save(big, nginx.root / "big3.tensors")
+    load(f"{nginx.http}/big3.tensors", cache_dir=folder)
+    left = [Path(row[0]).name for row in _native.cache_entries(str(folder))]
+    assert left == ["big2.tensors", "big0.tensors", "big3.tensors"]
+    huge = {str(number): torch.zeros(550 * MB // 4) for number in range(2)}
+    tensorizer.save(huge, nginx.root / "big4.tensors")
+    assert len(load(f"{nginx.http}/big4.tensors", cache_dir=folder)) == 2
+    assert not [row for row in _native.cache_entries(str(folder)) if "big4" in row[0]]
+    for number in range(5):
+        nginx.root.joinpath(f"big{number}.tensors").unlink()
+
+
+def test_a_folder_that_others_may_use_is_refused(nginx, served, tmp_path):
+    name, _ = served
+    tmp_path.joinpath("open").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match=r"nobody else may use \(chmod 700\)"):
+        load(f"{nginx.http}/{name}", cache_dir=tmp_path / "open")
+
+
+def test_what_cannot_be_known_is_not_kept(nginx, served, tensors, folder):
+    """Servers without ranges or tags."""
+    name, _ = served
+    for way in ("whole", "tagless"):
+        assert_all(load(f"{nginx.http}/{way}/{name}", cache_dir=folder), tensors)
+        assert not folder.exists() or not entries(folder)
+
+
+def test_the_command(nginx, served, folder):
+    name, size = served
+    shown = tensorizer.utils.convert_bytes(size)
+    uri = f"{nginx.http}/{name}"
+
+    def command(*arguments):
+        line = [sys.executable, "-m", "tensorizer", "cache", *arguments, "--folder", folder]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+    assert command("ls") == "0 files, 0 bytes\n"
+    load(uri, cache_dir=folder)
+    listed = command("ls")
+    assert f"100% of {shown:<9}  {uri}\n1 file, {shown}\n" in listed
+    with TensorDeserializer(uri, "cpu", lazy_load=True, cache_dir=folder):
+        assert command("clear") == "removed 0 files, 0 bytes\n"
+        assert len(entries(folder)) == 1
+    assert command("clear") == f"removed 1 file, {shown}\n"
+    assert not entries(folder)
+
+
+def test_threads_share_a_download(nginx, served, folder, tensors):
+    name, size = served
+    found = []
+
+    def work():
+        found.append(load(f"{nginx.http}/{name}", cache_dir=folder))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for one in found:
+        assert_all(one, tensors)
+    assert nginx.sent(name) <= size + 3 * FIRST + 2 * MB
+
+
+def test_the_example_of_the_document(nginx, served, folder):
+    name, size = served
+    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs/cache.md").read_text(), re.DOTALL)
+    for text, meant in {
+        "https://models.example.org/model.safetensors": f"{nginx.http}/{name}",
+        "/var/tmp/tensorizer": str(folder),
+    }.items():
+        assert text in code
+        code = code.replace(text, meant)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert nginx.sent(name) <= size + 2 * FIRST + MB // 8
