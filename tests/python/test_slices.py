@@ -10,6 +10,7 @@ import torch
 from conftest import run_python
 from servers import Nginx
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer.file.tensor_file import TensorFile
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -112,6 +113,36 @@ def test_slices_are_loaded_in_place(files, monkeypatch, how, device):
     assert torch.equal(out["wide"], TENSORS["wide"][:, 30_001:])
     assert torch.equal(out["cube"], TENSORS["cube"][3, :, 5:7])
     assert torch.equal(out["small"], TENSORS["small"])
+    tensorizer.release_pinned()
+
+
+#: Of one tensor several, which overlap; in no order, and one of them twice.
+SEVERAL = [
+    ("wide", (0, 60), (1, 40_000)),
+    ("rows", (5, 900), (7, 9)),
+    ("rows", (5, 900), (7, 9)),
+    ("small", (1, 5), (0, 6)),
+    ("wide", (3, 4), (0, 70_001)),
+    ("rows", (0, 3000), (0, 501)),
+    ("wide", (0, 60), (69_999, 70_001)),
+    ("small", (0, 5), (2, 2)),
+    ("rows", (100, 2000), (0, 501)),
+]
+
+
+@pytest.mark.parametrize("how", OPEN)
+@pytest.mark.parametrize("device", ["host", "stand-in"])
+def test_several_slices_of_one_tensor(files, monkeypatch, how, device):
+    name, options = OPEN[how]
+    if device == "stand-in":
+        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    with TensorFile(files / name, **options) as file:
+        part = file.sliced([(file.find(name), ranges) for name, *ranges in SEVERAL])
+        for numbers in (range(len(SEVERAL)), [8, 1, 0, 5]):
+            loaded, _ = part.read(list(numbers), torch.device("cpu"))
+            for number, tensor in zip(numbers, loaded, strict=True):
+                key, (top, bottom), (left, right) = SEVERAL[number]
+                assert torch.equal(tensor, TENSORS[key][top:bottom, left:right]), SEVERAL[number]
     tensorizer.release_pinned()
 
 

@@ -56,10 +56,11 @@ class safe_open:
     """Open a safetensors file, whose tensors are loaded as they are asked for.
 
     Local files are mapped, as safetensors does: opening costs nothing, and bytes come into memory
-    when they are first touched. Changes to a tensor do not reach the file, but all that is taken
-    from one ``safe_open`` sees them. Whoever truncates or overwrites the file in place while
-    tensors live destroys them, and touching them may end the process (SIGBUS): see ``mmap`` of
-    :class:`tensorizer.TensorDeserializer`. Files of less than 1 MiB, and tensors that are not
+    when they are first touched; of a tensor or slice that is asked for alone, and is not in memory,
+    the kernel begins to read them at once. Changes to a tensor do not reach the file, but all that
+    is taken from one ``safe_open`` sees them. Whoever truncates or overwrites the file in place
+    while tensors live destroys them, and touching them may end the process (SIGBUS): see ``mmap``
+    of :class:`tensorizer.TensorDeserializer`. Files of less than 1 MiB, and tensors that are not
     aligned, are read instead; so is all with ``backend="pread"``, from addresses, and for other
     devices than the CPU.
 

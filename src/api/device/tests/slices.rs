@@ -115,7 +115,7 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
         device: &device,
         consumer: Consumer(0),
         memory: &memory.blocks,
-        direct_storage: seed % 2 == 0,
+        direct_storage: seed.is_multiple_of(2),
         pool: &pool,
     };
     let (_, streams) = planned.run(&to, options, &Counters::default(), &Never).unwrap();

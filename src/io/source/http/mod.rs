@@ -205,8 +205,8 @@ impl HttpSource {
         self.moved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds out what the server has in the place of the file that was opened, where it says no more
-    /// than that it is another: the difference is the error.
+    /// Finds out what the server has in the place of the file that was opened: the difference is the
+    /// error.
     async fn look(
         &self,
         client: &OneClient,
@@ -275,7 +275,7 @@ impl ReadAt for HttpSource {
                     let opened = Some(&self.identity);
                     let asked = self.named.ask(client, at.as_ref(), Some(range), opened, &tries);
                     let (new, response) = asked.await?;
-                    if self.identity.is_refused(&response) {
+                    if reply::is_of_another(&response) {
                         self.look(client, at.as_ref(), &tries).await?;
                     }
                     self.identity.check(&response, range)?;

@@ -110,6 +110,12 @@ pub fn says_expired(said: &[u8]) -> bool {
     EXPIRED.iter().any(|text| said.contains(text))
 }
 
+/// Whether a server refuses a range, or the tag that was sent along, as of another file than it has.
+pub fn is_of_another(response: &Response) -> bool {
+    let status = response.status();
+    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
+}
+
 /// What a status that is no success means.
 pub fn refusal(status: StatusCode, headers: &HeaderMap, what: String) -> Failure {
     match status {
@@ -186,16 +192,13 @@ impl Identity {
     }
 
     fn check_status(&self, response: &Response) -> Result<(), Failure> {
-        if let Some(tag) = self.strong_tag().filter(|_| self.is_refused(response)) {
+        if let Some(tag) = self.strong_tag()
+            && response.status() == StatusCode::PRECONDITION_FAILED
+        {
             let what = format!("the file changed since it was opened: its ETag was {tag}");
             return Err(Failure::lasting(ErrorKind::InvalidData, what));
         }
         check_status(response)
-    }
-
-    /// Whether the server has another file than the one that was asked for by its tag.
-    pub fn is_refused(&self, response: &Response) -> bool {
-        self.strong_tag().is_some() && response.status() == StatusCode::PRECONDITION_FAILED
     }
 
     /// What differs from the file that the server has, as its answer to a first request says.
