@@ -4,7 +4,6 @@ import collections
 import io
 import json
 import os
-import pickle
 import shutil
 
 import pytest
@@ -12,52 +11,19 @@ import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import assert_same
-from servers import Nginx
-from tensorizer import CryptographyError, EncryptionParams, HashMismatchError
+from dcp_planners import AnyBytes, Halves, load, of_every_dtype, save
 from tensorizer.distributed import Reader, Writer
 from tensorizer.distributed.layout import sealed
 from tensorizer.distributed.whole import Whole
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.planner import WriteItemType
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def save(state, folder, **options):
-    planner = options.pop("planner", None)
-    return dcp.save(state, storage_writer=Writer(folder, **options), planner=planner)
-
-
-def load(state, folder, **options):
-    planner = options.pop("planner", None)
-    dcp.load(state, storage_reader=Reader(folder, **options), planner=planner)
-    return state
 
 
 def read_json(folder):
     content = json.loads((folder / "checkpoint.json").read_bytes())
     del content["sha256"]
     return content
-
-
-DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint16, torch.complex64, torch.complex128,
-]  # fmt: skip
-
-
-def of_every_dtype():
-    numbers = torch.arange(24).reshape(4, 6) % 2
-    state = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
-    return state | {
-        "scalar": torch.tensor(2.5),
-        "zero": torch.empty(0, 3),
-        "strided": torch.arange(24.0).reshape(4, 6).t(),
-        "expanded": torch.ones(3, 1).expand(3, 4),
-        "conjugate": torch.tensor([1 + 2j]).conj(),
-        "parameter": torch.nn.Parameter(torch.ones(2)),
-    }
 
 
 def test_dtypes_and_shapes(tmp_path):
@@ -142,58 +108,6 @@ def test_names(tmp_path):
     planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     load(target, tmp_path / "c", planner=planner)
     assert all(torch.equal(target[name], state[name]) for name in NAMES)
-
-
-class Halves(default_planner.DefaultSavePlanner):
-    """Saves each tensor in two chunks, and a name that says nothing of what it is."""
-
-    data = None
-
-    def create_local_plan(self):
-        import dataclasses
-
-        plan = super().create_local_plan()
-        items = []
-        for item in plan.items:
-            if item.type is WriteItemType.BYTE_IO:
-                items.append(item)
-                continue
-            rows = item.tensor_data.size[0]
-            for start, stop in ((0, rows // 2), (rows // 2, rows)):
-                sizes = torch.Size([stop - start, *item.tensor_data.size[1:]])
-                offsets = torch.Size([start] + [0] * (len(sizes) - 1))
-                chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offsets, sizes=sizes)
-                items.append(
-                    dataclasses.replace(
-                        item,
-                        index=dataclasses.replace(item.index, offset=offsets),
-                        type=WriteItemType.SHARD,
-                        tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
-                    )
-                )
-        self.plan = dataclasses.replace(plan, items=items, planner_data=self.data)
-        return self.plan
-
-    def create_global_plan(self, all_plans):
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data = self.data
-        return plans, metadata
-
-    def lookup_object(self, index):
-        return self.state_dict[index.fqn]
-
-    def resolve_data(self, write_item):
-        if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO()
-        chunk = write_item.tensor_data.chunk
-        return self.lookup_object(write_item.index).narrow(0, chunk.offsets[0], chunk.sizes[0])
-
-
-class AnyBytes(default_planner.DefaultLoadPlanner):
-    """Takes bytes as they are."""
-
-    def load_bytes(self, read_item, value):
-        self.original_state_dict[read_item.dest_index.fqn] = value.read()
 
 
 def test_chunks_and_bytes_of_a_planner(tmp_path):
@@ -380,118 +294,6 @@ def test_plans_that_are_kept(tmp_path):
         assert target["step"] == turn
         assert torch.equal(target["a"], torch.full((4,), float(turn)))
         assert len(os.listdir(folder)) == 2
-
-
-# What servers have
-
-
-def test_s3(s3, tmp_path):
-    state = of_every_dtype() | {"step": 3}
-    for turn in range(2):
-        save(state | {"step": turn}, "s3://bucket/dcp/step-1")
-        target = {name: torch.zeros_like(t) for name, t in of_every_dtype().items()}
-        load(target | {"step": 0}, "s3://bucket/dcp/step-1", verify_hash=True)
-        for name, tensor in of_every_dtype().items():
-            assert_same(target[name], tensor)
-    keys = [one["Key"] for one in s3.client().list_objects_v2(Bucket="bucket")["Contents"]]
-    assert len([key for key in keys if key.startswith("dcp/step-1/")]) == 3  # the first one stays
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at s3://bucket/dcp/none"):
-        load({"a": torch.zeros(2)}, "s3://bucket/dcp/none")
-    with pytest.raises(dcp.api.CheckpointException, match="there is a checkpoint at s3://"):
-        save({"a": torch.zeros(2)}, "s3://bucket/dcp/step-1", overwrite=False)
-
-
-def test_http(tmp_path, no_settings_of_the_machine):
-    (tmp_path / "nginx").mkdir()
-    nginx = Nginx(tmp_path / "nginx")
-    try:
-        save({"a": torch.arange(1000.0), "step": 3}, nginx.root / "c")
-        target = load({"a": torch.zeros(1000), "step": 0}, f"{nginx.http}/c", verify_hash=True)
-        assert target["step"] == 3
-        assert torch.equal(target["a"], torch.arange(1000.0))
-        with pytest.raises(dcp.api.CheckpointException, match="opened for reading"):
-            save({"a": torch.ones(1)}, f"{nginx.http}/c")
-    finally:
-        nginx.stop()
-
-
-# Keys and hashes
-
-
-def test_encryption(tmp_path):
-    key, other = EncryptionParams.random(), EncryptionParams.random()
-    state = {"a": torch.full((1000,), 7.0), "secret": "plain words" * 10}
-    save(state, tmp_path / "c", encryption=key)
-    for path in (tmp_path / "c").iterdir():
-        assert b"plain words" not in path.read_bytes()
-    right, wrong = (tensorizer.DecryptionParams.from_key(one.key) for one in (key, other))
-    target = load({"a": torch.zeros(1000), "secret": ""}, tmp_path / "c", encryption=right)
-    assert torch.equal(target["a"], state["a"])
-    assert target["secret"] == state["secret"]
-    for encryption in (wrong, None):
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            load({"a": torch.zeros(1000)}, tmp_path / "c", encryption=encryption)
-        assert isinstance(caught.value.failures[0][0], CryptographyError)
-
-
-def test_a_flipped_byte(tmp_path):
-    save({"a": torch.zeros(1000), "b": torch.zeros(1000), "o": 1}, tmp_path / "c")
-    (path,) = (tmp_path / "c").glob("*.tensors")
-    data = bytearray(path.read_bytes())
-    at = data.rindex(bytes(900))
-    data[at] = 1
-    path.write_bytes(data)
-    for verify, error in ((True, HashMismatchError), ("crc32", HashMismatchError)):
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            load(
-                {"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c", verify_hash=verify
-            )
-        assert isinstance(caught.value.failures[0][0], error)
-    load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c")
-
-
-# What runs code
-
-
-class Runs:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_what_the_restricted_unpickler_refuses(tmp_path):
-    made = tmp_path / "made"
-    save({"fine": 1, "model": {"evil": Runs(made)}}, tmp_path / "c")
-    assert load({"fine": 0}, tmp_path / "c") == {"fine": 1}
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        load({"model": {"evil": None}}, tmp_path / "c")
-    error = caught.value.failures[0][0]
-    assert isinstance(error, pickle.UnpicklingError)
-    assert str(error).startswith(f"'model.evil' of {tmp_path}/c: ")
-    assert not made.exists()
-    load({"model": {"evil": None}}, tmp_path / "c", weights_only=False)
-    assert made.exists()
-
-
-def test_what_a_planner_stores_is_unpickled_so_too(tmp_path):
-    made = tmp_path / "made"
-    planner = Halves(flatten_state_dict=False)
-    planner.data = Runs(made)
-    for _ in range(2):  # what is replaced need not be unpickled
-        save({"a": torch.ones(2)}, tmp_path / "c", planner=planner)
-    assert len(os.listdir(tmp_path / "c")) == 2
-    target = {"a": torch.zeros(2)}
-    with pytest.raises(pickle.UnpicklingError, match="planner of .*/c has stored: "):
-        load(target, tmp_path / "c")
-    with Whole(tmp_path / "c") as whole:
-        assert next(whole.load(["a"])).all()
-    assert not made.exists()
-    load(target, tmp_path / "c", weights_only=False)
-    assert made.exists()
 
 
 def test_a_checkpoint_that_was_moved(tmp_path):
