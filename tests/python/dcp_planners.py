@@ -1,8 +1,11 @@
 """Saves and loads by one process, what they save, and planners of another kind than torch's."""
 
+import contextlib
 import dataclasses
 import io
+import re
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorizer.distributed import Reader, Writer
@@ -38,6 +41,16 @@ def load(state, folder, **options):
     planner = options.pop("planner", None)
     dcp.load(state, storage_reader=Reader(folder, **options), planner=planner)
     return state
+
+
+@contextlib.contextmanager
+def fails(error, match="."):
+    """Expect that a save or load of one process fails by an error, as torch tells it."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        yield
+    ((found, _),) = caught.value.failures.values()
+    assert isinstance(found, error), found
+    assert re.search(match, str(found)), found
 
 
 class Halves(default_planner.DefaultSavePlanner):

@@ -123,6 +123,33 @@ def test_keys_of_ranks(ranks, tmp_path):
         ]
 
 
+@pytest.mark.parametrize(
+    ("what", "name", "match"),
+    [
+        ("nothing", "FileNotFoundError", "there is no checkpoint at {elsewhere}"),
+        ("damaged", "FormatError", "{elsewhere}/checkpoint.json is no checkpoint, or damaged"),
+        ("another", "RuntimeError", "have found different checkpoints at "),
+    ],
+)
+def test_one_rank_finds_something_else(ranks, tmp_path, what, name, match):
+    folder, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
+    ranks.run("dcp_failures.save", 2, folder, 5)
+    if what != "nothing":
+        # Its files would be the same, and their bytes others.
+        ranks.run("dcp_failures.save", 2, elsewhere, 6)
+    if what == "damaged":
+        (elsewhere / "checkpoint.json").write_bytes(b"{}")
+    found = ranks.run("dcp_failures.one_elsewhere", 2, folder, elsewhere)
+    assert found[0] == found[1]
+    failures, value = found[0]
+    assert value == 5
+    for at, failed in enumerate(failures):
+        # The coordinator sees that they differ, and the one that has an error says so.
+        ((rank, (kind, _, text)),) = failed.items()
+        assert (rank, kind) == ("0" if what == "another" else str(at // 3), name)
+        assert match.format(elsewhere=elsewhere) in text
+
+
 def test_a_flipped_byte(ranks, tmp_path):
     ranks.run("dcp_failures.save", 2, tmp_path / "c", 5)
     (path,) = (tmp_path / "c").glob("rank-00001-*")

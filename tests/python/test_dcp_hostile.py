@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_planners import fails
 from tensorizer import FormatError
 from tensorizer.distributed import Reader, Writer
 from tensorizer.distributed.layout import sealed
@@ -42,13 +43,8 @@ def load(folder):
 
 def refused(folder, match=".", error=(FormatError, OSError)):
     """Check that neither of both takes it, and that the error says where."""
-    with pytest.raises((*error, dcp.api.CheckpointException), match=match) as caught:
+    with fails(error, f"(?s)(?=.*{match})(?=.*{folder})"):
         load(folder)
-    found = caught.value
-    if isinstance(found, dcp.api.CheckpointException):
-        ((found, _),) = found.failures.values()
-        assert isinstance(found, error), found
-    assert str(folder) in str(found)
     with pytest.raises(error, match=match), Whole(folder) as whole:
         for _ in whole.load(whole.names):
             pass
@@ -191,11 +187,8 @@ def test_an_object_that_is_none(folder):
     for name, match in (("a", "float32 of shape"), ("b", "int64 of shape"), ("no", "expected ten")):
         content["items"]["step"]["object"][1] = name
         write(folder, content)
-        with pytest.raises(dcp.api.CheckpointException) as caught:
+        with fails(FormatError, match):
             load(folder)
-        ((error, _),) = caught.value.failures.values()
-        assert isinstance(error, FormatError)
-        assert match in str(error)
 
 
 def test_a_pickle_that_is_none(folder):
@@ -203,7 +196,7 @@ def test_a_pickle_that_is_none(folder):
     for data in ("", "AAAA", "gAJLAS4="):
         content["planner"] = {"pickle": data}
         write(folder, content)
-        with pytest.raises((FormatError, pickle.UnpicklingError), match=str(folder)):
+        with fails((FormatError, pickle.UnpicklingError), str(folder)):
             load(folder)
 
 
@@ -226,9 +219,9 @@ def test_files_of_another_checkpoint(folder, tmp_path):
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "c").write_bytes(b"x")
-    with pytest.raises(OSError, match=str(tmp_path / "c")):
+    with fails(OSError, str(tmp_path / "c")):
         load(tmp_path / "c")
-    with pytest.raises(dcp.api.CheckpointException, match=str(tmp_path / "c")):
+    with fails(OSError, str(tmp_path / "c")):
         dcp.save(STATE, storage_writer=Writer(tmp_path / "c"))
 
 

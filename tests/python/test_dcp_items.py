@@ -11,7 +11,8 @@ import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import assert_same
-from dcp_planners import AnyBytes, Halves, load, of_every_dtype, save
+from dcp_planners import AnyBytes, Halves, fails, load, of_every_dtype, save
+from tensorizer import FormatError
 from tensorizer.distributed import Reader, Writer
 from tensorizer.distributed.layout import sealed
 from tensorizer.distributed.whole import Whole
@@ -125,9 +126,7 @@ def test_chunks_and_bytes_of_a_planner(tmp_path):
     assert torch.equal(target["a@2,0"], state["a@2,0"])
     assert target["nothing"] == b""
     assert planner.metadata.planner_data == {"version": 3, "extra": [1, (2, "x")]}
-    with pytest.raises(
-        dcp.api.CheckpointException, match="'nothing' of .*/c is no object of torch"
-    ):
+    with fails(FormatError, "'nothing' of .*/c is no object of torch"):
         load({"nothing": 1}, tmp_path / "c", planner=AnyBytes(flatten_state_dict=False))
     with Whole(tmp_path / "c") as whole:
         assert whole.objects == ["nothing"]
@@ -149,7 +148,7 @@ class Holes(Halves):
 
 def test_chunks_that_are_not_all(tmp_path):
     save({"a": torch.ones(4, 2)}, tmp_path / "c")
-    with pytest.raises(dcp.api.CheckpointException, match="'a' have 4 elements together"):
+    with fails(ValueError, "'a' have 4 elements together"):
         save({"a": torch.zeros(4, 2)}, tmp_path / "c", planner=Holes(flatten_state_dict=False))
     assert load({"a": torch.zeros(4, 2)}, tmp_path / "c")["a"].all()
 
@@ -243,17 +242,16 @@ def test_a_reader_sees_a_later_checkpoint(tmp_path):
         save({"a": torch.full((value + 2,), 1.0)}, tmp_path / "c")
     shutil.rmtree(tmp_path / "c")
     for planner in (None, default_planner._EmptyStateDictLoadPlanner()):
-        with pytest.raises(dcp.api.CheckpointException) as caught:
+        with fails(FileNotFoundError):
             dcp.state_dict_loader._load_state_dict(
                 {}, storage_reader=reader, planner=planner, no_dist=True
             )
-        assert isinstance(caught.value.failures[0][0], FileNotFoundError)
 
 
 def test_overwrite(tmp_path):
     save({"a": torch.ones(2)}, tmp_path / "c", overwrite=False)
     before = os.listdir(tmp_path / "c")
-    with pytest.raises(dcp.api.CheckpointException, match="there is a checkpoint at"):
+    with fails(FileExistsError, "there is a checkpoint at"):
         save({"a": torch.zeros(2)}, tmp_path / "c", overwrite=False)
     assert os.listdir(tmp_path / "c") == before
     assert load({"a": torch.zeros(2)}, tmp_path / "c")["a"].all()
@@ -263,7 +261,7 @@ def test_nothing_at_all(tmp_path):
     save({}, tmp_path / "c")
     assert os.listdir(tmp_path / "c") == ["checkpoint.json"]
     assert load({}, tmp_path / "c") == {}
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at .*/d: expected ch"):
+    with fails(FileNotFoundError, "there is no checkpoint at .*/d: expected checkpoint.json"):
         load({}, tmp_path / "d")
 
 

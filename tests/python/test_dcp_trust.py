@@ -6,9 +6,8 @@ import pickle
 import pytest
 import tensorizer
 import torch
-import torch.distributed.checkpoint as dcp
 from conftest import assert_same
-from dcp_planners import Halves, load, of_every_dtype, save
+from dcp_planners import Halves, fails, load, of_every_dtype, save
 from servers import Nginx
 from tensorizer import CryptographyError, EncryptionParams, HashMismatchError
 from tensorizer.distributed.whole import Whole
@@ -26,9 +25,9 @@ def test_s3(s3, tmp_path):
             assert_same(target[name], tensor)
     keys = [one["Key"] for one in s3.client().list_objects_v2(Bucket="bucket")["Contents"]]
     assert len([key for key in keys if key.startswith("dcp/step-1/")]) == 3  # the first one stays
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at s3://bucket/dcp/none"):
+    with fails(FileNotFoundError, "there is no checkpoint at s3://bucket/dcp/none"):
         load({"a": torch.zeros(2)}, "s3://bucket/dcp/none")
-    with pytest.raises(dcp.api.CheckpointException, match="there is a checkpoint at s3://"):
+    with fails(FileExistsError, "there is a checkpoint at s3://"):
         save({"a": torch.zeros(2)}, "s3://bucket/dcp/step-1", overwrite=False)
 
 
@@ -40,7 +39,7 @@ def test_http(tmp_path, no_settings_of_the_machine):
         target = load({"a": torch.zeros(1000), "step": 0}, f"{nginx.http}/c", verify_hash=True)
         assert target["step"] == 3
         assert torch.equal(target["a"], torch.arange(1000.0))
-        with pytest.raises(dcp.api.CheckpointException, match="opened for reading"):
+        with fails(ValueError, "opened for reading"):
             save({"a": torch.ones(1)}, f"{nginx.http}/c")
     finally:
         nginx.stop()
@@ -60,9 +59,8 @@ def test_encryption(tmp_path):
     assert torch.equal(target["a"], state["a"])
     assert target["secret"] == state["secret"]
     for encryption in (wrong, None):
-        with pytest.raises(dcp.api.CheckpointException) as caught:
+        with fails(CryptographyError):
             load({"a": torch.zeros(1000)}, tmp_path / "c", encryption=encryption)
-        assert isinstance(caught.value.failures[0][0], CryptographyError)
 
 
 def test_a_flipped_byte(tmp_path):
@@ -72,12 +70,11 @@ def test_a_flipped_byte(tmp_path):
     at = data.rindex(bytes(900))
     data[at] = 1
     path.write_bytes(data)
-    for verify, error in ((True, HashMismatchError), ("crc32", HashMismatchError)):
-        with pytest.raises(dcp.api.CheckpointException) as caught:
+    for verify in (True, "crc32"):
+        with fails(HashMismatchError):
             load(
                 {"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c", verify_hash=verify
             )
-        assert isinstance(caught.value.failures[0][0], error)
     load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c")
 
 
@@ -98,11 +95,8 @@ def test_what_the_restricted_unpickler_refuses(tmp_path):
     made = tmp_path / "made"
     save({"fine": 1, "model": {"evil": Runs(made)}}, tmp_path / "c")
     assert load({"fine": 0}, tmp_path / "c") == {"fine": 1}
-    with pytest.raises(dcp.api.CheckpointException) as caught:
+    with fails(pickle.UnpicklingError, f"^'model.evil' of {tmp_path}/c: "):
         load({"model": {"evil": None}}, tmp_path / "c")
-    error = caught.value.failures[0][0]
-    assert isinstance(error, pickle.UnpicklingError)
-    assert str(error).startswith(f"'model.evil' of {tmp_path}/c: ")
     assert not made.exists()
     load({"model": {"evil": None}}, tmp_path / "c", weights_only=False)
     assert made.exists()
@@ -116,7 +110,7 @@ def test_what_a_planner_stores_is_unpickled_so_too(tmp_path):
         save({"a": torch.ones(2)}, tmp_path / "c", planner=planner)
     assert len(os.listdir(tmp_path / "c")) == 2
     target = {"a": torch.zeros(2)}
-    with pytest.raises(pickle.UnpicklingError, match="planner of .*/c has stored: "):
+    with fails(pickle.UnpicklingError, "planner of .*/c has stored: "):
         load(target, tmp_path / "c")
     with Whole(tmp_path / "c") as whole:
         assert next(whole.load(["a"])).all()

@@ -139,7 +139,8 @@ def _encoded_planner(data: Any) -> Any:
 def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """Return the metadata of a checkpoint, and the names of its files.
 
-    What another planner than torch's own has stored is a pickle still, as bytes.
+    What another planner than torch's own has stored is a pickle still, as bytes. ``save_id`` is the
+    hash of the file, which tells checkpoints apart.
 
     Raises:
         OSError: There is none, or it cannot be read.
@@ -280,7 +281,7 @@ def _decoded(content: dict[str, Any]) -> dcp.Metadata:
         items,
         planner_data=_decoded_planner(content["planner"]),
         storage_data=places,
-        storage_meta=dcp.StorageMeta(),
+        storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
         version=version,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from typing import Any
@@ -22,13 +23,15 @@ _BATCH_BYTES = 256 << 20
 
 
 class _Unreadable(dcp.Metadata):
-    """Raises, where it is used, what reading it has raised."""
+    """Raises what reading it has raised, wherever one of its fields is used."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self._error = error
 
-    def __getattr__(self, name: str) -> Any:
-        raise self.error
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise self._error
 
 
 class Reader(StorageReader):
@@ -47,9 +50,13 @@ class Reader(StorageReader):
         weights_only: Refuse what is no tensor unless torch's restricted unpickler takes it. Without
             that, a checkpoint can run any code.
 
+    A load that fails on one rank, or in a process without others, raises torch's
+    ``CheckpointException`` on all of them, whose ``failures`` have these errors by rank.
+
     Raises:
         OSError: There is no checkpoint, or it cannot be read.
         FormatError: A file is damaged, or not one of this checkpoint.
+        RuntimeError: Ranks have found different checkpoints.
         HashMismatchError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
         pickle.UnpicklingError: The restricted unpickler refuses an object.
 
@@ -71,12 +78,10 @@ class Reader(StorageReader):
             "num_readers": num_readers,
         }
         self._weights_only = weights_only
-        self._folder: str | None = None
-        #: What was read already, for the first load.
-        self._fresh: dcp.Metadata | None = None
+        self._folder = None if uri is None else layout.folder_of(uri)
         self._places: dict[dcp.MetadataIndex, layout.Place] = {}
-        if uri is not None:
-            self.reset(uri)
+        #: Which checkpoint this rank has found.
+        self._found: str | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -85,44 +90,51 @@ class Reader(StorageReader):
             raise ValueError("expected Reader(uri) or checkpoint_id=")
         return self._folder
 
-    # What torch.distributed.checkpoint calls, in this order
+    # What torch.distributed.checkpoint calls, in this order. What is read is read where it gathers
+    # the errors of all ranks: elsewhere they would wait for one that has raised.
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Read what a folder says that it holds, perhaps another than before."""
+        """Load from a folder, perhaps another than before."""
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
-        self._fresh = self._read()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint holds; later calls see one that has replaced it."""
-        found, self._fresh = self._fresh, None
+        """Return what the checkpoint holds."""
         try:
-            return found or self._read()
+            found, _ = layout.read(self.checkpoint_id)
+            if isinstance(found.planner_data, bytes):
+                what = f"what the planner of {self.checkpoint_id} has stored"
+                found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         except Exception as error:
             # torch passes over what this raises, and says that there is no checkpoint.
             return _Unreadable(error)
-
-    def _read(self) -> dcp.Metadata:
-        found, _ = layout.read(self.checkpoint_id)
-        if isinstance(found.planner_data, bytes):
-            what = f"what the planner of {self.checkpoint_id} has stored"
-            found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         return found
 
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Learn where the items are."""
-        if isinstance(metadata, _Unreadable):
-            raise metadata.error
         self._places = metadata.storage_data
+        self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
-        return plan
+        """Tell the coordinator which checkpoint this rank has found."""
+        return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
+        """Refuse to load parts of several checkpoints."""
+        ranks: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            # Planners may make plans without it.
+            if plan.storage_data is not None:
+                ranks.setdefault(plan.storage_data, []).append(rank)
+        if len(ranks) > 1:
+            first, other, *_ = ranks.values()
+            raise RuntimeError(
+                f"ranks {first[0]} and {other[0]} have found different checkpoints at "
+                f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
+                "folder there"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -1,5 +1,6 @@
 """Saves and loads that fail on one rank, or in which one is killed."""
 
+import functools
 import os
 import resource
 import signal
@@ -11,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks.dcp_models import group
 from tensorizer.distributed import Reader, Writer
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -86,6 +89,25 @@ def verify(folder, value):
         dcp.load(target, storage_reader=Reader(folder))
         assert target["value"] == value
         return found
+
+
+def one_elsewhere(folder, elsewhere):
+    """Load where one rank finds something else than the others, by its constructor or later."""
+    with group() as (rank, world):
+        found = []
+        for at in range(world):
+            place = elsewhere if rank == at else folder
+            for planner in (None, default_planner._EmptyStateDictLoadPlanner()):
+                target = state_of(rank, world, 0) if planner is None else {}
+                call = functools.partial(_load_state_dict, target, planner=planner)
+                found.append(_failed(lambda: call(storage_reader=Reader(place))))  # noqa: B023
+            target = state_of(rank, world, 0)
+            call = functools.partial(dcp.load, target, checkpoint_id=place)
+            found.append(_failed(lambda: call(storage_reader=Reader())))  # noqa: B023
+        # And the group is still of use.
+        target = state_of(rank, world, 0)
+        dcp.load(target, storage_reader=Reader(folder))
+        return found, target["value"]
 
 
 def retried(folder):
