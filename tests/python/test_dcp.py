@@ -61,24 +61,27 @@ def killing(tmp_path_factory):
     started.stop()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_is_killed_at_every_step(killing, tmp_path, victim):
+@pytest.mark.parametrize(("victim", "links"), [(0, True), (1, False)])
+def test_a_rank_is_killed_at_every_step(killing, tmp_path, victim, links):
     killing.run("dcp_failures.save", 2, tmp_path / "first", 1)
-    seen = []
+    seen, left = [], set()
     for step in range(100):
         folder = tmp_path / "second"
         shutil.copytree(tmp_path / "first", folder)
-        env = {victim: {"KILL_AT": str(step)}}
+        # Without links, files that are not whole yet have hidden names.
+        env = {victim: {"KILL_AT": str(step)} | ({} if links else {"NO_LINKS": "1"})}
         found = killing.start("dcp_failures.save", 2, folder, 2, env=env)
         seen.append(value_of(folder))
+        left.update(name for name in os.listdir(folder) if name.startswith("."))
         dcp.save({"other": 1}, storage_writer=Writer(folder))
-        assert len(os.listdir(folder)) == 2
+        assert len(os.listdir(folder)) == 2, os.listdir(folder)
         shutil.rmtree(folder)
         if found[victim].get("signal") != signal.SIGKILL:
             break
     assert all("result" in one for one in found)
     # Files of two ranks, and for the first that of the checkpoint, and old files that it removes.
     assert len(seen) > (10 if victim == 0 else 4)
+    assert any(name.startswith(".rank-00001-") for name in left) == (not links)
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
     if victim == 1:

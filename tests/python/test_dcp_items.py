@@ -248,7 +248,20 @@ def test_a_reader_sees_a_later_checkpoint(tmp_path):
             )
 
 
+class SavesMeanwhile(default_planner.DefaultSavePlanner):
+    """Lets another save end before it writes."""
+
+    def finish_plan(self, new_plan):
+        save({"a": torch.ones(2)}, self.folder)
+        return super().finish_plan(new_plan)
+
+
 def test_overwrite(tmp_path):
+    planner = SavesMeanwhile()
+    planner.folder = tmp_path / "b"
+    with fails(FileExistsError, "there is a checkpoint at"):
+        save({"a": torch.zeros(2)}, tmp_path / "b", overwrite=False, planner=planner)
+    assert load({"a": torch.zeros(2)}, tmp_path / "b")["a"].all()
     save({"a": torch.ones(2)}, tmp_path / "c", overwrite=False)
     before = os.listdir(tmp_path / "c")
     with fails(FileExistsError, "there is a checkpoint at"):
@@ -274,10 +287,13 @@ def test_files_of_saves_that_were_killed(tmp_path):
     kept = Writer(tmp_path / "c")
     dcp.save({"a": torch.ones(2)}, storage_writer=kept)
     assert not left.exists()
+    # As long as a save goes on, by this process or by another, nothing is known to be left over.
+    kept.set_up_storage_writer(True, rank=0)
+    kept.prepare_global_plan([])
     left.write_bytes(b"x")
-    # As long as the writer is there, its save may not be over on other ranks.
-    kept.set_up_storage_writer(True, rank=1)
-    dcp.save({"a": torch.ones(2)}, storage_writer=kept)
+    save({"a": torch.ones(2)}, tmp_path / "c")
+    assert left.exists()
+    kept.reset()
     save({"a": torch.ones(2)}, tmp_path / "c")
     assert not left.exists()
     assert all(path.exists() for path in others)
