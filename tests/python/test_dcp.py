@@ -9,12 +9,15 @@ import subprocess
 import sys
 
 import pytest
+import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, run_python
 from dcp_ranks import Ranks
 from ranks.dcp_failures import ROWS
 from tensorizer.distributed import Reader, Writer
+from tensorizer_cli.main import main
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,6 +33,13 @@ def test_another_world_size_and_mesh(ranks, tmp_path):
     saved = ranks.run("dcp_meshes.save", 4, tmp_path)[0]
     assert saved == ["4-plain", "4-fsdp", "4-tp", "4-both"]
     saved += ranks.run("dcp_meshes.save", 1, tmp_path)[0]
+    for name in ("4-both", "1-plain"):
+        assert main(["cp", str(tmp_path / name), str(tmp_path / "one.tensors")]) == 0
+        expected = flatten_state_dict(torch.load(tmp_path / f"{name}.pt"))[0]
+        tensors = {name: one for name, one in expected.items() if isinstance(one, torch.Tensor)}
+        found = tensorizer.load(tmp_path / "one.tensors")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     for world, kinds in ((2, 5), (1, 2)):
         (found, *_) = ranks.run("dcp_meshes.load", world, tmp_path, saved)
         assert len(found) == len(saved) * kinds
