@@ -1,6 +1,7 @@
 """What checkpoints of torch.distributed.checkpoint hold, saved and loaded by one process."""
 
 import collections
+import dataclasses
 import io
 import json
 import os
@@ -54,6 +55,19 @@ def test_targets_of_another_dtype_and_stride(tmp_path):
         assert found is target
         assert torch.equal(found.detach().float(), torch.arange(12.0).reshape(3, 4))
     assert not between[:, 1::2].any()
+
+
+def test_targets_that_share_memory(tmp_path):
+    tied = torch.arange(100.0)
+    state = {"a": tied, "b": tied, "view": tied[50:], "apart": torch.ones(3)}
+    save(state, tmp_path / "c")
+    target = torch.zeros(100)
+    others = {"b": target, "view": target[50:], "apart": torch.zeros(3)}
+    for verify in (False, True):
+        target.zero_()
+        load({"a": target} | others, tmp_path / "c", verify_hash=verify)
+        assert torch.equal(target, tied)
+        assert others["apart"].all()
 
 
 def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
@@ -131,6 +145,38 @@ def test_chunks_and_bytes_of_a_planner(tmp_path):
     with Whole(tmp_path / "c") as whole:
         assert whole.objects == ["nothing"]
         assert torch.equal(next(whole.load(["a"])), state["a"])
+
+
+class Twice(AnyBytes):
+    """Loads what is called "a" and "o" a second time."""
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        wanted = metadata.state_dict_metadata
+        self.metadata = dataclasses.replace(
+            metadata,
+            state_dict_metadata=wanted | {f"{name}2": one for name, one in wanted.items()},
+        )
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            name = item.storage_index.fqn.removesuffix("2")
+            index = dataclasses.replace(item.storage_index, fqn=name)
+            items.append(dataclasses.replace(item, storage_index=index))
+        return dataclasses.replace(plan, items=items)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_stored_tensor_for_two(tmp_path, dtype):
+    save({"a": torch.arange(50.0), "o": 3}, tmp_path / "c")
+    target = {"a": torch.zeros(50, dtype=dtype), "a2": torch.zeros(50), "o": 0, "o2": 0}
+    planner = Twice(flatten_state_dict=False)
+    load(target, tmp_path / "c", planner=planner, verify_hash=True)
+    for name in ("a", "a2"):
+        assert torch.equal(target[name].float(), torch.arange(50.0))
+    assert target["o"] == target["o2"] != 0
 
 
 class Holes(Halves):

@@ -155,9 +155,10 @@ class Reader(StorageReader):
     def _read_objects(
         self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> None:
-        loaded = file.load([number for _, number in wanted], torch.device("cpu"))
-        for (item, _), (_, tensor, _) in zip(wanted, loaded, strict=True):
-            data = tensor.numpy().tobytes()
+        numbers = dict.fromkeys(number for _, number in wanted)
+        loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
+        for item, number in wanted:
+            data = loaded[number].numpy().tobytes()
             if self._weights_only:
                 # A planner unpickles without restriction what has passed here.
                 what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
@@ -199,7 +200,7 @@ def _read_tensors(
 def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
     """Read tensors into those of a planner."""
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
-    direct: list[tuple[torch.Tensor, int]] = []
+    direct: dict[int, torch.Tensor] = {}
     others: dict[int, list[torch.Tensor]] = {}
     for (item, number), target in zip(wanted, targets, strict=True):
         dtype, shape, _ = file.reader.describe(number)
@@ -209,15 +210,35 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
                 f"to load into is {list(target.shape)}"
             )
         fits = target.dtype == dtype_of(dtype) and target.is_contiguous()
-        if fits and not target.is_meta and file.can_fill_on(target.device):
-            direct.append((target, number))
+        fits = fits and not target.is_meta and file.can_fill_on(target.device)
+        if fits and number not in direct:
+            direct[number] = target
         else:
             others.setdefault(number, []).append(target)
+    for number in _overlapping(direct):
+        others.setdefault(number, []).append(direct.pop(number))
     if direct:
-        file.fill([target for target, _ in direct], [number for _, number in direct])
+        file.fill([*direct.values()], [*direct])
+    for number in direct.keys() & others.keys():
+        for target in others.pop(number):
+            target.copy_(direct[number])
     for batch in in_batches(others, file.reader.memory_len, _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
             for target in others[number]:
                 target.copy_(tensor)
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
+
+
+def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
+    """Return which of them lie, in part, in the memory of others, such as parameters that are tied.
+
+    Without these no two of them overlap. They are contiguous.
+    """
+    found = []
+    end = 0
+    for number, tensor in sorted(tensors.items(), key=lambda one: one[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            found.append(number)
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return found
