@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import assert_same
 from dcp_planners import AnyBytes, Halves, fails, load, of_every_dtype, save
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed import Reader, Writer, layout
 from tensorizer.distributed.layout import sealed
 from tensorizer.distributed.whole import Whole
 from torch.distributed.checkpoint import default_planner
@@ -197,6 +197,17 @@ def test_chunks_that_are_not_all(tmp_path):
     with fails(ValueError, "'a' have 4 elements together"):
         save({"a": torch.zeros(4, 2)}, tmp_path / "c", planner=Holes(flatten_state_dict=False))
     assert load({"a": torch.zeros(4, 2)}, tmp_path / "c")["a"].all()
+
+
+def test_more_items_than_can_be_read(tmp_path, monkeypatch):
+    save({"a": torch.ones(4)}, tmp_path / "c")
+    monkeypatch.setattr(layout, "_MOST_BYTES", 1000)
+    with fails(ValueError, "checkpoint.json would have [0-9]+ bytes, and 1000 are read"):
+        save({f"{number}": torch.zeros(1) for number in range(100)}, tmp_path / "c")
+    assert load({"a": torch.zeros(4)}, tmp_path / "c")["a"].all()
+    (tmp_path / "c/checkpoint.json").write_bytes(b" " * 2000)
+    with fails(FormatError, "checkpoint.json is longer than 1000 bytes"):
+        load({"a": torch.zeros(4)}, tmp_path / "c")
 
 
 def test_parts_of_a_checkpoint(tmp_path):

@@ -79,7 +79,8 @@ def encoded(metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place]) -> b
     """Return the content of the file.
 
     Raises:
-        ValueError: The chunks of a tensor are not, each once, all of it.
+        ValueError: The chunks of a tensor are not, each once, all of it; or it would be too long to
+            be read.
 
     """
     files = sorted({place.file for place in places.values()})
@@ -106,7 +107,10 @@ def encoded(metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place]) -> b
         "items": items,
         "planner": _encoded_planner(metadata.planner_data),
     }
-    return sealed(content)
+    data = sealed(content)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{FILE} would have {len(data)} bytes, and {_MOST_BYTES} are read")
+    return data
 
 
 def sealed(content: dict[str, Any]) -> bytes:

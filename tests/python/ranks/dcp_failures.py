@@ -6,12 +6,13 @@ import resource
 import signal
 import threading
 import time
+from unittest import mock
 
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks.dcp_models import group
-from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed import Reader, Writer, writer as writer_module
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -131,6 +132,26 @@ def s3(folder, value):
         target = state_of(rank, world, 0)
         dcp.load(target, storage_reader=Reader(folder, verify_hash=True))
         return bool((target["rows"].to_local() == value).all()) and target["value"] == value
+
+
+class Breaks(default_planner.DefaultSavePlanner):
+    """Gives all but the last item."""
+
+    def resolve_data(self, write_item):
+        if write_item is self.plan.items[-1]:
+            raise ValueError("no more")
+        return super().resolve_data(write_item)
+
+
+def broken_upload(folder, value):
+    """Save what one rank fails to give once it has sent parts of its object."""
+    with group() as (rank, world):
+        state = {"more": state_of(rank, world, value)["rows"]} | state_of(
+            rank, world, value, 60_000
+        )
+        planner = Breaks() if rank == 1 else None
+        with mock.patch.object(writer_module, "_BATCH_BYTES", 1):
+            return _failed(lambda: dcp.save(state, storage_writer=Writer(folder), planner=planner))
 
 
 def in_a_process(folder, value):

@@ -99,3 +99,9 @@ def overlapping(folder):
         if rank == 0:
             assert len(os.listdir(folder)) == world + 1, os.listdir(folder)
     return done
+
+
+def execute(code, folder):
+    """Run a program in a folder."""
+    os.chdir(folder)
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
