@@ -11,6 +11,7 @@ from dcp_planners import Halves, fails, load, of_every_dtype, save
 from servers import Nginx
 from tensorizer import CryptographyError, EncryptionParams, HashMismatchError
 from tensorizer.distributed.whole import Whole
+from tensorizer_cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -27,6 +28,10 @@ def test_s3(s3, tmp_path):
     assert len([key for key in keys if key.startswith("dcp/step-1/")]) == 3  # the first one stays
     with fails(FileNotFoundError, "there is no checkpoint at s3://bucket/dcp/none"):
         load({"a": torch.zeros(2)}, "s3://bucket/dcp/none")
+    one = tmp_path / "one.tensors"
+    assert main(["cp", "--verify", "s3://bucket/dcp/step-1/", str(one)]) == 0
+    for name, tensor in tensorizer.load(one).items():
+        assert_same(tensor, state[name])
     with fails(FileExistsError, "there is a checkpoint at s3://"):
         save({"a": torch.zeros(2)}, "s3://bucket/dcp/step-1", overwrite=False)
 
