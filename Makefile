@@ -36,7 +36,7 @@ test-other-torch: $(STAMPS)/old
 	VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps \
 	  --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
-	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py)
+	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py)
 
 # With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
 # packages of the other tests.

@@ -145,6 +145,8 @@ def main() -> None:
     import dcp_state
 
     size = dcp_state.QUICK if options.quick else dcp_state.FULL
+    # The server that forks ranks passes over what it cannot import, and knows no other path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, *sys.path[1:])))
     multiprocessing.get_context("forkserver").set_forkserver_preload(["dcp_engines"])
     machine = describe()
     machine["versions"] = {**machine["versions"], "s3fs": version("s3fs")}  # type: ignore[dict-item]

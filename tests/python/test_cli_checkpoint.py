@@ -1,11 +1,14 @@
 """The command on checkpoints of torch.distributed.checkpoint."""
 
 import json
+import os
+import resource
 import warnings
 
 import pytest
 import tensorizer
 import torch
+from tensorizer.distributed.layout import sealed
 from tensorizer_cli.main import main
 from torch.distributed import checkpoint as dcp
 
@@ -40,6 +43,33 @@ def test_a_checkpoint_becomes_one_file(tmp_path, capsys, target):
     assert torch.equal(loaded["model.w"], STATE["model"]["w"])
     assert torch.equal(loaded["model.half"], STATE["model"]["half"])
     assert run("diff", tmp_path / target, folder) == 0
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    # Of a tensor, of which each of many ranks had a row; and one that all of them had a part of.
+    ranks, folder = 300, tmp_path / "checkpoint"
+    chunks = [[[rank, 0], [1, 4], rank, "w"] for rank in range(ranks)]
+    items = {"w": {"dtype": "float32", "size": [ranks, 4], "chunks": chunks}}
+    for rank in (ranks - 1, 0):
+        chunk = [[[0, 0], [1, 4], rank, "w"]]
+        items[f"again {rank}"] = {"dtype": "float32", "size": [1, 4], "chunks": chunk}
+    files = [f"{rank}.tensors" for rank in range(ranks)]
+    content = {"format": "tensorizer.distributed", "version": 1, "dcp_version": None}
+    content |= {"files": files, "items": items, "planner": None}
+    for rank, file in enumerate(files):
+        tensorizer.save({"w": torch.full((1, 4), float(rank))}, folder / file)
+    (folder / "checkpoint.json").write_bytes(sealed(content))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + ranks - 10, before[1]))
+    try:
+        assert run("cp", "--verify", folder, tmp_path / "one.tensors") == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    loaded = tensorizer.load(tmp_path / "one.tensors")
+    assert torch.equal(loaded["w"], torch.arange(ranks).float()[:, None].expand(ranks, 4))
+    assert loaded[f"again {ranks - 1}"].unique().tolist() == [ranks - 1]
+    assert not loaded["again 0"].any()
 
 
 def test_a_difference_is_found(tmp_path, capsys):

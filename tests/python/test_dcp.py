@@ -9,19 +9,29 @@ import subprocess
 import sys
 
 import pytest
+import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, run_python
+from conftest import ROOT
 from dcp_ranks import Ranks
 from ranks.dcp_failures import ROWS
 from tensorizer.distributed import Reader, Writer
+from tensorizer_cli.main import main
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    started = Ranks()
+def ranks(tmp_path_factory):
+    """Ranks of which one with KILL_AT is killed at that call, where there is a C compiler."""
+    compiler, env = shutil.which("cc"), {}
+    if compiler is not None:
+        library = tmp_path_factory.mktemp("killing") / "killing.so"
+        source = ROOT / "tests/python/killing.c"
+        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+        env["LD_PRELOAD"] = str(library)
+    started = Ranks(env)
     yield started
     started.stop()
 
@@ -30,6 +40,13 @@ def test_another_world_size_and_mesh(ranks, tmp_path):
     saved = ranks.run("dcp_meshes.save", 4, tmp_path)[0]
     assert saved == ["4-plain", "4-fsdp", "4-tp", "4-both"]
     saved += ranks.run("dcp_meshes.save", 1, tmp_path)[0]
+    for name in ("4-both", "1-plain"):
+        assert main(["cp", str(tmp_path / name), str(tmp_path / "one.tensors")]) == 0
+        expected = flatten_state_dict(torch.load(tmp_path / f"{name}.pt"))[0]
+        tensors = {name: one for name, one in expected.items() if isinstance(one, torch.Tensor)}
+        found = tensorizer.load(tmp_path / "one.tensors")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     for world, kinds in ((2, 5), (1, 2)):
         (found, *_) = ranks.run("dcp_meshes.load", world, tmp_path, saved)
         assert len(found) == len(saved) * kinds
@@ -47,38 +64,28 @@ def value_of(folder, columns=1000):
     return target["value"]
 
 
-@pytest.fixture(scope="module")
-def killing(tmp_path_factory):
-    """Ranks of which one with KILL_AT is killed at that call."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("killing") / "killing.so"
-    source = ROOT / "tests/python/killing.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    started = Ranks({"LD_PRELOAD": str(library)})
-    yield started
-    started.stop()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_is_killed_at_every_step(killing, tmp_path, victim):
-    killing.run("dcp_failures.save", 2, tmp_path / "first", 1)
-    seen = []
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(("victim", "links"), [(0, True), (1, False)])
+def test_a_rank_is_killed_at_every_step(ranks, tmp_path, victim, links):
+    ranks.run("dcp_failures.save", 2, tmp_path / "first", 1)
+    seen, left = [], set()
     for step in range(100):
         folder = tmp_path / "second"
         shutil.copytree(tmp_path / "first", folder)
-        env = {victim: {"KILL_AT": str(step)}}
-        found = killing.start("dcp_failures.save", 2, folder, 2, env=env)
+        # Without links, files that are not whole yet have hidden names.
+        env = {victim: {"KILL_AT": str(step)} | ({} if links else {"NO_LINKS": "1"})}
+        found = ranks.start("dcp_failures.save", 2, folder, 2, env=env)
         seen.append(value_of(folder))
+        left.update(name for name in os.listdir(folder) if name.startswith("."))
         dcp.save({"other": 1}, storage_writer=Writer(folder))
-        assert len(os.listdir(folder)) == 2
+        assert len(os.listdir(folder)) == 2, os.listdir(folder)
         shutil.rmtree(folder)
         if found[victim].get("signal") != signal.SIGKILL:
             break
     assert all("result" in one for one in found)
     # Files of two ranks, and for the first that of the checkpoint, and old files that it removes.
     assert len(seen) > (10 if victim == 0 else 4)
+    assert any(name.startswith(".rank-00001-") for name in left) == (not links)
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
     if victim == 1:
@@ -86,7 +93,7 @@ def test_a_rank_is_killed_at_every_step(killing, tmp_path, victim):
 
 
 def test_a_rank_is_killed_at_any_moment(ranks, tmp_path):
-    columns, moments = 60_000, 15  # 24 MB each
+    columns, moments = 60_000, 12  # 24 MB each
     seconds = max(ranks.run("dcp_failures.save", 2, tmp_path / "c", 1, columns))
     value = 1
     for moment in range(moments):
@@ -123,6 +130,33 @@ def test_keys_of_ranks(ranks, tmp_path):
         ]
 
 
+@pytest.mark.parametrize(
+    ("what", "name", "match"),
+    [
+        ("nothing", "FileNotFoundError", "there is no checkpoint at {elsewhere}"),
+        ("damaged", "FormatError", "{elsewhere}/checkpoint.json is no checkpoint, or damaged"),
+        ("another", "RuntimeError", "have found different checkpoints at "),
+    ],
+)
+def test_one_rank_finds_something_else(ranks, tmp_path, what, name, match):
+    folder, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
+    ranks.run("dcp_failures.save", 2, folder, 5)
+    if what != "nothing":
+        # Its files would be the same, and their bytes others.
+        ranks.run("dcp_failures.save", 2, elsewhere, 6)
+    if what == "damaged":
+        (elsewhere / "checkpoint.json").write_bytes(b"{}")
+    found = ranks.run("dcp_failures.one_elsewhere", 2, folder, elsewhere)
+    assert found[0] == found[1]
+    failures, value = found[0]
+    assert value == 5
+    for at, failed in enumerate(failures):
+        # The coordinator sees that they differ, and the one that has an error says so.
+        ((rank, (kind, _, text)),) = failed.items()
+        assert (rank, kind) == ("0" if what == "another" else str(at // 3), name)
+        assert match.format(elsewhere=elsewhere) in text
+
+
 def test_a_flipped_byte(ranks, tmp_path):
     ranks.run("dcp_failures.save", 2, tmp_path / "c", 5)
     (path,) = (tmp_path / "c").glob("rank-00001-*")
@@ -140,9 +174,17 @@ def test_s3(ranks, s3):
     env = {rank: {name: os.environ[name] for name in names} for rank in range(2)}
     assert ranks.run("dcp_failures.s3", 2, "s3://bucket/ranks/c", 4, env=env) == [True] * 2
     assert value_of("s3://bucket/ranks/c") == 4
+    for found in ranks.run("dcp_failures.broken_upload", 2, "s3://bucket/ranks/c", 5, env=env):
+        assert found == {"1": ["ValueError", None, "no more"]}
+    assert value_of("s3://bucket/ranks/c") == 4
+    assert "Uploads" not in s3.client().list_multipart_uploads(Bucket="bucket")
+    # Both objects of the first, and that of the rank that had none to blame.
+    keys = [one["Key"] for one in s3.client().list_objects_v2(Bucket="bucket")["Contents"]]
+    ours = sorted(key.removeprefix("ranks/c/")[:10] for key in keys if key.startswith("ranks/c/"))
+    assert ours == ["checkpoint", "rank-00000", "rank-00000", "rank-00001"]
 
 
-def test_the_examples_of_the_document(tmp_path):
+def test_the_examples_of_the_document(ranks, tmp_path):
     text = (ROOT / "docs/checkpoints.md").read_text()
     first, second = re.findall(r"```python torchrun\n(.+?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(first)
@@ -155,8 +197,7 @@ def test_the_examples_of_the_document(tmp_path):
     assert len(os.listdir(tmp_path / "checkpoints/latest")) == 3
     imports = "\n".join(line for line in first.splitlines() if "import " in line)
     end = "assert weights['model']['0.weight'].any()"
-    done = run_python(f"{imports}\n{second}\n{end}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ranks.run("dcp_meshes.execute", 1, f"{imports}\n{second}\n{end}", tmp_path)
 
 
 def test_saves_by_other_processes(ranks, tmp_path):

@@ -15,6 +15,8 @@ from . import layout
 
 #: Files that ranks write, and no others.
 _OURS = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
+#: What they are called until they are whole, where files without a name cannot be had.
+_UNDONE = re.compile(rf"\.{_OURS.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)")
 
 
 def make(folder: str) -> None:
@@ -49,14 +51,17 @@ class Claim:
 
 
 def remove_leftovers(folder: str) -> None:
-    """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder."""
+    """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder.
+
+    Whoever saves holds a :class:`Claim` before there is a file of its own.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = {path.name for path in Path(folder).iterdir() if _OURS.fullmatch(path.name)}
+        found = {path.name for path in Path(folder).iterdir()}
         if layout.is_there(folder):
             found -= set(layout.files(folder))
         remove(folder, found)
@@ -68,7 +73,8 @@ def remove_leftovers(folder: str) -> None:
 
 
 def remove(folder: str, names: Iterable[str]) -> None:
-    """Remove files, as far as that is possible."""
+    """Remove those files that are of ranks, as far as that is possible."""
     for name in names:
-        with contextlib.suppress(OSError):
-            Path(folder, name).unlink()
+        if _OURS.fullmatch(name) or _UNDONE.fullmatch(name):
+            with contextlib.suppress(OSError):
+                Path(folder, name).unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.tensors")
 _MOST_BYTES = 1 << 30
 #: Places in lists; torch makes lists up to the largest.
 _MOST_PLACES = 1 << 24
+#: Chunks of a tensor that are compared each with each.
+_MOST_PAIRED = 1 << 10
 #: Before the hash of all that it follows, and a brace.
 _DIGEST = ',"sha256":"'
 #: What reading JSON of any content raises.
@@ -76,7 +79,8 @@ def encoded(metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place]) -> b
     """Return the content of the file.
 
     Raises:
-        ValueError: The chunks of a tensor are not, each once, all of it.
+        ValueError: The chunks of a tensor are not, each once, all of it; or it would be too long to
+            be read.
 
     """
     files = sorted({place.file for place in places.values()})
@@ -103,7 +107,10 @@ def encoded(metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place]) -> b
         "items": items,
         "planner": _encoded_planner(metadata.planner_data),
     }
-    return sealed(content)
+    data = sealed(content)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{FILE} would have {len(data)} bytes, and {_MOST_BYTES} are read")
+    return data
 
 
 def sealed(content: dict[str, Any]) -> bytes:
@@ -125,9 +132,7 @@ def _encoded_planner(data: Any) -> Any:
     if data is None:
         return None
     if isinstance(data, dict) and all(
-        isinstance(name, str)
-        and isinstance(path, tuple)
-        and all(type(step) in (str, int) for step in path)
+        isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
         for name, path in data.items()
     ):
         return {"paths": {name: list(path) for name, path in data.items()}}
@@ -139,7 +144,8 @@ def _encoded_planner(data: Any) -> Any:
 def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """Return the metadata of a checkpoint, and the names of its files.
 
-    What another planner than torch's own has stored is a pickle still, as bytes.
+    What another planner than torch's own has stored is a pickle still, as bytes. ``save_id`` is the
+    hash of the file, which tells checkpoints apart.
 
     Raises:
         OSError: There is none, or it cannot be read.
@@ -280,7 +286,7 @@ def _decoded(content: dict[str, Any]) -> dcp.Metadata:
         items,
         planner_data=_decoded_planner(content["planner"]),
         storage_data=places,
-        storage_meta=dcp.StorageMeta(),
+        storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
         version=version,
     )
 
@@ -298,6 +304,36 @@ def _check_cover(name: str, tensor: dcp.TensorStorageMetadata) -> None:
         raise ValueError(
             f"the chunks of {name!r} have {found} elements together, and the tensor has {expected}"
         )
+    if not _are_apart([one for one in tensor.chunks if 0 not in one.sizes]):
+        raise ValueError(f"chunks of {name!r} overlap, or too many lie across one another")
+
+
+def _are_apart(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
+    """Tell whether no two chunks have elements in common.
+
+    They are cut in one dimension after another wherever no chunk lies on both sides. What cannot be
+    cut, which no grid comes to, is compared one by one.
+    """
+    if len(chunks) < 2:
+        return True
+    for dim in range(len(chunks[0].offsets)):
+        groups: list[list[dcp.ChunkStorageMetadata]] = []
+        end = 0
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+            if not groups or chunk.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(chunk)
+            end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+        if len(groups) > 1:
+            return all(map(_are_apart, groups))
+    if len(chunks) > _MOST_PAIRED:
+        return False
+    return not any(itertools.starmap(_overlap, itertools.combinations(chunks, 2)))
+
+
+def _overlap(one: dcp.ChunkStorageMetadata, other: dcp.ChunkStorageMetadata) -> bool:
+    ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + many and b < a + much for a, much, b, many in ends)
 
 
 def _decoded_planner(data: Any) -> Any:
@@ -309,9 +345,14 @@ def _decoded_planner(data: Any) -> Any:
     return {name: _path(path) for name, path in data["paths"].items()}
 
 
+def _is_step(step: Any) -> bool:
+    """Tell whether it is a key, or a place in a list that torch may make."""
+    return type(step) is str or (type(step) is int and 0 <= step < _MOST_PLACES)
+
+
 def _path(steps: Sequence[Any]) -> tuple[str | int, ...]:
     for step in steps:
-        if type(step) is not str and not (type(step) is int and 0 <= step < _MOST_PLACES):
+        if not _is_step(step):
             raise ValueError(f"expected keys and places in lists, found {step!r}")
     return tuple(steps)
 

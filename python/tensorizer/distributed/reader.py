@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from typing import Any
@@ -22,13 +23,15 @@ _BATCH_BYTES = 256 << 20
 
 
 class _Unreadable(dcp.Metadata):
-    """Raises, where it is used, what reading it has raised."""
+    """Raises what reading it has raised, wherever one of its fields is used."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self._error = error
 
-    def __getattr__(self, name: str) -> Any:
-        raise self.error
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise self._error
 
 
 class Reader(StorageReader):
@@ -47,9 +50,13 @@ class Reader(StorageReader):
         weights_only: Refuse what is no tensor unless torch's restricted unpickler takes it. Without
             that, a checkpoint can run any code.
 
+    A load that fails on one rank, or in a process without others, raises torch's
+    ``CheckpointException`` on all of them, whose ``failures`` have these errors by rank.
+
     Raises:
         OSError: There is no checkpoint, or it cannot be read.
         FormatError: A file is damaged, or not one of this checkpoint.
+        RuntimeError: Ranks have found different checkpoints.
         HashMismatchError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
         pickle.UnpicklingError: The restricted unpickler refuses an object.
 
@@ -71,12 +78,10 @@ class Reader(StorageReader):
             "num_readers": num_readers,
         }
         self._weights_only = weights_only
-        self._folder: str | None = None
-        #: What was read already, for the first load.
-        self._fresh: dcp.Metadata | None = None
+        self._folder = None if uri is None else layout.folder_of(uri)
         self._places: dict[dcp.MetadataIndex, layout.Place] = {}
-        if uri is not None:
-            self.reset(uri)
+        #: Which checkpoint this rank has found.
+        self._found: str | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -85,44 +90,51 @@ class Reader(StorageReader):
             raise ValueError("expected Reader(uri) or checkpoint_id=")
         return self._folder
 
-    # What torch.distributed.checkpoint calls, in this order
+    # What torch.distributed.checkpoint calls, in this order. What is read is read where it gathers
+    # the errors of all ranks: elsewhere they would wait for one that has raised.
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Read what a folder says that it holds, perhaps another than before."""
+        """Load from a folder, perhaps another than before."""
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
-        self._fresh = self._read()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint holds; later calls see one that has replaced it."""
-        found, self._fresh = self._fresh, None
+        """Return what the checkpoint holds."""
         try:
-            return found or self._read()
+            found, _ = layout.read(self.checkpoint_id)
+            if isinstance(found.planner_data, bytes):
+                what = f"what the planner of {self.checkpoint_id} has stored"
+                found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         except Exception as error:
             # torch passes over what this raises, and says that there is no checkpoint.
             return _Unreadable(error)
-
-    def _read(self) -> dcp.Metadata:
-        found, _ = layout.read(self.checkpoint_id)
-        if isinstance(found.planner_data, bytes):
-            what = f"what the planner of {self.checkpoint_id} has stored"
-            found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         return found
 
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Learn where the items are."""
-        if isinstance(metadata, _Unreadable):
-            raise metadata.error
         self._places = metadata.storage_data
+        self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
-        return plan
+        """Tell the coordinator which checkpoint this rank has found."""
+        return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
+        """Refuse to load parts of several checkpoints."""
+        ranks: dict[str, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            # Planners may make plans without it.
+            if plan.storage_data is not None:
+                ranks.setdefault(plan.storage_data, []).append(rank)
+        if len(ranks) > 1:
+            first, other, *_ = ranks.values()
+            raise RuntimeError(
+                f"ranks {first[0]} and {other[0]} have found different checkpoints at "
+                f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
+                "folder there"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -143,9 +155,10 @@ class Reader(StorageReader):
     def _read_objects(
         self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> None:
-        loaded = file.load([number for _, number in wanted], torch.device("cpu"))
-        for (item, _), (_, tensor, _) in zip(wanted, loaded, strict=True):
-            data = tensor.numpy().tobytes()
+        numbers = dict.fromkeys(number for _, number in wanted)
+        loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
+        for item, number in wanted:
+            data = loaded[number].numpy().tobytes()
             if self._weights_only:
                 # A planner unpickles without restriction what has passed here.
                 what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
@@ -187,7 +200,7 @@ def _read_tensors(
 def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
     """Read tensors into those of a planner."""
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
-    direct: list[tuple[torch.Tensor, int]] = []
+    direct: dict[int, torch.Tensor] = {}
     others: dict[int, list[torch.Tensor]] = {}
     for (item, number), target in zip(wanted, targets, strict=True):
         dtype, shape, _ = file.reader.describe(number)
@@ -197,15 +210,35 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
                 f"to load into is {list(target.shape)}"
             )
         fits = target.dtype == dtype_of(dtype) and target.is_contiguous()
-        if fits and not target.is_meta and file.can_fill_on(target.device):
-            direct.append((target, number))
+        fits = fits and not target.is_meta and file.can_fill_on(target.device)
+        if fits and number not in direct:
+            direct[number] = target
         else:
             others.setdefault(number, []).append(target)
+    for number in _overlapping(direct):
+        others.setdefault(number, []).append(direct.pop(number))
     if direct:
-        file.fill([target for target, _ in direct], [number for _, number in direct])
+        file.fill([*direct.values()], [*direct])
+    for number in direct.keys() & others.keys():
+        for target in others.pop(number):
+            target.copy_(direct[number])
     for batch in in_batches(others, file.reader.memory_len, _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
             for target in others[number]:
                 target.copy_(tensor)
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
+
+
+def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
+    """Return which of them lie, in part, in the memory of others, such as parameters that are tied.
+
+    Without these no two of them overlap. They are contiguous.
+    """
+    found = []
+    end = 0
+    for number, tensor in sorted(tensors.items(), key=lambda one: one[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            found.append(number)
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return found

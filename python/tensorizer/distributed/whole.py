@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,9 @@ from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
 from ..tensors.sharding import Box
 from . import layout
+
+#: Files that are open at a time: systems allow some 1000, and there is one for each rank.
+_MOST_OPEN = 256
 
 
 class Whole:
@@ -51,24 +53,33 @@ class Whole:
             else:
                 self.objects.append(name)
         self.names = list(self._tensors)
-        with contextlib.ExitStack() as stack:
-            self._files = {
-                file: stack.enter_context(
-                    TensorFile(
-                        layout.join(self._folder, file),
-                        encryption=encryption,
-                        verify_hash=verify_hash,
-                    )
-                )
-                for file in files
-            }
-            self._stack = stack.pop_all()
+        self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
+        #: The one that was used last is the last.
+        self._open: dict[str, TensorFile] = {}
+        try:
+            # One that is missing, or needs a key, is an error before anything is written.
+            for file in files[:_MOST_OPEN]:
+                self._file(file)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Whole:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _file(self, name: str) -> TensorFile:
+        """Return an open file, and close that which was not used for the longest time."""
+        file = self._open.pop(name, None)
+        if file is None:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            file = TensorFile(layout.join(self._folder, name), **self._options)
+        self._open[name] = file
+        return file
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a tensor."""
@@ -92,7 +103,7 @@ class Whole:
             yield made
 
     def _load(self, place: layout.Place, view: torch.Tensor) -> None:
-        file = self._files[place.file]
+        file = self._file(place.file)
         number = layout.find(file, place)
         if view.is_contiguous():
             file.fill([view], [number])

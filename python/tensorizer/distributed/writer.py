@@ -98,17 +98,25 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse to replace a checkpoint, where that was asked for."""
+        self._refuse_to_replace()
+        return plan
+
+    def _refuse_to_replace(self) -> None:
         if not self._overwrite and layout.is_there(self.checkpoint_id):
             raise FileExistsError(
                 f"there is a checkpoint at {self.checkpoint_id}, and overwrite is false"
             )
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make room: remove what saves have left that failed or were killed."""
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
+            self._claim_folder()
         return plans
+
+    def _claim_folder(self) -> None:
+        folders.make(self.checkpoint_id)
+        self._claim = folders.Claim(self.checkpoint_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
@@ -121,8 +129,7 @@ class Writer(StorageWriter):
         results = []
         options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
         if self._is_local():
-            folders.make(self.checkpoint_id)
-            self._claim = folders.Claim(self.checkpoint_id)
+            self._claim_folder()
         taken: set[str] = set()
         with FileWriter(layout.join(self.checkpoint_id, file), **options) as writer:
             lengths = [_length(item) for item in items]
@@ -147,8 +154,8 @@ class Writer(StorageWriter):
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), places)
         before: list[str] = []
+        self._refuse_to_replace()
         if self._is_local():
-            folders.make(self.checkpoint_id)
             # One that cannot be read has no files that are known.
             with contextlib.suppress(OSError, ValueError):
                 before = layout.files(self.checkpoint_id)

@@ -1,17 +1,21 @@
 """Saves and loads that fail on one rank, or in which one is killed."""
 
+import functools
 import os
 import resource
 import signal
 import threading
 import time
+from unittest import mock
 
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks.dcp_models import group
-from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed import Reader, Writer, writer as writer_module
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -88,6 +92,25 @@ def verify(folder, value):
         return found
 
 
+def one_elsewhere(folder, elsewhere):
+    """Load where one rank finds something else than the others, by its constructor or later."""
+    with group() as (rank, world):
+        found = []
+        for at in range(world):
+            place = elsewhere if rank == at else folder
+            for planner in (None, default_planner._EmptyStateDictLoadPlanner()):
+                target = state_of(rank, world, 0) if planner is None else {}
+                call = functools.partial(_load_state_dict, target, planner=planner)
+                found.append(_failed(lambda: call(storage_reader=Reader(place))))  # noqa: B023
+            target = state_of(rank, world, 0)
+            call = functools.partial(dcp.load, target, checkpoint_id=place)
+            found.append(_failed(lambda: call(storage_reader=Reader())))  # noqa: B023
+        # And the group is still of use.
+        target = state_of(rank, world, 0)
+        dcp.load(target, storage_reader=Reader(folder))
+        return found, target["value"]
+
+
 def retried(folder):
     """Save with one writer into one folder: fails, then does not."""
     with group() as (rank, world):
@@ -109,6 +132,26 @@ def s3(folder, value):
         target = state_of(rank, world, 0)
         dcp.load(target, storage_reader=Reader(folder, verify_hash=True))
         return bool((target["rows"].to_local() == value).all()) and target["value"] == value
+
+
+class Breaks(default_planner.DefaultSavePlanner):
+    """Gives all but the last item."""
+
+    def resolve_data(self, write_item):
+        if write_item is self.plan.items[-1]:
+            raise ValueError("no more")
+        return super().resolve_data(write_item)
+
+
+def broken_upload(folder, value):
+    """Save what one rank fails to give once it has sent parts of its object."""
+    with group() as (rank, world):
+        state = {"more": state_of(rank, world, value)["rows"]} | state_of(
+            rank, world, value, 60_000
+        )
+        planner = Breaks() if rank == 1 else None
+        with mock.patch.object(writer_module, "_BATCH_BYTES", 1):
+            return _failed(lambda: dcp.save(state, storage_writer=Writer(folder), planner=planner))
 
 
 def in_a_process(folder, value):

@@ -1,12 +1,15 @@
 """Saves and loads of models on meshes, with one world size and with another."""
 
 import os
+import threading
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dcp_ranks import GLOO_TIMEOUT
 from ranks.dcp_models import KINDS, assert_equal, full, group, make, put_back, state_of, step
 from tensorizer.distributed import Reader, Writer
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 
 def _kinds(world):
@@ -56,6 +59,18 @@ def _others(state):
     return {"step": state["step"], "names": state["names"]}
 
 
+class Waiting(DefaultSavePlanner):
+    """Lets nothing be written until it is told to."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.may_write = threading.Event()
+
+    def finish_plan(self, new_plan):
+        assert self.may_write.wait(GLOO_TIMEOUT)
+        return super().finish_plan(new_plan)
+
+
 def overlapping(folder):
     """Save in the background while a step changes what was staged; twice into one folder."""
     done = []
@@ -65,10 +80,15 @@ def overlapping(folder):
         for turn in range(3):
             state = state_of(model, optimizer)
             expected = full(state)
-            writer = Writer(folder)
-            future = dcp.async_save(state, storage_writer=writer, process_group=apart)
+            # From the second turn on, ranks send no plans.
+            planner = Waiting(enable_plan_caching=True)
+            future = dcp.async_save(
+                state, storage_writer=Writer(folder), process_group=apart, planner=planner
+            )
             step(model, optimizer)
             after = full(state_of(model, optimizer))
+            assert not future.done()
+            planner.may_write.set()
             future.result()
             assert not torch.equal(after["model"]["0.weight"], expected["model"]["0.weight"])
             loaded = state_of(*make("fsdp", 2))
@@ -79,3 +99,9 @@ def overlapping(folder):
         if rank == 0:
             assert len(os.listdir(folder)) == world + 1, os.listdir(folder)
     return done
+
+
+def execute(code, folder):
+    """Run a program in a folder."""
+    os.chdir(folder)
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
