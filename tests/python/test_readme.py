@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT, run_python
 from servers import Moto, Redis
 
-
 #: Documents whose examples need a server of their own, and where they run.
 ELSEWHERE = {"cache.md": "test_cache.py"}
 

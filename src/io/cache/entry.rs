@@ -17,7 +17,6 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::Cached;
 use crate::io::source::{KnownHead, ReadAt};
 use crate::sys::{self, Claimed};
 
@@ -121,6 +120,28 @@ pub struct Entry {
     complete: bool,
     /// Nothing more is written: the disk is full or broken.
     given_up: AtomicBool,
+}
+
+/// What `tensorizer cache ls` shows of a file.
+#[derive(Debug, Clone)]
+pub struct Cached {
+    /// Where it is from, without secrets.
+    pub uri: String,
+    /// Bytes of the file.
+    pub len: u64,
+    /// How many of them are here.
+    pub here: u64,
+    /// When it was opened last.
+    pub used: SystemTime,
+    pub(super) path: PathBuf,
+    complete: bool,
+}
+
+impl Cached {
+    /// Bytes that are still to come.
+    pub(super) fn promised(&self) -> u64 {
+        if self.complete { 0 } else { self.len.saturating_sub(self.here) }
+    }
 }
 
 /// The right to bring some chunks, which other openings wait for.

@@ -18,6 +18,7 @@ use crate::environment::{CACHE, CACHE_GB};
 use crate::error::{Error, Result};
 use crate::io::source::ReadAt;
 use crate::sys;
+pub use entry::Cached;
 use entry::{Entry, Identity};
 use source::CachedSource;
 
@@ -40,21 +41,6 @@ pub struct Cache {
     folder: Arc<PathBuf>,
     /// In bytes; None for all but a part of the disk.
     most: Option<u64>,
-}
-
-/// What `tensorizer cache ls` shows of a file.
-#[derive(Debug, Clone)]
-pub struct Cached {
-    /// Where it is from, without secrets.
-    pub uri: String,
-    /// Bytes of the file.
-    pub len: u64,
-    /// How many of them are here.
-    pub here: u64,
-    /// When it was opened last.
-    pub used: SystemTime,
-    path: PathBuf,
-    complete: bool,
 }
 
 impl Cache {
@@ -208,13 +194,6 @@ impl Cache {
             }
         });
         failed.map_or(Ok(removed), |e| Err(self.failed(e)))
-    }
-}
-
-impl Cached {
-    /// Bytes that are still to come.
-    fn promised(&self) -> u64 {
-        if self.complete { 0 } else { self.len.saturating_sub(self.here) }
     }
 }
 
