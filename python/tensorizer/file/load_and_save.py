@@ -92,8 +92,6 @@ def load(
             :class:`TensorDeserializer`. Another member's error is raised at all of them.
 
     """
-    if (out is not None) + (like is not None) + (shard is not None) > 1:
-        raise ValueError("out=, like= and shard= exclude each other")
     members = None
     if group is not None:
         from ..group.members import Members  # torch.distributed is slow to import
