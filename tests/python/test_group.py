@@ -3,11 +3,16 @@
 import contextlib
 import itertools
 import math
+import os
 import random
+import re
+import subprocess
+import sys
 
 import pytest
 import tensorizer
 import torch
+from conftest import ROOT
 from ranks import groups
 from servers import FaultServer, Nginx
 from tensorizer._native import Reader
@@ -187,6 +192,25 @@ def test_streams(ranks, addresses, moto):
 @by_address
 def test_addresses(ranks, addresses, moto):
     ranks.run("groups.group_of_addresses", 4, addresses, env=moto.settings())
+
+
+def test_the_examples_of_the_document(nginx):
+    """With torchrun, in the folder of the server."""
+    text = (ROOT / "docs/ranks.md").read_text()
+    blocks = re.findall(r"```python torchrun\n(.+?)```", text, re.DOTALL)
+    assert len(blocks) == 5 and "https://models.example" in text
+    example = "\n".join(blocks).replace("https://models.example", nginx.http)
+    (nginx.root / "example.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "example.py"], cwd=nginx.root, env=env, timeout=100, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    saved = tensorizer.load(nginx.root / "saved.tensors")
+    for name, tensor in tensorizer.load(nginx.root / "model.safetensors").items():
+        assert torch.equal(saved[name], tensor)
 
 
 # Errors, and ranks that are lost
