@@ -14,7 +14,7 @@ import tensorizer
 import torch
 from conftest import ROOT
 from ranks import groups
-from servers import FaultServer, Nginx
+from servers import FaultServer, Nginx, Relay
 from tensorizer._native import Reader
 from tensorizer.group import plan
 from tensorizer.group.plan import Batch, Wanted
@@ -192,6 +192,32 @@ def test_streams(ranks, addresses, moto):
 @by_address
 def test_addresses(ranks, addresses, moto):
     ranks.run("groups.group_of_addresses", 4, addresses, env=moto.settings())
+
+
+def test_every_byte_is_fetched_once(ranks, nginx):
+    """By 4 ranks over HTTP: 1.02 of the file at most, and 4 files by ranks that load alone."""
+    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    for ending in ("tensors", "safetensors"):
+        path = nginx.root / f"traffic.{ending}"
+        tensorizer.save(traffic, path)
+        ranks.run("groups.traffic", 4, f"{nginx.http}/{path.name}", 16, False)
+        size = path.stat().st_size
+        assert size <= nginx.sent(path.name) <= 1.02 * size
+    alone = nginx.root / "alone.tensors"
+    alone.hardlink_to(nginx.root / "traffic.tensors")
+    ranks.run("groups.traffic_alone", 4, f"{nginx.http}/{alone.name}")
+    assert nginx.sent(alone.name) >= 4 * alone.stat().st_size
+
+
+def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
+    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    path = tmp_path / "traffic.tensors"
+    tensorizer.save(traffic, path)
+    moto.client().upload_file(str(path), "bucket", "group/traffic.tensors")
+    with Relay(moto.host) as relay:
+        env = moto.settings(relay.host)
+        ranks.run("groups.traffic", 4, "s3://bucket/group/traffic.tensors", 16, False, env=env)
+        assert path.stat().st_size <= relay.sent <= 1.02 * path.stat().st_size
 
 
 def test_the_examples_of_the_document(nginx):
