@@ -61,7 +61,7 @@ def tied(folder):
 
 def shapes(folder):
     """Save parts that are uneven, empty, replicated, and not in row-major order."""
-    with group() as (rank, world):
+    with group() as (_, world):
         line = init_device_mesh("cpu", (world,))
         square = init_device_mesh("cpu", (2, world // 2))
         torch.manual_seed(4)
