@@ -118,7 +118,7 @@ def table(world: int, size: int, found: dict[bool, list[float]]) -> str:
 
 {os.cpu_count()} cores, torch {version("torch")}, commit {commit()}.
 {size / 1e9:.3g} GB of tensors at nginx, behind a relay that lets {RATE // 10**6} MB/s pass over all
-connections together; {world} ranks of gloo on the same machine, in turns, rounds: {rounds}. Medians.
+connections together; {world} ranks of gloo on the same machine, in turns, {rounds} rounds, medians.
 All bytes were compared.
 
     python benchmarks/ranks.py --rounds {rounds}
