@@ -114,12 +114,12 @@ def refused(folder):
             with TensorSerializer(path) as serializer:
                 serializer.write_state_dict(good)
 
-        found["folder"] = caught(lambda: tensorizer.save(good, f"{folder}/none/x.tensors"))
-        found["safetensors"] = caught(lambda: tensorizer.save(good, f"{folder}/none/x.safetensors"))
+        found["folder"] = caught(lambda: tensorizer.save(good, f"{folder}/file/x.tensors"))
+        found["safetensors"] = caught(lambda: tensorizer.save(good, f"{folder}/file/x.safetensors"))
         found["other"] = caught(lambda: tensorizer.save(other, f"{folder}/other.tensors"))
-        found["constructors"] = caught(lambda: module(f"{folder}/none/x.tensors"))
+        found["constructors"] = caught(lambda: module(f"{folder}/file/x.tensors"))
         found["one"] = caught(
-            lambda: module(f"{folder}/none/x.tensors" if rank == 1 else f"{folder}/one.tensors")
+            lambda: module(f"{folder}/file/x.tensors" if rank == 1 else f"{folder}/one.tensors")
         )
         # The others ended by the time-out.
         dist.barrier()
