@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint bench bench-formats bench-dcp bench-quick gpu gpu-toy build wheels clean
+  lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -120,10 +120,14 @@ bench-formats: $(STAMPS)/built $(STAMPS)/bench
 bench-dcp: $(STAMPS)/built $(STAMPS)/bench
 	$(BIN)/python benchmarks/dcp.py $(DCP)
 
+bench-ranks: $(STAMPS)/built $(STAMPS)/bench
+	$(BIN)/python benchmarks/ranks.py $(RANKS)
+
 bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py --quick
 	$(BIN)/python benchmarks/formats.py --quick
 	$(BIN)/python benchmarks/dcp.py --quick --only disk-1 s3-1
+	$(BIN)/python benchmarks/ranks.py --quick
 	$(MAKE) gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old

@@ -297,6 +297,8 @@ class Relay(Scripted):
 
     def __init__(self, host, script=lambda method, path, number: None):
         self.to, self.script, self.requests = host, script, []
+        #: Bytes of the answers so far, without headers.
+        self.sent = 0
         #: The access key of each request.
         self.signers = []
         # Connections that nobody uses end after a second.
@@ -352,6 +354,8 @@ class Relay(Scripted):
             handler.send_header("Content-Length", size or str(len(data)))
             handler.end_headers()
             handler.wfile.write(data)
+            with self.lock:
+                self.sent += len(data)
         except OSError:
             pass
 

@@ -33,7 +33,7 @@ class Ranks:
         hidden = ("AWS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
         own = {name: value for name, value in os.environ.items()
                if not name.upper().startswith(hidden)}  # fmt: skip
-        own["AWS_EC2_METADATA_DISABLED"] = "true"
+        own |= {"AWS_EC2_METADATA_DISABLED": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,

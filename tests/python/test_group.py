@@ -1,13 +1,20 @@
 """Loading by a group of ranks: every byte is fetched by one, and all end alike."""
 
+import contextlib
 import itertools
 import math
+import os
 import random
+import re
+import subprocess
+import sys
 
 import pytest
+import tensorizer
 import torch
+from conftest import ROOT
 from ranks import groups
-from servers import Nginx
+from servers import FaultServer, Nginx, Relay
 from tensorizer._native import Reader
 from tensorizer.group import plan
 from tensorizer.group.plan import Batch, Wanted
@@ -185,3 +192,173 @@ def test_streams(ranks, addresses, moto):
 @by_address
 def test_addresses(ranks, addresses, moto):
     ranks.run("groups.group_of_addresses", 4, addresses, env=moto.settings())
+
+
+def test_every_byte_is_fetched_once(ranks, nginx):
+    """By 4 ranks over HTTP: 1.02 of the file at most, and 4 files by ranks that load alone."""
+    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    for ending in ("tensors", "safetensors"):
+        path = nginx.root / f"traffic.{ending}"
+        tensorizer.save(traffic, path)
+        ranks.run("groups.traffic", 4, f"{nginx.http}/{path.name}", 16, False)
+        size = path.stat().st_size
+        assert 16 << 22 <= nginx.sent(path.name) <= 1.02 * size
+    alone = nginx.root / "alone.tensors"
+    alone.hardlink_to(nginx.root / "traffic.tensors")
+    ranks.run("groups.traffic_alone", 4, f"{nginx.http}/{alone.name}")
+    assert nginx.sent(alone.name) >= 4 * 16 << 22
+
+
+def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
+    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    path = tmp_path / "traffic.tensors"
+    tensorizer.save(traffic, path)
+    moto.client().upload_file(str(path), "bucket", "group/traffic.tensors")
+    with Relay(moto.host) as relay:
+        env = moto.settings(relay.host)
+        ranks.run("groups.traffic", 4, "s3://bucket/group/traffic.tensors", 16, False, env=env)
+        assert 16 << 22 <= relay.sent <= 1.02 * path.stat().st_size
+
+
+def test_the_examples_of_the_document(nginx):
+    """With torchrun, in the folder of the server."""
+    text = (ROOT / "docs/ranks.md").read_text()
+    blocks = re.findall(r"```python torchrun\n(.+?)```", text, re.DOTALL)
+    assert len(blocks) == 5 and "https://models.example" in text
+    example = "\n".join(blocks).replace("https://models.example", nginx.http)
+    (nginx.root / "example.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "example.py"], cwd=nginx.root, env=env, timeout=100, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    saved = tensorizer.load(nginx.root / "saved.tensors")
+    for name, tensor in tensorizer.load(nginx.root / "model.safetensors").items():
+        assert torch.equal(saved[name], tensor)
+
+
+# Errors, and ranks that are lost
+
+
+@pytest.fixture(scope="module")
+def failing(folder, tmp_path_factory):
+    """Files beside it of which something is wrong."""
+    data = bytearray((folder / "g.tensors").read_bytes())
+    data[data.index(groups.large()["cube"].numpy().tobytes()) + 1000] ^= 1
+    (folder / "damaged.tensors").write_bytes(data)
+    (folder / "text").write_text("no file of tensors " * 100)
+    tensorizer.save({"rows": torch.zeros(3)}, folder / "other.tensors")
+    with torch.device("meta"):
+        huge = torch.empty(1 << 46)
+    tensorizer.save({"small": torch.zeros(3), "huge": huge}, folder / "huge.tensors")
+    return folder
+
+
+def test_an_error_of_one_is_the_error_of_all(ranks, failing):
+    found = ranks.run("lost.errors", 4, failing)
+    kinds = {
+        "name": "KeyError", "filter": "OSError", "slice": "IndexError", "out": "ValueError",
+        "arguments": "ValueError", "file": "FileNotFoundError", "first file": "FileNotFoundError",
+        "other file": "ValueError", "format": "FormatError", "key": "CryptographyError",
+        "no key": "CryptographyError", "hash": "HashMismatchError", "reader": "ValueError",
+        "one hash": "HashMismatchError", "device": "RuntimeError", "memory": "MemoryError",
+    }  # fmt: skip
+    assert found[0].keys() == kinds.keys()
+    for name, kind in kinds.items():
+        said = [of_rank[name] for of_rank in found]
+        assert said == [said[0]] * 4, name
+        assert said[0] is not None and said[0][0] == kind, (name, said[0])
+
+
+def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save({f"t{n}": torch.full((512, 512), float(n)) for n in range(12)}, path)
+    data = path.read_bytes()
+    scripts = {
+        "never": lambda number, *_: ("status", 403),
+        "later": lambda number, *_: ("status", 403) if number else None,
+        "changed": lambda number, *_: ("etag", '"two"') if number else None,
+    }
+    with contextlib.ExitStack() as opened:
+        well = opened.enter_context(FaultServer(data))
+        servers = {}
+        for name, script in scripts.items():
+            bad = opened.enter_context(FaultServer(data, script))
+            servers[name] = [well.url, bad.url, well.url, well.url]
+        found = ranks.run("lost.servers_that_fail", 4, failing, servers)
+    for name, kind in {"never": "PermissionError", "later": "PermissionError",
+                       "changed": "OSError"}.items():  # fmt: skip
+        said = [of_rank[name] for of_rank in found]
+        assert said == [said[0]] * 4, name
+        assert said[0] is not None and said[0][0] == kind, (name, said[0])
+        assert servers[name][1] in said[0][1]
+
+
+def test_errors_on_the_way(ranks, folder):
+    found = ranks.run("lost.errors_on_the_way", 4, folder)
+    told = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
+    for name, at in {"read": 1, "first": 1, "delivery": 3}.items():
+        said = [of_rank[name] for of_rank in found]
+        assert [one[:2] for one in said] == [told] * 4, name
+        if hasattr(BaseException, "add_note"):
+            notes = [None if rank == at else [f"rank {at} of the group failed"]
+                     for rank in range(4)]  # fmt: skip
+            assert [one[2] for one in said] == notes
+    # What cannot be sent is told.
+    odd = [of_rank["odd"][:2] for of_rank in found]
+    other = ["GroupError", "rank 1 of the group failed: Odd: one and two"]
+    assert odd == [other, ["Odd", "one and two"], other, other]
+
+
+def test_a_rank_that_is_killed(ranks, folder):
+    found = ranks.start("lost.killed", 4, folder, "SIGKILL")
+    assert found[2] == {"signal": 9, "late": False, "stopped": False}
+    for rank in (0, 1, 3):
+        kind, message, seconds, trace = found[rank]["result"]
+        assert kind == "GroupError", trace
+        assert f"rank {rank} of 4 lost the other members of its group" in message
+        assert seconds < 10
+
+
+def test_a_rank_that_stands_still(ranks, folder):
+    found = ranks.start("lost.killed", 4, folder, "SIGSTOP", 4)
+    assert found[2] == {"signal": 9, "late": False, "stopped": True}
+    for rank in (0, 1, 3):
+        kind, _, seconds, trace = found[rank]["result"]
+        assert kind == "GroupError", trace
+        assert seconds < 25
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_does_not_come(ranks, folder, how):
+    found = ranks.start("lost.killed_before", 4, folder, how)
+    for rank in (0, 1, 3):
+        kind, _, seconds = found[rank]["result"]
+        assert kind == "GroupError"
+        assert 2 < seconds < 10
+
+
+def test_interrupts_of_one_rank_end_all(ranks, folder):
+    found = list(zip(*ranks.run("lost.interrupted", 4, folder, 24), strict=True))
+    turns = [[outcome for outcome, _ in turn] for turn in found]
+    for number, turn in enumerate(turns):
+        others = [one for rank, one in enumerate(turn) if rank != number % 4]
+        # At the very end of a call some have what they need.
+        assert set(others) <= {"done", "told"}, turn
+        assert turn[number % 4] in ("done", "interrupted"), turn
+    assert sum("interrupted" in turn for turn in turns) > 5
+    assert sum(turn.count("told") == 3 for turn in turns) > 5
+    # None waits for the time-out, unless this comes before the first line of the call.
+    assert sum(late for turn in found for _, late in turn) <= 3
+
+
+def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
+    found = ranks.run("lost.late", 4, folder)
+    assert found[0][0] == "KeyboardInterrupt"
+    assert found[0][2] < 0.8
+    for kind, message, seconds in found[1:]:
+        assert kind == "GroupError"
+        assert "one of them left" in message
+        assert seconds < 2

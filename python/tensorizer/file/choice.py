@@ -63,6 +63,8 @@ class _Load:
 
     def __init__(self, choice: Choice, file: TensorFile, progress: Progress) -> None:
         self._choice, self._file = choice, file
+        if sum(given is not None for given in (choice.out, choice.like, choice.shard)) > 1:
+            raise ValueError("out=, like= and shard= exclude each other")
         default = torch.get_default_device() if choice.device is None else choice.device
         self._default = resolve_device(default)
         self._numbers = self._chosen()

@@ -133,6 +133,7 @@ class FileWriter:
         from ..group.gather import Gathering  # whoever has DTensors imported it
 
         self._gathering = Gathering(tensors)
+        self._gathering.members.join()
         if not self._gathering.writes:
             self._abandon()
 

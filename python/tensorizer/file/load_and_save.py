@@ -102,8 +102,6 @@ def load(
             :class:`TensorDeserializer`. Another member's error is raised at all of them.
 
     """
-    if (out is not None) + (like is not None) + (shard is not None) > 1:
-        raise ValueError("out=, like= and shard= exclude each other")
     told = Progress(progress)
     members = None
     if group is not None:

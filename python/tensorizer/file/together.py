@@ -46,13 +46,13 @@ def open_together(members: Members, opened: Callable[[Sequence[Head]], TensorFil
 
     try:
         _, (heads, *_) = members.together(first, lambda known: known)
-        file, digests = members.together(others, _digest)
-        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"rank {other} of the group has opened another file than rank 0: their tensors "
-                f"differ (here it is {file.reader.uri})"
-            )
+        file, found = members.together(others, lambda file: (_digest(file), file.reader.uri))
+        for rank, (digest, uri) in enumerate(found):
+            if digest != found[0][0]:
+                raise ValueError(
+                    f"rank {rank} of the group has opened another file than rank 0: {uri} has "
+                    f"other tensors than {found[0][1]}"
+                )
     except BaseException:
         for file in mine:
             file.close()
@@ -130,12 +130,23 @@ def fill_together(
 
 
 def made_for(wanted: Wanted, device_of: Callable[[int], torch.device]) -> dict[int, torch.Tensor]:
-    """Return new tensors for what is wanted."""
+    """Return new tensors for what is wanted.
+
+    Raises:
+        MemoryError: There is not enough on the host.
+        torch.OutOfMemoryError: There is not enough on a device.
+
+    """
     made = {}
     for number in wanted.numbers:
         dtype = cast_dtype(dtype_of(wanted.file.reader.describe(number)[0]), wanted.file.dtype)
-        shape = wanted.part(number).shape
-        made[number] = torch.empty(shape, dtype=dtype, device=device_of(number))
+        shape, device = wanted.part(number).shape, device_of(number)
+        try:
+            made[number] = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if device.type != "cpu":
+                raise
+            raise MemoryError(f"tensor {wanted.file.reader.name(number)!r}: {error}") from error
     return made
 
 

@@ -96,6 +96,8 @@ class Exchange:
                 self._stop()
             pool.shutdown(wait=True, cancel_futures=True)
             self._coming.clear()
+            # They keep the connections open, and tracebacks have this object.
+            self._sent.clear()
         failed, self._failed = self._failed, None
         try:
             self._members.agree(failed)
@@ -139,7 +141,10 @@ class Exchange:
     def _finish(self) -> bool:
         """Wait for the oldest batch that is being sent; tell whether its owner is well."""
         batch, buffer, work = self._sent.popleft()
-        self._members.wait(work)
+        try:
+            self._members.wait(work)
+        finally:
+            del work
         well = not bool(buffer[0])
         if well and self._failed is None:
             try:

@@ -37,10 +37,9 @@ class Gathering:
 
     Raises:
         ValueError: Tensors are of meshes of different processes.
-        GroupError: A process was lost.
 
     Attributes:
-        members: The processes.
+        members: The processes, which are to join before tensors are gathered.
         writes: Whether this one writes.
         failed: Whether a write has failed, which all know.
 

@@ -54,6 +54,8 @@ class _Calls:
 _CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = (
     weakref.WeakKeyDictionary()
 )
+#: What becomes of a call once one member has seen all others.
+_ALL_HERE = "all are here"
 #: Seconds that a member waits for others beyond the group's timeout, which they see first.
 _GRACE = 10.0
 
@@ -67,7 +69,6 @@ class Members:
 
     Raises:
         ValueError: This process is none of them.
-        GroupError: One of them was lost.
 
     Attributes:
         rank: The number of this process among them.
@@ -86,18 +87,9 @@ class Members:
         self._have_failed = False
         self._among_hosts: Any = None
         self._among_devices: Any = None
-        name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
+        self._store: Any = None
+        self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
         self._last: list[Any] = []
-        with self._or_lost():
-            calls = _Calls.of(name, self.size)
-            calls.count += 1
-            self._last = calls.last
-            self._store = distributed_c10d.PrefixStore(f"{name}/{calls.count}", calls.store)
-            self._meet()
-            self._among_hosts = dist.ProcessGroupGloo(
-                self._store, self.rank, self.size, self._timeout
-            )
-        self._last[:] = [self._among_hosts]
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Members:
@@ -107,6 +99,7 @@ class Members:
         return Members(sorted(dist.get_process_group_ranks(group)), group)
 
     def __enter__(self) -> Members:
+        self.join()
         return self
 
     def __exit__(
@@ -119,20 +112,49 @@ class Members:
         if error is not None and not self._have_failed:
             self.leave()
 
+    def join(self) -> None:
+        """Meet the others, and connect to them.
+
+        Raises:
+            GroupError: One of them was lost, or did not come.
+
+        """
+        with self._or_lost():
+            calls = _Calls.of(self._name, self.size)
+            calls.count += 1
+            self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
+            self._meet()
+            self._last = calls.last
+            self._among_hosts = dist.ProcessGroupGloo(
+                self._store, self.rank, self.size, self._timeout
+            )
+            self._last[:] = [self._among_hosts]
+
     def _meet(self) -> None:
-        """Wait until all are here: what connects them cannot be interrupted."""
+        """Wait until all are here: what connects them cannot be interrupted.
+
+        Once one has seen that all are, all go on, also one that is interrupted then: the others
+        wait for its connections.
+        """
         until = time.monotonic() + self._timeout.total_seconds()
-        self._store.set(f"here/{self.rank}", "")
+        everybody = [f"here/{rank}" for rank in range(self.size)]
         try:
-            while not self._store.check([f"here/{rank}" for rank in range(self.size)]):
+            self._store.set(everybody[self.rank], "")
+            while not self._store.check(["outcome"]) and not self._store.check(everybody):
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
-                if self._store.check(["left"]):
-                    raise RuntimeError("one of them was interrupted")
                 time.sleep(2e-3)
-        except BaseException:
-            self._store.set("left", "")
-            raise
+            outcome = self._store.compare_set("outcome", "", _ALL_HERE)
+        except BaseException as error:
+            text = "one of them " + (
+                "waited in vain" if isinstance(error, RuntimeError) else "left"
+            )
+            outcome = self._store.compare_set("outcome", "", text)
+            if outcome.decode() != _ALL_HERE or isinstance(error, Exception):
+                raise
+            self._interrupt = error.with_traceback(None)
+        if outcome.decode() != _ALL_HERE:
+            raise RuntimeError(outcome.decode())
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
@@ -201,7 +223,11 @@ class Members:
         if interrupt is not None:
             # The others go on, and would wait for this one.
             self.leave()
-            raise interrupt
+            try:
+                raise interrupt
+            finally:
+                # Its traceback has this frame.
+                del interrupt
         return answers
 
     # One exchange
@@ -235,13 +261,17 @@ class Members:
         """
         until = time.monotonic() + self._timeout.total_seconds() + _GRACE
         pause = 1e-4
-        with self._or_lost():
-            while not work.is_completed():
-                if time.monotonic() > until:
-                    raise RuntimeError("timed out")
-                self._pause(pause)
-                pause = min(pause * 1.5, 5e-3)
-            work.wait()
+        try:
+            with self._or_lost():
+                while not work.is_completed():
+                    if time.monotonic() > until:
+                        raise RuntimeError("timed out")
+                    self._pause(pause)
+                    pause = min(pause * 1.5, 5e-3)
+                work.wait()
+        finally:
+            # It keeps the connections open, and a traceback keeps this frame.
+            del work
 
     def _pause(self, seconds: float) -> None:
         """Sleep, and remember an interruption; a second one ends the call at once."""
@@ -251,7 +281,8 @@ class Members:
             if self._interrupt is not None:
                 self.leave()
                 raise
-            self._interrupt = interrupt
+            # Frames of its traceback have the exchange.
+            self._interrupt = interrupt.with_traceback(None)
 
     def interrupted(self) -> BaseException | None:
         """Return what has interrupted this process during an exchange, once."""
@@ -262,8 +293,10 @@ class Members:
     def _or_lost(self) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, dist.DistError) as error:
+        except BaseException as error:
             self.leave()
+            if not isinstance(error, (RuntimeError, dist.DistError)):
+                raise
             raise GroupError(
                 f"rank {self.rank} of {self.size} lost the other members of its group, or they "
                 f"did not answer within {self._timeout}: {error}"

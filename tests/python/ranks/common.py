@@ -39,7 +39,7 @@ def fetch_together(batch_bytes=None):
     """Have local files fetched together too, as if ranks were on machines of their own."""
     together.is_read_by_each = lambda members, file: not file.reader.seekable
     if batch_bytes is not None:
-        together.BATCH_BYTES = batch_bytes
+        together.BATCH_BYTES = together._ENCRYPTED_BATCH_BYTES = batch_bytes
 
 
 def mesh_of(kind, device="cpu"):

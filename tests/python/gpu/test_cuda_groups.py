@@ -1,0 +1,33 @@
+"""Loading by a group of ranks to CUDA devices."""
+
+import os
+
+import pytest
+import torch
+from ranks import groups
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("REQUIRE_CUDA") != "1",
+    reason="no CUDA device",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same tensors in every format."""
+    folder = tmp_path_factory.mktemp("group")
+    groups.write(folder)
+    return folder
+
+
+def test_over_gloo(ranks, folder):
+    """By way of the hosts; the ranks may share a device."""
+    ranks.run("devices.load", 2, folder, "gloo")
+
+
+@pytest.mark.skipif(
+    "cuda" in os.environ.get("LD_PRELOAD", ""), reason="the emulated CUDA has no kernels of NCCL"
+)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
+def test_over_nccl(ranks, folder):
+    ranks.run("devices.load", min(torch.cuda.device_count(), 4), folder, "nccl")

@@ -1,0 +1,261 @@
+"""Loads and saves by groups that fail at one rank, or lose it."""
+
+import datetime
+import os
+import signal
+import threading
+import time
+import traceback
+
+from ranks.common import (
+    assert_equal,
+    caught,
+    dist,
+    fetch_together,
+    group,
+    placed,
+    tensorizer,
+    torch,
+)
+from ranks.groups import BATCH, large
+from tensorizer.file import together
+from tensorizer.group.members import Members
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+#: Seconds that ranks wait for each other where one does not come.
+WAIT = 10
+
+
+def on_the_way(function, number, act):
+    """Do something before the ``number``-th batch that a function of this rank gets."""
+    own, count = getattr(together, function), iter(range(1 << 30))
+
+    def changed(*args):
+        if next(count) == number:
+            act()
+        own(*args)
+
+    setattr(together, function, changed)
+
+
+def load(uri, **options):
+    return tensorizer.load(uri, group=dist.group.WORLD, **options)
+
+
+def works(uri):
+    """Tell whether the next call works."""
+    found, made = load(uri, names=["rows", "t0"]), large()
+    for name, tensor in found.items():
+        assert_equal(tensor, made[name])
+
+
+def fail():
+    raise OSError(5, "Input/output error", "somewhere")
+
+
+class Odd(Exception):
+    """An error that cannot be sent."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail_oddly():
+    raise Odd("one", "two")
+
+
+def calls_that_fail(folder, there):
+    """Return calls that fail at one rank, by what is wrong."""
+    uri, encrypted = f"{folder}/g.tensors", f"{folder}/g.enc.tensors"
+    damaged = f"{folder}/damaged.tensors"
+    small, fits = torch.zeros(3), torch.zeros(300, 200)
+
+    def key(first):
+        return tensorizer.DecryptionParams.from_key(bytes([first, *range(1, 32)]))
+
+    return {
+        "name": lambda: load(uri, names=["nope"] if there else ["rows"]),
+        "filter": lambda: load(uri, filter_func=(lambda _: fail()) if there else None),
+        "slice": lambda: load(uri, slices={"rows": (5, 0, 1)} if there else None),
+        "arguments": lambda: load(
+            uri, like={"rows": fits}, shard=tensorizer.Shard(0, 1, 4) if there else None
+        ),
+        "reader": lambda: load(uri, num_readers=0 if there else 1),
+        "out": lambda: load(uri, out={"rows": small if there else fits}),
+        "file": lambda: load(f"{uri}.none" if there else uri),
+        "other file": lambda: load(f"{folder}/other.tensors" if there else uri),
+        "format": lambda: load(f"{folder}/text" if there else uri),
+        "key": lambda: load(encrypted, encryption=key(int(there))),
+        "no key": lambda: load(encrypted, encryption=None if there else key(0)),
+        "hash": lambda: load(damaged, verify_hash=True),
+        # The second of them has the second batch.
+        "one hash": lambda: load(
+            damaged if there else uri, names=["rows", "cube"], verify_hash=True
+        ),
+        "device": lambda: load(uri, device="cuda:99" if there else "cpu"),
+        "memory": lambda: load(f"{folder}/huge.tensors", names=["huge"] if there else ["small"]),
+    }
+
+
+def errors(folder):
+    """Fail at rank 1 in each of some ways, and at the first; return what each rank says."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    found = {}
+    with group() as (rank, _):
+        calls = calls_that_fail(folder, rank == 1)
+        calls["first file"] = lambda: load(uri if rank else f"{uri}.none")
+        for name, call in calls.items():
+            found[name] = caught(call)
+        works(uri)
+    return found
+
+
+def servers_that_fail(folder, servers):
+    """Load from servers, by kind of failure one address for each rank."""
+    found = {}
+    with group() as (rank, _):
+        for name, addresses in servers.items():
+            fetch_together(1 << 20)
+            found[name] = caught(lambda url=addresses[rank]: load(url))
+            fetch_together(BATCH)
+            works(f"{folder}/g.tensors")
+    return found
+
+
+def errors_on_the_way(folder):
+    """Fail at one rank while batches are on their way."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    found = {}
+
+    def say(name, function, at, act):
+        own = getattr(together, function)
+        if dist.get_rank() == at:
+            on_the_way(function, *act)
+        try:
+            load(uri)
+            found[name] = None
+        except BaseException as error:
+            found[name] = [type(error).__name__, str(error), getattr(error, "__notes__", None)]
+        setattr(together, function, own)
+        works(uri)
+
+    with group():
+        say("read", "_fetch", 1, (3, fail))
+        say("first", "_fetch", 1, (0, fail))
+        say("odd", "_fetch", 1, (3, fail_oddly))
+        say("delivery", "_deliver", 3, (5, fail))
+    return found
+
+
+def killed(folder, how, wait=WAIT):
+    """Lose rank 2 in the middle of a load."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=wait))
+    rank = dist.get_rank()
+    works(uri)
+    if rank == 2:
+        on_the_way("_fetch", 4, lambda: os.kill(os.getpid(), getattr(signal, how)))
+    begun = time.monotonic()
+    try:
+        load(uri)
+    except BaseException as error:
+        return [type(error).__name__, str(error), time.monotonic() - begun, traceback.format_exc()]
+    return None
+
+
+def killed_before(folder, how):
+    """Lose rank 2 before it comes to the call."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+    works(uri)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(8)
+        return None
+    begun = time.monotonic()
+    return [*caught(lambda: load(uri)), time.monotonic() - begun]
+
+
+def interrupted(folder, turns):
+    """Ctrl-C at one rank after another, at any time: in the middle, and while it waits."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    found = []
+    meet = Members._meet
+    with group(WAIT) as (rank, world):
+        store = dist.distributed_c10d._get_default_store()
+        for turn in range(turns):
+            # A load takes some 50 ms.
+            kill = (0.002 + 0.008 * (turn // world), os.kill, (os.getpid(), signal.SIGINT))
+            timer = threading.Timer(*kill)
+
+            def begin(self, timer=timer):
+                timer.start()
+                meet(self)
+
+            mine = rank == turn % world
+            # The others cannot know of what happens before.
+            Members._meet = begin if mine else meet
+            begun = time.monotonic()
+            try:
+                try:
+                    load(uri)
+                    outcome = "done"
+                except tensorizer.GroupError:
+                    outcome = "told"
+                except Exception:
+                    outcome = traceback.format_exc()
+                took = time.monotonic() - begun
+                if mine:
+                    timer.join()
+                    time.sleep(0.1)
+            except KeyboardInterrupt:
+                outcome, took = "interrupted", time.monotonic() - begun
+            found.append((outcome, took > 0.9 * WAIT))
+            Members._meet = meet
+            # All of them are here, whatever has become of them.
+            store.set(f"turn {turn} {rank}", "here")
+            store.wait([f"turn {turn} {other}" for other in range(world)])
+            works(uri)
+    return found
+
+
+def late(folder):
+    """Ctrl-C at a rank that waits for others to come, which come a second later."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    with group() as (rank, _):
+        works(uri)
+        if rank == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(0.8)
+        begun = time.monotonic()
+        found = [*caught(lambda: load(uri)), time.monotonic() - begun]
+        works(uri)
+        return found
+
+
+def save(folder, how):
+    """Lose rank 2 in the middle of a save."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=WAIT))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = {f"t{n}": placed(torch.full((64, 1 << 16), float(n)), mesh, [Shard(0)])
+            for n in range(12)}  # fmt: skip
+    if dist.get_rank() == 2:
+        full, count = torch.distributed.tensor.DTensor.full_tensor, iter(range(100))
+
+        def gathered(self, **options):
+            if next(count) == 7:
+                os.kill(os.getpid(), getattr(signal, how))
+            return full(self, **options)
+
+        torch.distributed.tensor.DTensor.full_tensor = gathered
+    begun = time.monotonic()
+    found = caught(lambda: tensorizer.save(made, f"{folder}/saved.tensors"))
+    return [*(found or ["nothing"]), time.monotonic() - begun]
