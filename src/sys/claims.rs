@@ -58,17 +58,35 @@ pub fn release(file: &File, range: &Range<u64>) {
     }
 }
 
-/// Shares the lock of a whole file with others who share it, without waiting. False where somebody
-/// has it alone.
-pub fn try_share(file: &File) -> io::Result<bool> {
-    // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-    if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_SH | libc::LOCK_NB) } == 0 {
+/// Where openings say that they use a file: behind all that can be claimed.
+const IN_USE: Range<u64> = 1 << 62..(1 << 62) + 1;
+
+fn use_as(file: &File, kind: libc::c_int) -> io::Result<bool> {
+    let wanted = lock(&IN_USE, kind)?;
+    // SAFETY: one structure that lives until the call returns.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
         return Ok(true);
     }
     match io::Error::last_os_error() {
-        e if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
         e => Err(e),
     }
+}
+
+/// Says that this opening uses a file, as others may. False where one wants it alone.
+pub fn share(file: &File) -> io::Result<bool> {
+    use_as(file, libc::F_RDLCK)
+}
+
+/// Says that this opening, which is for writing, wants a file alone. False where others use it.
+pub fn take(file: &File) -> io::Result<bool> {
+    use_as(file, libc::F_WRLCK)
+}
+
+/// The user that this process acts for.
+pub fn user() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
 }
 
 /// Bytes that a file system has, and those that are free for this user.
@@ -100,7 +118,11 @@ mod tests {
         assert_eq!(claim(&other, &(25..30)).unwrap(), Claimed::Ours);
         release(&one, &(0..20));
         assert_eq!(claim(&other, &(5..20)).unwrap(), Claimed::Ours);
+        assert!(share(&one).unwrap() && share(&other).unwrap());
+        assert!(!take(&one).unwrap());
         drop(other);
         assert_eq!(claim(&one, &(0..100)).unwrap(), Claimed::Ours);
+        assert!(take(&one).unwrap());
+        assert!(!share(&path.reopen().unwrap()).unwrap());
     }
 }

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 pub(crate) use buffers::to_fill;
 pub use buffers::{Buffers, Filled, Lent, filled, zero_filled};
-pub use claims::{Claimed, claim, release, space, try_share};
+pub use claims::{Claimed, claim, release, share, space, take, user};
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;

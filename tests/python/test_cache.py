@@ -148,15 +148,20 @@ def test_another_content_is_loaded_anew(nginx, served, folder, tensors):
 def test_signatures_are_no_part_of_a_name(nginx, served, folder, tensors):
     name, size = served
     for number in range(3):
-        query = f"X-Amz-Signature=secret{number}&X-Amz-Expires={number}&AWSAccessKeyId=secret"
-        assert_all(load(f"{nginx.http}/{name}?{query}", cache_dir=folder), tensors)
+        for query in (
+            f"X-Amz-Signature=secret{number}&X-Amz-Expires={number}",
+            f"Signature=secret{number}&Expires={number}&AWSAccessKeyId=secret",
+            f"sv=1&sig=secret{number}&se={number}",
+        ):
+            assert_all(load(f"{nginx.http}/{name}?{query}", cache_dir=folder), tensors)
     assert len(entries(folder)) == 1
     assert b"secret" not in entries(folder)[0].read_bytes()[size:]
     for number in range(2):
         load(f"{nginx.http}/{name}?versionId={number}", cache_dir=folder)
     assert len(entries(folder)) == 3
     # What is not known may be a secret, or name another file.
-    load(f"{nginx.http}/{name}?token=secret", cache_dir=folder)
+    for query in ("token=secret", "Signature=secret", "sv=1", "sig=1&se=2"):
+        load(f"{nginx.http}/{name}?{query}", cache_dir=folder)
     assert len(entries(folder)) == 3
 
 

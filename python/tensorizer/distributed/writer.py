@@ -121,7 +121,11 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        try:
+            done.set_result(self._write(plan.items, planner) if plan.items else [])
+        except BaseException:
+            self._claim = None
+            raise
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -159,9 +163,11 @@ class Writer(StorageWriter):
             # One that cannot be read has no files that are known.
             with contextlib.suppress(OSError, ValueError):
                 before = layout.files(self.checkpoint_id)
+        now = {place.file for place in places.values()}
+        if self._is_local():
+            folders.check(self.checkpoint_id, now)
         with open_stream(layout.join(self.checkpoint_id, layout.FILE), "wb") as file:
             file.write(content)
-        now = {place.file for place in places.values()}
         folders.remove(self.checkpoint_id, set(before) - now)
         self._claim = None
         metadata.storage_data = places

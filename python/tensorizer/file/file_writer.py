@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._errors import GroupError
 from .._native import Handle, Writer
 from .._types import Name, TensorType
 from ..streams.addresses import open_address
@@ -133,9 +134,9 @@ class FileWriter:
         from ..group.gather import Gathering  # whoever has DTensors imported it
 
         self._gathering = Gathering(tensors)
-        self._gathering.members.join()
         if not self._gathering.writes:
             self._abandon()
+        self._gathering.join()
 
     def _write(
         self,
@@ -173,6 +174,9 @@ class FileWriter:
         gathering, self._gathering = self._gathering, None
         if gathering is None:
             self._close()
+        elif gathering.failed:
+            self._abandon()
+            raise GroupError("the file was given up: not all processes have written their part")
         else:
             # All learn whether the file is there.
             gathering.members.together(self._close)

@@ -16,7 +16,7 @@ from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
-from .progress import Progress, ProgressType
+from .progress import Progress, ProgressType, data_bytes
 from .slices import Index
 from .tensor_file import TensorFile
 
@@ -187,7 +187,7 @@ def save(
     if max_shard_size is not None:
         raise ValueError("max_shard_size= is for safetensors files")
     leaves = named_leaves(tensors)
-    told = Progress(progress, sum(tensor.nbytes for tensor in leaves[1] if not tensor.is_meta))
+    told = Progress(progress, data_bytes(leaves[1]))
 
     def opened() -> FileWriter:
         return FileWriter(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+
+import torch
 
 from ..tensors.usage import convert_bytes
 
@@ -16,6 +18,11 @@ ProgressType = bool | Callable[[int, int], object]
 #: Seconds between two pictures of a bar.
 _REDRAWN = 0.1
 _WIDTH = 30
+
+
+def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes of data tensors have, of any layout: some are refused later."""
+    return sum(one.numel() * one.element_size() for one in tensors if not one.is_meta)
 
 
 class Progress:

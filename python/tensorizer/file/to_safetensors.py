@@ -14,7 +14,7 @@ import torch
 from ..streams.open import open_stream
 from ..tensors import sharding
 from .file_writer import FileWriter
-from .progress import Progress
+from .progress import Progress, data_bytes
 from .tensor_file import in_batches
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _save(
 ) -> None:
     """Save tensors that are here as a whole."""
     if progress is not None:
-        progress.total = sum(tensor.nbytes for tensor in named.values())
+        progress.total = data_bytes(named.values())
     shards = [list(named)]
     if max_shard_size is not None:
         sizes = {name: tensor.nbytes for name, tensor in named.items()}

@@ -63,7 +63,7 @@ def open_together(members: Members, opened: Callable[[Sequence[Head]], TensorFil
 def _digest(file: TensorFile) -> bytes:
     """Return what tells the tensors of a file from those of others."""
     reader, every = file.reader, range(len(file))
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr((reader.pair_id, reader.offsets())).encode())
     for name, length, number in zip(reader.names(every), reader.data_lens(), every, strict=True):
         digest.update(repr((name, length, reader.describe(number))).encode())
     return digest.digest()

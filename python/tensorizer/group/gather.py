@@ -52,6 +52,19 @@ class Gathering:
         self.writes = self.members.rank == 0
         self.failed = False
 
+    def join(self) -> None:
+        """Meet the others.
+
+        Raises:
+            GroupError: One of them was lost, or did not come.
+
+        """
+        try:
+            self.members.join()
+        except BaseException:
+            self.failed = True
+            raise
+
     def write(
         self,
         names: Sequence[Any],
@@ -84,7 +97,12 @@ class Gathering:
         for which in _batches(tensors):
             error: BaseException | None = None
             # All take part in gathering, whatever has happened to one of them.
-            whole = [_whole(tensor) for tensor in tensors[which]]
+            try:
+                whole = [_whole(tensor) for tensor in tensors[which]]
+            except BaseException:
+                self.failed = True
+                self.members.leave()
+                raise
             try:
                 if self.writes:
                     write(which, whole)

@@ -150,9 +150,10 @@ class Members:
                 "waited in vain" if isinstance(error, RuntimeError) else "left"
             )
             outcome = self._store.compare_set("outcome", "", text)
-            if outcome.decode() != _ALL_HERE or isinstance(error, Exception):
+            if outcome.decode() != _ALL_HERE:
                 raise
-            self._interrupt = error.with_traceback(None)
+            if not isinstance(error, Exception):
+                self._interrupt = error.with_traceback(None)
         if outcome.decode() != _ALL_HERE:
             raise RuntimeError(outcome.decode())
 
@@ -246,7 +247,8 @@ class Members:
         """Return the connections between devices, which take long to be made."""
         if self._among_devices is None:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            # Its own watchdog would end the process, where a member is lost.
+            options._timeout = self._timeout + datetime.timedelta(seconds=6 * _GRACE)
             store = distributed_c10d.PrefixStore("devices", self._store)
             self._among_devices = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             self._last.append(self._among_devices)

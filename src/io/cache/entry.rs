@@ -27,6 +27,8 @@ const PAGE: u64 = 4096;
 const ABOUT: u64 = 4 * PAGE;
 /// Chunks that are looked at together.
 const LOOK: u64 = 4096;
+/// No file is that large; nothing overflows below it.
+const LARGEST: u64 = 1 << 60;
 const FORMAT: u32 = 1;
 
 /// What a file is known by.
@@ -55,8 +57,14 @@ impl Identity {
     /// Of a source whose server says which bytes it has: by a strong `ETag`, and their number.
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
         let KnownHead { uri, len, tag, .. } = source.known_head()?;
-        let tag = tag.filter(|tag| !tag.starts_with("W/"))?;
-        (len > 0).then(|| Identity { format: FORMAT, name: name.to_owned(), uri, tag, len })
+        let tag = tag.filter(|tag| !tag.starts_with("W/") && tag.trim_matches('"') != "")?;
+        (0 < len && len < LARGEST).then(|| Identity {
+            format: FORMAT,
+            name: name.to_owned(),
+            uri,
+            tag,
+            len,
+        })
     }
 
     pub fn len(&self) -> u64 {
@@ -120,6 +128,8 @@ pub struct Entry {
     complete: bool,
     /// Nothing more is written: the disk is full or broken.
     given_up: AtomicBool,
+    /// Something was written.
+    written: AtomicBool,
 }
 
 /// What `tensorizer cache ls` shows of a file.
@@ -167,9 +177,8 @@ impl Entry {
 
     /// Opens one; None if it is not to be used, or about to be removed.
     pub fn open(path: &Path, identity: &Identity) -> io::Result<Option<Self>> {
-        let mut options = OpenOptions::new();
-        let file = options.read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
-        if !sys::try_share(&file)? || file.metadata()?.nlink() == 0 {
+        let file = open_alone(path)?;
+        if !sys::share(&file)? || file.metadata()?.nlink() == 0 {
             return Ok(None);
         }
         let Some(about) = read_about(&file)?.filter(|about| about.identity == *identity) else {
@@ -181,13 +190,13 @@ impl Entry {
         }
         file.set_modified(SystemTime::now())?;
         let complete = count(&file, identity)? == identity.chunks();
-        let given_up = AtomicBool::new(false);
-        Ok(Some(Entry { file, identity: identity.clone(), complete, given_up }))
+        let (given_up, written) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Some(Entry { file, identity: identity.clone(), complete, given_up, written }))
     }
 
     /// What one is, without using it; None for what is none.
     pub fn about(path: &Path, metadata: &Metadata) -> Option<Cached> {
-        let file = File::open(path).ok()?;
+        let file = open_alone(path).ok()?;
         let About { identity, .. } = read_about(&file).ok()??;
         let chunks = count(&file, &identity).ok()?;
         Some(Cached {
@@ -276,6 +285,7 @@ impl Entry {
 
     /// Keeps bytes that have arrived.
     pub fn keep(&self, offset: u64, pieces: &[IoSlice<'_>]) -> io::Result<()> {
+        self.written.store(true, Ordering::Relaxed);
         let mut pieces = pieces.to_vec();
         let mut left: &mut [IoSlice<'_>] = &mut pieces;
         let mut at = offset;
@@ -306,24 +316,41 @@ impl Entry {
     }
 }
 
-/// A whole entry is synced when it is let go, so that it outlives the boot.
+/// What was written is synced when it is let go. A whole entry outlives the boot then, and one of which
+/// the disk has lost something is not used again: who opened it later would not be told.
 impl Drop for Entry {
     fn drop(&mut self) {
-        let done = || count(&self.file, &self.identity).is_ok_and(|n| n == self.identity.chunks());
-        let unsynced = || matches!(read_about(&self.file), Ok(Some(about)) if !about.synced);
-        if self.is_given_up() || !unsynced() || !done() {
+        if !self.written.load(Ordering::Relaxed) {
             return;
         }
         let Ok(file) = self.file.try_clone() else { return };
-        let about = About { identity: self.identity.clone(), boot: boot(), synced: true };
+        let identity = self.identity.clone();
         // Nobody waits for a disk that takes its time.
         let sync = move || {
-            if file.sync_data().and_then(|()| write_about(&file, &about)).is_ok() {
-                let _ = file.sync_data();
+            let about = |boot, synced| About { identity: identity.clone(), boot, synced };
+            let synced = file.sync_data().and_then(|()| {
+                if count(&file, &identity)? == identity.chunks() {
+                    // That is no use of it.
+                    let used = file.metadata()?.modified()?;
+                    write_about(&file, &about(boot(), true))?;
+                    file.set_modified(used)?;
+                    file.sync_data()?;
+                }
+                Ok(())
+            });
+            if synced.is_err() {
+                // Of no boot.
+                let _ = write_about(&file, &about(String::new(), false));
             }
         };
         let _ = thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync);
     }
+}
+
+/// Opens a file of the folder, and nothing that it may lead to, or that waits.
+pub fn open_alone(path: &Path) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
 }
 
 fn write_about(file: &File, about: &About) -> io::Result<()> {
@@ -344,7 +371,7 @@ fn read_about(file: &File) -> io::Result<Option<About>> {
     file.read_exact_at(&mut line, at)?;
     let Ok(about) = serde_json::from_slice::<About>(&line) else { return Ok(None) };
     let right = about.identity.format == FORMAT
-        && about.identity.len < u64::MAX / 4
+        && about.identity.len < LARGEST
         && about.identity.about_at() == at;
     Ok(right.then_some(about))
 }

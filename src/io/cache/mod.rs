@@ -12,6 +12,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, SystemTime};
 
 use crate::environment::{CACHE, CACHE_GB};
@@ -31,7 +32,11 @@ const STALE: Duration = Duration::from_secs(60 * 60);
 /// Part of the disk that stays free unless a size is named: one in so many.
 const FREE: u64 = 20;
 /// How often an opening tries again because somebody removes what it has found.
-const TRIES: usize = 4;
+const TRIES: usize = 8;
+/// How long it waits in between.
+const PAUSE: Duration = Duration::from_millis(10);
+/// How often it looks whether it is its turn to make an entry.
+const TURNS: usize = 200;
 /// Tells files apart that this process makes.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
@@ -65,8 +70,12 @@ impl Cache {
         patience: Duration,
     ) -> Result<Arc<dyn ReadAt>> {
         let Some(identity) = Identity::of(&*source, name) else { return Ok(source) };
-        self.check().map_err(|e| self.failed(e))?;
-        // What is wrong with an entry, or a full disk, is no reason not to load.
+        match self.check() {
+            Ok(()) => {}
+            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.failed(e)),
+            // What is wrong with a disk, an entry or a full disk is no reason not to load.
+            Err(_) => return Ok(source),
+        }
         let Ok(Some(entry)) = self.open(&identity) else { return Ok(source) };
         Ok(Arc::new(CachedSource::new(source, entry, patience)))
     }
@@ -79,7 +88,7 @@ impl Cache {
     fn check(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
         let found = fs::metadata(&*self.folder)?;
-        let us = fs::metadata("/proc/self")?.uid();
+        let us = sys::user();
         if found.uid() != us || found.mode() & 0o077 != 0 {
             let what = format!(
                 "expected a folder of user {us} that nobody else may use (chmod 700), found one of \
@@ -101,57 +110,74 @@ impl Cache {
                 // Damaged, of a boot that has ended, or about to be removed.
                 Ok(None) => drop(remove(&path)?),
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    if !self.make_room(identity)? {
+                    if !self.make(identity, &path)? {
                         return Ok(None);
                     }
-                    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-                    let new = self.folder.join(format!("{NEW}{}-{number}", std::process::id()));
-                    let made = Entry::create(&new, identity)
-                        .and_then(|()| sys::rename_to_free_name(&new, &path));
-                    match made {
-                        Ok(()) => {}
-                        Err(e) => {
-                            let _ = fs::remove_file(&new);
-                            if e.kind() != ErrorKind::AlreadyExists {
-                                return Err(e);
-                            }
-                        }
-                    }
+                    continue;
                 }
                 Err(e) => return Err(e),
             }
+            thread::sleep(PAUSE);
         }
         Ok(None)
     }
 
-    /// Removes what was used least recently until a file fits; false if it cannot.
-    fn make_room(&self, identity: &Identity) -> io::Result<bool> {
-        let mut entries = self.list()?;
-        let same = |cached: &Cached| identity.is_older(&cached.path);
-        // Another version of the file is of no use any more.
-        entries.retain(|cached| !(same(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
-        entries.sort_by_key(|cached| cached.used);
-        let mut entries = entries.into_iter();
-        loop {
-            let rest = entries.as_slice();
-            let promised: u64 = rest.iter().map(Cached::promised).fold(0, u64::saturating_add);
-            let held = rest.iter().map(|cached| cached.here).fold(0, u64::saturating_add);
-            let fits = match self.most {
-                Some(most) => held.saturating_add(promised).saturating_add(identity.len()) <= most,
-                None => {
-                    let (all, free) = sys::space(&File::open(&*self.folder)?)?;
-                    let needed = promised.saturating_add(identity.len());
-                    needed.saturating_add(all / FREE) <= free
-                }
-            };
-            if fits {
-                return Ok(true);
+    /// Makes an entry, unless somebody has just made it; false where there is no room for it.
+    fn make(&self, identity: &Identity, path: &Path) -> io::Result<bool> {
+        let folder = File::open(&*self.folder)?;
+        // One at a time, or each would see the same room. Who takes long for it is not waited for.
+        for _ in 0..TURNS {
+            if sys::try_lock(&folder)? {
+                break;
             }
-            match entries.next() {
-                Some(oldest) => drop(remove(&oldest.path)?),
-                None => return Ok(false),
+            thread::sleep(PAUSE);
+        }
+        if !self.make_room(identity, &folder)? {
+            return Ok(false);
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let nanos = now.map_or(0, |now| now.as_nanos());
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let new =
+            self.folder.join(format!("{NEW}{nanos:x}-{}-{number}{ENDING}", std::process::id()));
+        Entry::create(&new, identity)?;
+        match sys::rename_to_free_name(&new, path) {
+            Ok(()) => Ok(true),
+            Err(e) => {
+                let _ = fs::remove_file(&new);
+                if e.kind() == ErrorKind::AlreadyExists { Ok(true) } else { Err(e) }
             }
         }
+    }
+
+    /// Removes what was used least recently until a file fits; nothing, and false, if it cannot fit.
+    fn make_room(&self, identity: &Identity, folder: &File) -> io::Result<bool> {
+        let mut entries = self.list()?;
+        // Another version of the file is of no use any more.
+        let is_older = |cached: &Cached| identity.is_older(&cached.path);
+        entries.retain(|cached| !(is_older(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
+        entries.sort_by_key(|cached| cached.used);
+        let (all, free) = sys::space(folder)?;
+        let sum = |of: fn(&Cached) -> u64| entries.iter().map(of).fold(0, u64::saturating_add);
+        let (held, promised) = (sum(|cached| cached.here), sum(Cached::promised));
+        let needed = promised.saturating_add(identity.len());
+        // How much is too much.
+        let mut over = match self.most {
+            Some(most) => held.saturating_add(needed).saturating_sub(most),
+            None => needed.saturating_add(all / FREE).saturating_sub(free),
+        };
+        if over > held.saturating_add(promised) {
+            return Ok(false);
+        }
+        for cached in &entries {
+            if over == 0 {
+                break;
+            }
+            if remove(&cached.path)? {
+                over = over.saturating_sub(cached.here.saturating_add(cached.promised()));
+            }
+        }
+        Ok(over == 0)
     }
 
     fn list(&self) -> io::Result<Vec<Cached>> {
@@ -160,11 +186,13 @@ impl Cache {
             let path = file?.path();
             let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
             let Ok(about) = fs::symlink_metadata(&path) else { continue };
-            if name.starts_with(NEW) && is_stale(&about) {
-                let _ = fs::remove_file(&path);
+            if !name.ends_with(ENDING) || !about.is_file() {
+                continue;
             }
-            if name.ends_with(ENDING) {
+            if !name.starts_with(NEW) {
                 found.extend(Entry::about(&path, &about));
+            } else if is_stale(&about) {
+                let _ = fs::remove_file(&path);
             }
         }
         Ok(found)
@@ -204,13 +232,19 @@ fn is_stale(about: &Metadata) -> bool {
 
 /// Removes an entry unless somebody is using it; says whether it is gone.
 fn remove(path: &Path) -> io::Result<bool> {
-    let file = match File::open(path) {
+    let file = match entry::open_alone(path) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(true),
         Err(e) => return Err(e),
     };
-    if !sys::try_lock(&file)? {
+    if !sys::take(&file)? {
         return Ok(false);
+    }
+    let id = |about: &Metadata| (about.dev(), about.ino());
+    let own = file.metadata()?;
+    if fs::symlink_metadata(path).is_ok_and(|there| id(&there) != id(&own)) {
+        // Somebody has removed it before, and another is there now.
+        return Ok(true);
     }
     match fs::remove_file(path) {
         Err(e) if e.kind() != ErrorKind::NotFound => Err(e),

@@ -3,12 +3,12 @@
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::entry::{Entry, Found};
 use crate::cancel::{self, Cancel};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::io::source::{FileSource, KnownHead, ReadAt, Traits, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys::{self, Filled};
@@ -25,6 +25,36 @@ pub struct CachedSource {
     local: Option<FileSource>,
     /// How long another process may take for what is waited for.
     patience: Duration,
+    /// One has taken longer: nobody is waited for any more.
+    impatient: AtomicBool,
+}
+
+/// An entry that is whole, read by one reader; what its disk does not give comes from the server.
+struct Whole {
+    here: Box<dyn ReadAt>,
+    server: Arc<dyn ReadAt>,
+}
+
+impl ReadAt for Whole {
+    fn uri(&self) -> &str {
+        self.server.uri()
+    }
+
+    fn traits(&self) -> Traits {
+        self.here.traits()
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        match self.here.read_at(offset, buffers, cancel) {
+            Err(Error::Io { .. }) | Ok(0) => self.server.read_at(offset, buffers, cancel),
+            read => read,
+        }
+    }
 }
 
 impl CachedSource {
@@ -32,7 +62,7 @@ impl CachedSource {
         let uri = server.uri().to_owned();
         let whole = entry.is_complete().then(|| entry.file().try_clone().ok()).flatten();
         let local = whole.map(|file| FileSource::beginning(file, uri, entry.len()));
-        CachedSource { server, entry, local, patience }
+        CachedSource { server, entry, local, patience, impatient: AtomicBool::new(false) }
     }
 
     /// Reads bytes that are here; an error or none says that they are not.
@@ -152,7 +182,9 @@ impl ReadAt for CachedSource {
             };
             // Who cannot claim, or has waited for long, asks for it although others may.
             let claimed = match self.entry.claim(&missing) {
-                Ok(None) if begun.elapsed() < self.patience => {
+                Ok(None) if !self.impatient.load(Ordering::Relaxed) => {
+                    let late = begun.elapsed() >= self.patience;
+                    self.impatient.fetch_or(late, Ordering::Relaxed);
                     cancel::sleep(LOOK, cancel)?;
                     continue;
                 }
@@ -175,7 +207,8 @@ impl ReadAt for CachedSource {
     }
 
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
-        self.local.as_ref().and_then(ReadAt::for_one_reader)
+        let here = self.local.as_ref()?.for_one_reader()?;
+        Some(Box::new(Whole { here, server: Arc::clone(&self.server) }))
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {

@@ -73,7 +73,11 @@ impl Sign for Signer {
     }
 
     fn name(&self) -> String {
-        format!("s3 {} {}/{}", self.resolved.endpoint, self.bucket, self.key)
+        let endpoint = &self.resolved.endpoint;
+        let (scheme, host) = (endpoint.scheme(), endpoint.host_str().unwrap_or(""));
+        let port = endpoint.port_or_known_default().unwrap_or(0);
+        let (path, bucket, key) = (endpoint.path(), &self.bucket, &self.key);
+        format!("s3 {scheme}://{host}:{port}{path} {bucket}/{key}")
     }
 
     fn beside(&self, name: &str) -> Box<dyn Sign> {

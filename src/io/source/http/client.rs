@@ -41,9 +41,17 @@ impl Target {
     /// What tells its file from others, without secrets: the address without its signature. None where
     /// there is more in its query, which may be a secret, or say which file is meant.
     pub fn name(&self) -> Option<String> {
+        let keys: Vec<String> =
+            self.url.query_pairs().map(|(key, _)| key.to_ascii_lowercase()).collect();
+        let has = |key: &str| keys.iter().any(|found| found == key);
+        // Short names are signatures only where they come together.
+        let azure = has("sig") && has("sv");
+        let older = has("signature") && OLDER_SIGNERS.iter().any(|key| has(key));
         let is_signature = |key: &str| {
             let key = key.to_ascii_lowercase();
-            SIGNATURES.contains(&&*key) || SIGNING.iter().any(|begin| key.starts_with(begin))
+            SIGNING.iter().any(|begin| key.starts_with(begin))
+                || (azure && AZURE.contains(&&*key))
+                || (older && (OLDER.contains(&&*key) || OLDER_SIGNERS.contains(&&*key)))
         };
         let mut url = self.url.clone();
         url.set_query(None);
@@ -106,33 +114,14 @@ impl Target {
 
 /// What the fields of queries begin with by which S3 and Google sign.
 const SIGNING: [&str; 2] = ["x-amz-", "x-goog-"];
-/// Others: of the older signatures of both, and of Azure.
-const SIGNATURES: [&str; 24] = [
-    "awsaccesskeyid",
-    "googleaccessid",
-    "expires",
-    "signature",
-    "key-pair-id",
-    "policy",
-    "sv",
-    "ss",
-    "srt",
-    "sp",
-    "se",
-    "st",
-    "spr",
-    "sip",
-    "sig",
-    "sr",
-    "skoid",
-    "sktid",
-    "skt",
-    "ske",
-    "sks",
-    "skv",
-    "sdd",
-    "saoid",
+/// Those by which Azure does.
+const AZURE: [&str; 17] = [
+    "sv", "ss", "srt", "sp", "se", "st", "spr", "sip", "sig", "sr", "skoid", "sktid", "skt", "ske",
+    "sks", "skv", "saoid",
 ];
+/// Those of the older signatures of S3, of its CloudFront and of Google, and who has signed.
+const OLDER: [&str; 3] = ["expires", "signature", "policy"];
+const OLDER_SIGNERS: [&str; 3] = ["awsaccesskeyid", "googleaccessid", "key-pair-id"];
 
 /// The clients of one source.
 pub struct Clients {
@@ -312,6 +301,10 @@ impl OneClient {
             if bytes.is_empty() {
                 let what = format!("the body ended at byte {done} of {}", range.end);
                 return Err(Failure::passing(ErrorKind::UnexpectedEof, what));
+            }
+            if bytes.len() as u64 > range.end - *done {
+                let what = format!("the body goes on behind byte {}", range.end);
+                return Err(Failure::lasting(ErrorKind::InvalidData, what));
             }
             *done += buffers.put(&bytes) as u64;
         }

@@ -12,7 +12,7 @@ use reqwest::Url;
 use super::{KnownHead, KnownHeads, Opener, PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::net::{Failure, NetOptions, Tries, show_text};
+use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
 use client::{Clients, OneClient, Target};
 use named::Named;
@@ -130,7 +130,9 @@ fn open_named(
             sequential::Body::new(named, opener, clients, options, reply.identity, shown.clone());
         return Ok(Arc::new(PipeSource::new(stream, shown)));
     }
-    let (name, cache, patience) = (named.name(), options.cache.clone(), options.stall);
+    let (name, patience) = (named.name(), options.stall);
+    // What nobody vouches for is not kept for those who ask for that.
+    let cache = options.cache.clone().filter(|_| options.trust != Trust::Anything);
     let source = Arc::new(HttpSource {
         shown,
         named,

@@ -174,9 +174,10 @@ impl Identity {
             ));
         };
         self.check_same(&Identity::of(headers, len.or(self.len)))?;
-        if (start, end) != (wanted.start, wanted.end) {
+        let stated = length(headers).unwrap_or(end.saturating_sub(start));
+        if (start, end) != (wanted.start, wanted.end) || stated != end - start {
             let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end}",
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated}",
                 wanted.start, wanted.end
             );
             return Err(Failure::passing(ErrorKind::InvalidData, what));
