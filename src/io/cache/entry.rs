@@ -57,7 +57,7 @@ impl Identity {
     /// Of a source whose server says which bytes it has: by a strong `ETag`, and their number.
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
         let KnownHead { uri, len, tag, .. } = source.known_head()?;
-        let tag = tag.filter(|tag| !tag.starts_with("W/") && tag.trim_matches('"') != "")?;
+        let tag = tag.filter(|tag| !tag.starts_with("W/") && !tag.trim_matches('"').is_empty())?;
         (0 < len && len < LARGEST).then(|| Identity {
             format: FORMAT,
             name: name.to_owned(),
