@@ -1,7 +1,7 @@
 //! A folder with what servers have sent, so that the next load of the same file finds it here.
 //!
 //! Files are known by their address, and by what says that they are the same byte for byte: their
-//! `ETag` and size, for which each opening asks the server. What is in the folder is described in `entry.rs`.
+//! `ETag` and size, for which each opening asks the server. `entry.rs` says what is in the folder.
 
 mod entry;
 mod source;
