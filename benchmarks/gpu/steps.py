@@ -35,9 +35,11 @@ def run_tests(bench: Bench) -> Ended:
     command += ["-p", "no:cacheprovider", "-p", "reporting"]
     command += ["--confcutdir", str(folder), bench.tests]
     command += ["-k", TOY_TESTS] if bench.toy and bench.tests == TESTS_FOLDER else []
+    # What the tests share lies beside their folder.
+    paths = [bench.env.get("PYTHONPATH"), str(HERE), str(folder.parent)]
     env = {
         "REQUIRE_CUDA": "1",
-        "PYTHONPATH": ":".join(filter(None, [bench.env.get("PYTHONPATH"), str(HERE)])),
+        "PYTHONPATH": ":".join(path for path in paths if path),
         "GPU_ROWS": str(bench.rows.path),
         "GPU_DEADLINE": str(bench.clock.deadline),
     }

@@ -5,11 +5,20 @@ import os
 import pytest
 import torch
 from ranks import groups
+from starting import Ranks
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("REQUIRE_CUDA") != "1",
     reason="no CUDA device",
 )
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Start ranks, also where no settings of the other tests are read."""
+    started = Ranks()
+    yield started
+    started.stop()
 
 
 @pytest.fixture(scope="module")
