@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import Moto
+from servers import Moto, Nginx
 from starting import Ranks
 from tensorizer import _C
 
@@ -166,6 +166,14 @@ def ranks():
     started = Ranks()
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    """A server with a folder of its own, ``root``."""
+    server = Nginx(tmp_path_factory.mktemp("nginx"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

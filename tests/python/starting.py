@@ -42,15 +42,17 @@ class Ranks:
             env=own | {"OMP_NUM_THREADS": "1"} | (env or {}),
         )
 
-    def start(self, program, world, *args, env=None, timeout=TIMEOUT):
+    def start(self, program, world, *args, env=None, by_rank=None, timeout=TIMEOUT):
         """Run ``module.function(*args)`` of ``ranks`` in so many processes, with more variables in
-        ``env``; return what became of each: its result, or an error's text, or a signal.
+        ``env``, and in ``by_rank`` for some of them; return what became of each: its result, or an
+        error's text, or a signal.
         """
         task = {
             "program": program,
             "world": world,
             "args": args,
             "env": env or {},
+            "by_rank": {str(rank): more for rank, more in (by_rank or {}).items()},
             "timeout": timeout,
             "port": free_port(),
         }
@@ -76,6 +78,8 @@ class Ranks:
 
 def _rank(task, rank, folder):
     """Be one of the ranks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.setsid()  # so that it can be killed with what it starts
     found = {}
     try:
         os.environ |= {
@@ -85,7 +89,7 @@ def _rank(task, rank, folder):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(task["port"]),
         }
-        os.environ |= task["env"]
+        os.environ |= task["env"] | task["by_rank"].get(str(rank), {})
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         module, name = task["program"].split(".")
@@ -136,7 +140,8 @@ def _run(task):
 
 def main():
     # What all of them need, once.
-    import ranks.common  # noqa: F401
+    import ranks.common
+    import ranks.dcp_models  # noqa: F401
     import torch._dynamo  # noqa: F401
 
     with os.fdopen(os.dup(1), "w") as answers:

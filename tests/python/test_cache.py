@@ -14,20 +14,12 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT, assert_same, run_python
-from servers import Nginx
 from tensorizer import TensorDeserializer, _native, load
 from tensorizer._C import forget_environment
 
 MB = 1 << 20
 #: The first request, which every opening makes.
 FIRST = MB + 64
-
-
-@pytest.fixture(scope="module")
-def nginx(tmp_path_factory):
-    server = Nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

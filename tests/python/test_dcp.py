@@ -13,8 +13,8 @@ import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
-from dcp_ranks import Ranks
 from ranks.dcp_failures import ROWS
+from starting import Ranks
 from tensorizer.distributed import Reader, Writer
 from tensorizer_cli.main import main
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -74,7 +74,7 @@ def test_a_rank_is_killed_at_every_step(ranks, tmp_path, victim, links):
         shutil.copytree(tmp_path / "first", folder)
         # Without links, files that are not whole yet have hidden names.
         env = {victim: {"KILL_AT": str(step)} | ({} if links else {"NO_LINKS": "1"})}
-        found = ranks.start("dcp_failures.save", 2, folder, 2, env=env)
+        found = ranks.start("dcp_failures.save", 2, folder, 2, by_rank=env)
         seen.append(value_of(folder))
         left.update(name for name in os.listdir(folder) if name.startswith("."))
         dcp.save({"other": 1}, storage_writer=Writer(folder))
@@ -98,7 +98,7 @@ def test_a_rank_is_killed_at_any_moment(ranks, tmp_path):
     value = 1
     for moment in range(moments):
         env = {moment % 2: {"KILL_AFTER": str(seconds * moment / moments)}}
-        found = ranks.start("dcp_failures.save", 2, tmp_path / "c", value + 1, columns, env=env)
+        found = ranks.start("dcp_failures.save", 2, tmp_path / "c", value + 1, columns, by_rank=env)
         now = value_of(tmp_path / "c", columns)
         assert now in (value, value + 1), found
         if all("result" in one for one in found):
@@ -171,7 +171,7 @@ def test_a_flipped_byte(ranks, tmp_path):
 
 def test_s3(ranks, s3):
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3")
-    env = {rank: {name: os.environ[name] for name in names} for rank in range(2)}
+    env = {name: os.environ[name] for name in names}
     assert ranks.run("dcp_failures.s3", 2, "s3://bucket/ranks/c", 4, env=env) == [True] * 2
     assert value_of("s3://bucket/ranks/c") == 4
     for found in ranks.run("dcp_failures.broken_upload", 2, "s3://bucket/ranks/c", 5, env=env):

@@ -9,7 +9,6 @@ import tensorizer
 import torch
 from ranks import dtensors, modules
 from ranks.common import cut
-from servers import Nginx
 from tensorizer import Shard
 from tensorizer.tensors import sharding
 from tensorizer.tensors.sharding import Part
@@ -192,13 +191,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dtensors")
     dtensors.write(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def nginx(tmp_path_factory):
-    server = Nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -14,7 +14,7 @@ import tensorizer
 import torch
 from conftest import ROOT
 from ranks import groups
-from servers import FaultServer, Nginx, Relay
+from servers import FaultServer, Relay
 from tensorizer._native import Reader
 from tensorizer.group import plan
 from tensorizer.group.plan import Batch, Wanted
@@ -140,13 +140,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
     groups.write(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def nginx(tmp_path_factory):
-    server = Nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize("world", [2, 4])

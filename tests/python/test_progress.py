@@ -9,7 +9,6 @@ import sys
 import pytest
 import tensorizer
 import torch
-from servers import Nginx
 from tensorizer import TensorDeserializer, stats
 
 MB = 1 << 20
@@ -31,13 +30,6 @@ def folder(tmp_path_factory, tensors):
     tensorizer.save(tensors, path / "f.safetensors")
     torch.save(tensors, path / "f.pt")
     return path
-
-
-@pytest.fixture(scope="module")
-def nginx(tmp_path_factory):
-    server = Nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
 
 
 class Told:

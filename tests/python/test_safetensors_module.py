@@ -19,7 +19,6 @@ import safetensors.torch
 import tensorizer
 import torch
 from conftest import assert_same, run_python
-from servers import Nginx
 from tensorizer import safetensors as ours
 from tensorizer.file.opening import Memory
 from tensorizer.file.tensor_file import TensorFile
@@ -71,13 +70,6 @@ def path(tensors, tmp_path):
     path = tmp_path / "f.safetensors"
     theirs.save_file(tensors, path, metadata={"format": "pt", "": "ü"})
     return path
-
-
-@pytest.fixture(scope="module")
-def nginx(tmp_path_factory):
-    server = Nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
 
 
 def result_of(call):

@@ -130,7 +130,9 @@ def load(
     from .together import open_together  # as above
 
     with told, members, open_together(members, opened) as file:
-        return what.load_together(file, members, told)
+        loaded = what.load_together(file, members, told)
+        members.together(told.finish)
+        return loaded
 
 
 def save(
@@ -204,7 +206,7 @@ def save(
         from ..group.gather import Gathering  # whoever has DTensors imported it
 
         with told:
-            Gathering(leaves[1]).save(*leaves, opened)
+            Gathering(leaves[1]).save(*leaves, opened, told.finish)
         return
     with told, opened() as file:
         file.write_leaves(*leaves)

@@ -111,9 +111,15 @@ class Gathering:
             self._agree(error)
 
     def save(
-        self, names: Sequence[Any], tensors: Sequence[torch.Tensor], opened: Callable[[], Target]
+        self,
+        names: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        opened: Callable[[], Target],
+        written: Callable[[], None],
     ) -> None:
         """Have one process open a file, write the whole tensors, and close it; the others wait.
+
+        ``written`` is called at all of them in between.
 
         Raises:
             BaseException: What has failed at that process, or see :meth:`write`.
@@ -128,6 +134,7 @@ class Gathering:
 
             try:
                 self.write(names, tensors, write)
+                self.members.together(written)
             except BaseException:
                 if target is not None:
                     target.abandon()

@@ -171,8 +171,13 @@ impl Entry {
     pub fn create(path: &Path, identity: &Identity) -> io::Result<()> {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        file.set_len(identity.about_at() + ABOUT)?;
-        write_about(&file, &About { identity: identity.clone(), boot: boot(), synced: false })
+        let about = About { identity: identity.clone(), boot: boot(), synced: false };
+        let made =
+            file.set_len(identity.about_at() + ABOUT).and_then(|()| write_about(&file, &about));
+        if made.is_err() {
+            let _ = fs::remove_file(path);
+        }
+        made
     }
 
     /// Opens one; None if it is not to be used, or about to be removed.

@@ -12,16 +12,15 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 use std::time::{Duration, SystemTime};
 
+use crate::cancel::{self, Cancel};
 use crate::environment::{CACHE, CACHE_GB};
 use crate::error::{Error, Result};
 use crate::io::source::ReadAt;
 use crate::sys;
 pub use entry::Cached;
 use entry::{Entry, Identity};
-use source::CachedSource;
 
 /// What the names of its files end with.
 const ENDING: &str = ".cached";
@@ -68,6 +67,7 @@ impl Cache {
         source: Arc<dyn ReadAt>,
         name: &str,
         patience: Duration,
+        cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
         let Some(identity) = Identity::of(&*source, name) else { return Ok(source) };
         match self.check() {
@@ -76,8 +76,10 @@ impl Cache {
             // What is wrong with a disk, an entry or a full disk is no reason not to load.
             Err(_) => return Ok(source),
         }
-        let Ok(Some(entry)) = self.open(&identity) else { return Ok(source) };
-        Ok(Arc::new(CachedSource::new(source, entry, patience)))
+        let opened = self.open(&identity, cancel);
+        cancel.check()?;
+        let Ok(Some(entry)) = opened else { return Ok(source) };
+        Ok(source::before(source, entry, patience))
     }
 
     fn failed(&self, error: io::Error) -> Error {
@@ -102,7 +104,7 @@ impl Cache {
     }
 
     /// The entry of a file, which is made if there is none; None where there is no room for it.
-    fn open(&self, identity: &Identity) -> io::Result<Option<Entry>> {
+    fn open(&self, identity: &Identity, cancel: &dyn Cancel) -> io::Result<Option<Entry>> {
         let path = self.folder.join(format!("{}{ENDING}", identity.file_name()));
         for _ in 0..TRIES {
             match Entry::open(&path, identity) {
@@ -110,27 +112,27 @@ impl Cache {
                 // Damaged, of a boot that has ended, or about to be removed.
                 Ok(None) => drop(remove(&path)?),
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    if !self.make(identity, &path)? {
+                    if !self.make(identity, &path, cancel)? {
                         return Ok(None);
                     }
                     continue;
                 }
                 Err(e) => return Err(e),
             }
-            thread::sleep(PAUSE);
+            pause(cancel)?;
         }
         Ok(None)
     }
 
     /// Makes an entry, unless somebody has just made it; false where there is no room for it.
-    fn make(&self, identity: &Identity, path: &Path) -> io::Result<bool> {
+    fn make(&self, identity: &Identity, path: &Path, cancel: &dyn Cancel) -> io::Result<bool> {
         let folder = File::open(&*self.folder)?;
         // One at a time, or each would see the same room. Who takes long for it is not waited for.
         for _ in 0..TURNS {
             if sys::try_lock(&folder)? {
                 break;
             }
-            thread::sleep(PAUSE);
+            pause(cancel)?;
         }
         if !self.make_room(identity, &folder)? {
             return Ok(false);
@@ -223,6 +225,11 @@ impl Cache {
         });
         failed.map_or(Ok(removed), |e| Err(self.failed(e)))
     }
+}
+
+/// Waits a little; whoever ends the call asks once more why.
+fn pause(cancel: &dyn Cancel) -> io::Result<()> {
+    cancel::sleep(PAUSE, cancel).map_err(|_| io::Error::from(ErrorKind::Interrupted))
 }
 
 fn is_stale(about: &Metadata) -> bool {

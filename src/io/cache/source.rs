@@ -18,24 +18,34 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// Bytes that are here are read here. Others are asked for, and kept; or waited for, while another
 /// process brings them.
-pub struct CachedSource {
+struct CachedSource {
     server: Arc<dyn ReadAt>,
     entry: Entry,
-    /// The entry as a local file, if all of it was here when it was opened.
-    local: Option<FileSource>,
     /// How long another process may take for what is waited for.
     patience: Duration,
     /// One has taken longer: nobody is waited for any more.
     impatient: AtomicBool,
 }
 
-/// An entry that is whole, read by one reader; what its disk does not give comes from the server.
-struct Whole {
+/// Puts an entry before the source that fills it: as a local file if all of it is here.
+pub fn before(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Arc<dyn ReadAt> {
+    // A duplicate keeps the entry in use.
+    if entry.is_complete()
+        && let Ok(file) = entry.file().try_clone()
+    {
+        let here = FileSource::beginning(file, server.uri().to_owned(), entry.len());
+        return Arc::new(WholeSource { here: Box::new(here), server });
+    }
+    Arc::new(CachedSource { server, entry, patience, impatient: AtomicBool::new(false) })
+}
+
+/// A server's file that is here as a whole. What the disk does not give comes from the server.
+struct WholeSource {
     here: Box<dyn ReadAt>,
     server: Arc<dyn ReadAt>,
 }
 
-impl ReadAt for Whole {
+impl ReadAt for WholeSource {
     fn uri(&self) -> &str {
         self.server.uri()
     }
@@ -55,16 +65,30 @@ impl ReadAt for Whole {
             read => read,
         }
     }
+
+    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+        let here = self.here.for_one_reader()?;
+        Some(Box::new(WholeSource { here, server: Arc::clone(&self.server) }))
+    }
+
+    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.server.beside(name, cancel)
+    }
+
+    fn headers(&self) -> &[(String, String)] {
+        self.server.headers()
+    }
+
+    fn known_head(&self) -> Option<KnownHead> {
+        self.server.known_head()
+    }
+
+    fn file(&self) -> Option<&File> {
+        self.here.file()
+    }
 }
 
 impl CachedSource {
-    pub fn new(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Self {
-        let uri = server.uri().to_owned();
-        let whole = entry.is_complete().then(|| entry.file().try_clone().ok()).flatten();
-        let local = whole.map(|file| FileSource::beginning(file, uri, entry.len()));
-        CachedSource { server, entry, local, patience, impatient: AtomicBool::new(false) }
-    }
-
     /// Reads bytes that are here; an error or none says that they are not.
     fn read_here(
         &self,
@@ -156,7 +180,7 @@ impl ReadAt for CachedSource {
     }
 
     fn traits(&self) -> Traits {
-        self.local.as_ref().map_or_else(|| self.server.traits(), FileSource::traits)
+        self.server.traits()
     }
 
     fn read_at(
@@ -206,11 +230,6 @@ impl ReadAt for CachedSource {
         self.server.read_at(offset, buffers, cancel)
     }
 
-    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
-        let here = self.local.as_ref()?.for_one_reader()?;
-        Some(Box::new(Whole { here, server: Arc::clone(&self.server) }))
-    }
-
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
         self.server.beside(name, cancel)
     }
@@ -221,9 +240,5 @@ impl ReadAt for CachedSource {
 
     fn known_head(&self) -> Option<KnownHead> {
         self.server.known_head()
-    }
-
-    fn file(&self) -> Option<&File> {
-        self.local.as_ref().and_then(ReadAt::file)
     }
 }

@@ -6,8 +6,17 @@ import threading
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_ranks import GLOO_TIMEOUT
-from ranks.dcp_models import KINDS, assert_equal, full, group, make, put_back, state_of, step
+from ranks.dcp_models import (
+    GLOO_TIMEOUT,
+    KINDS,
+    assert_equal,
+    full,
+    group,
+    make,
+    put_back,
+    state_of,
+    step,
+)
 from tensorizer.distributed import Reader, Writer
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

@@ -8,7 +8,6 @@ import tensorizer.distributed  # noqa: F401  # before ranks are forked
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp  # noqa: F401
-from dcp_ranks import GLOO_TIMEOUT
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+#: Seconds that a rank waits for another.
+GLOO_TIMEOUT = 15
 #: How the parameters lie.
 KINDS = ("plain", "fsdp", "tp", "both")
 

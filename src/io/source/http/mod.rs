@@ -146,7 +146,7 @@ fn open_named(
         tls,
     });
     match cache.zip(name) {
-        Some((cache, name)) => cache.before(source, &name, patience),
+        Some((cache, name)) => cache.before(source, &name, patience, cancel),
         None => Ok(source),
     }
 }
