@@ -306,13 +306,16 @@ def test_errors_on_the_way(ranks, folder):
 
 
 def test_a_rank_that_is_killed(ranks, folder):
-    found = ranks.start("lost.killed", 4, folder, "SIGKILL")
-    assert found[2] == {"signal": 9, "late": False, "stopped": False}
-    for rank in (0, 1, 3):
-        kind, message, seconds, trace = found[rank]["result"]
-        assert kind == "GroupError", trace
-        assert f"rank {rank} of 4 lost the other members of its group" in message
-        assert seconds < 10
+    # Whether the others see it by their connections is a matter of the moment.
+    for _ in range(8):
+        found = ranks.start("lost.killed", 4, folder, "SIGKILL")
+        assert found[2] == {"signal": 9, "late": False, "stopped": False}
+        for rank in (0, 1, 3):
+            kind, message, seconds, trace = found[rank]["result"]
+            assert kind == "GroupError", trace
+            assert f"rank {rank} of 4 lost the other members of its group" in message
+            # The time-out is 10 s.
+            assert seconds < 8
 
 
 def test_a_rank_that_stands_still(ranks, folder):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .._errors import GroupError
+from . import leaving
 
 _T = TypeVar("_T")
 
@@ -159,11 +160,16 @@ class Members:
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
-        for group in (self._among_hosts, self._among_devices):
+        groups = [one for one in (self._among_hosts, self._among_devices) if one is not None]
+        if groups:
+            leaving.tell(self._store)
+        for group in groups:
             with contextlib.suppress(RuntimeError, AttributeError):
                 group.abort()
+            del group
         self._among_hosts = self._among_devices = None
         self._last.clear()
+        leaving.let_go(groups)
 
     # What happens at all of them
 
@@ -238,10 +244,12 @@ class Members:
         options = dist.BroadcastOptions()
         options.rootRank = rank
         with self._or_lost():
-            group = self._of_devices() if data.is_cuda and self.on_device else self._among_hosts
-            if group is None:
+            if self._among_hosts is None:
                 raise RuntimeError("the connections were given up")
-            return group.broadcast([data], options)
+            # No frame of a traceback may have the group: see leave.
+            if data.is_cuda and self.on_device:
+                return self._of_devices().broadcast([data], options)
+            return self._among_hosts.broadcast([data], options)
 
     def _of_devices(self) -> Any:
         """Return the connections between devices, which take long to be made."""
@@ -264,10 +272,12 @@ class Members:
         until = time.monotonic() + self._timeout.total_seconds() + _GRACE
         pause = 1e-4
         try:
-            with self._or_lost():
+            with self._or_lost(), leaving.watch(self._store) as another_left:
                 while not work.is_completed():
                     if time.monotonic() > until:
                         raise RuntimeError("timed out")
+                    if another_left():
+                        raise RuntimeError("one of them left")
                     self._pause(pause)
                     pause = min(pause * 1.5, 5e-3)
                 work.wait()
