@@ -16,7 +16,7 @@ from conftest import ROOT
 from ranks import groups
 from servers import FaultServer, Relay
 from tensorizer._native import Reader
-from tensorizer.group import plan
+from tensorizer.group import exchange, plan
 from tensorizer.group.plan import Batch, Wanted
 
 FORMATS = ["tensors", "enc.tensors", "safetensors", "index", "pt"]
@@ -36,6 +36,21 @@ def some_tensors(rng):
         rows = (first, rng.randint(first + 1, shape[0])) if shape else (0, 1)
         itemsize = rng.choice([1, 2, 4, 8, 16])
         yield Wanted(2 * number, shape, itemsize, rows, rng.random() < 0.2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_fetched_has_so_many_bytes(seed):
+    wanted = list(some_tensors(random.Random(seed)))
+    pieces = (piece for batch in plan.batches(wanted, 2, 10**6) for piece in batch.pieces)
+    assert sum(piece.nbytes for piece in pieces) == sum(tensor.nbytes for tensor in wanted)
+
+
+@pytest.mark.parametrize(
+    ("total", "members", "expected"),
+    [(0, 1, 4 << 20), (50 << 20, 4, 4 << 20), (10**9, 4, 8_333_333), (10**11, 4, 32 << 20)],
+)
+def test_little_of_a_file_is_on_the_way_before_anything_is_exchanged(total, members, expected):
+    assert exchange.batch_bytes(total, members) == expected
 
 
 def indices(ranges):

@@ -11,7 +11,7 @@ import torch
 
 from .._types import Head
 from ..group import plan
-from ..group.exchange import BATCH_BYTES, Exchange
+from ..group.exchange import BATCH_BYTES, Exchange, batch_bytes
 from ..group.members import Members
 from ..tensors.exchange import cast_dtype, dtype_of
 from .parts import Wanted
@@ -108,11 +108,9 @@ def fill_together(
             tensors[number].detach().zero_()
         whole = (verify or file.verify) != "nothing"
         most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
-        batches = plan.batches(
-            (_wanted(file, number, ends, whole) for number, ends in rows.items()),
-            members.size,
-            most,
-        )
+        all_wanted = [_wanted(file, number, ends, whole) for number, ends in rows.items()]
+        total = sum(one.nbytes for one in all_wanted)
+        batches = plan.batches(all_wanted, members.size, batch_bytes(total, members.size, most))
         device = _buffers_on(members, tensors)
         somewhere = any(tensor.is_cuda for tensor in tensors.values())
         return Exchange(

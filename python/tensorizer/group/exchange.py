@@ -13,12 +13,14 @@ from .._errors import GroupError
 from .members import Members
 from .plan import Batch
 
-#: Bytes of a batch, about: some milliseconds of a fast network.
+#: Bytes of a batch, at most, about: some milliseconds of a fast network.
 BATCH_BYTES = 32 << 20
 #: Batches that a member reads at once, so that a server has always something to do.
 _READ_AT_ONCE = 3
 #: Batches that are on their way between members at once: one is put in place during the next.
 _SENT_AT_ONCE = 2
+#: What comes to all members at once, while nothing is exchanged yet, is this share of everything.
+_ON_THE_WAY = 1 / 10
 #: Bytes in front of a batch that say whether its owner, or anything at it, has failed.
 _HEADER = 64
 
@@ -26,6 +28,16 @@ _HEADER = 64
 Fetch: TypeAlias = Callable[[Batch, torch.Tensor], None]
 #: Takes what is wanted from a buffer with a batch.
 Deliver: TypeAlias = Callable[[Batch, torch.Tensor], None]
+
+
+def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
+    """Return the length of the batches of so many bytes.
+
+    A server gives all batches that are read at once in about the same time. With long ones, members
+    would have nothing to send at first, and much at the end.
+    """
+    fitting = int(total * _ON_THE_WAY) // (members * _READ_AT_ONCE)
+    return min(most, max(most // 8, fitting))
 
 
 class Exchange:

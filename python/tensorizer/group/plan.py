@@ -26,6 +26,12 @@ class Wanted:
     rows: tuple[int, int]
     whole: bool
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are fetched."""
+        start, stop = (0, 1) if not self.shape else (0, self.shape[0]) if self.whole else self.rows
+        return (stop - start) * math.prod(self.shape[1:]) * self.itemsize
+
 
 @dataclass(frozen=True)
 class Piece:
