@@ -70,6 +70,11 @@ impl Target {
         Some(format!("{url}?{}", query.finish()))
     }
 
+    /// Whether it is one version of its file.
+    pub fn is_version(&self) -> bool {
+        self.url.query_pairs().any(|(key, _)| key == "versionId")
+    }
+
     /// Another file in the same folder, asked for in the same way.
     pub fn beside(&self, name: &str) -> Option<Target> {
         let mut url = self.url.clone();

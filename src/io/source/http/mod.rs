@@ -195,6 +195,12 @@ fn beside(
     name: &str,
     cancel: &dyn Cancel,
 ) -> Result<Option<Arc<dyn ReadAt>>> {
+    if named.is_version() {
+        return Err(Error::Unsupported(format!(
+            "`{shown}` is one version of a file that names others beside it, and not which version of \
+             them: open it without, or what it names one by one"
+        )));
+    }
     let Some(named) = named.beside(name) else { return Ok(None) };
     let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
