@@ -50,6 +50,12 @@ pub fn shown(uri: &str) -> Option<String> {
     ObjectName::parse(uri).ok().map(|name| name.shown())
 }
 
+/// Until when an address is used that is signed now with credentials that expire then.
+pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
+    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min();
+    good_until(now, expiry.unwrap_or(now))
+}
+
 /// Signs the address of an object.
 struct Signer {
     resolved: Arc<Resolved>,
@@ -100,7 +106,7 @@ impl Signer {
         let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
         let now = SystemTime::now();
-        let expiry = [now.checked_add(VALID), credentials.expiry()].into_iter().flatten().min();
+        let until = signed_until(now, credentials.expiry());
         let config = self.resolved.sdk().credentials_provider(credentials);
         let signed = aws_sdk_s3::Client::from_conf(config.build())
             .get_object()
@@ -114,7 +120,7 @@ impl Signer {
         let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
         let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
         let target = Target::new(url, self.headers.iter().cloned().chain(more).collect());
-        Ok((target, good_until(now, expiry.unwrap_or(now))))
+        Ok((target, until))
     }
 }
 

@@ -2,16 +2,21 @@
 //! `~/.s3cfg` (or another file of that kind), then AWS's own chain: environment, shared files and
 //! profiles, web identity, instance roles. Without any credentials, objects are read as anybody.
 
+use std::error::Error as _;
 use std::ffi::OsStr;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use aws_config::BehaviorVersion;
 use aws_config::environment::EnvironmentVariableRegionProvider;
+use aws_config::imds::client::error::ImdsError;
 use aws_config::meta::region::RegionProviderChain;
 use aws_config::profile::ProfileFileRegionProvider;
+use aws_credential_types::provider::error::CredentialsError;
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
 };
+use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::types::RequestPayer;
 use reqwest::Url;
 
@@ -164,8 +169,16 @@ pub async fn resolve(
         }
         (None, None) => {
             let keys = Keys::Found(chain.clone());
-            // Not to have any is no error: the object may be for everybody.
-            keys.get().await.ok().map(|_| keys)
+            match keys.get().await {
+                Ok(_) => Some(keys),
+                // Not to have any is no error: the object may be for everybody.
+                Err(error) if is_nobody(&error) => None,
+                Err(error) => {
+                    let what = format!("finding credentials: {}", DisplayErrorContext(error));
+                    let error = std::io::Error::new(ErrorKind::PermissionDenied, what);
+                    return Err(Error::io("opening", uri, error));
+                }
+            }
         }
         _ => {
             return Err(Error::InvalidArgument(format!(
@@ -198,6 +211,13 @@ fn payer(value: Option<&OsStr>) -> Result<bool> {
             "the environment variable {PAYER} must be `requester`, or empty"
         ))),
     }
+}
+
+/// Whether nobody has said who asks. A machine whose own service gives no answer is nobody, too:
+/// clouds other than AWS have another service in its place.
+fn is_nobody(error: &CredentialsError) -> bool {
+    let of_machine = error.source().is_some_and(|cause| cause.is::<ImdsError>());
+    of_machine || matches!(error, CredentialsError::CredentialsNotLoaded(_))
 }
 
 /// The region that the environment or a profile names.

@@ -24,7 +24,7 @@ const MAX_REDIRECTS: usize = 10;
 const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it hears that some have arrived. It hears that after
 /// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
-const WINDOW: u32 = 16 << 20;
+pub const WINDOW: u32 = 16 << 20;
 
 /// Where a file is now, and what to send there.
 #[derive(Debug, Clone, PartialEq, Eq)]
