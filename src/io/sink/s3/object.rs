@@ -7,20 +7,25 @@ use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use aws_sdk_s3::Client;
+use aws_sdk_s3::config::http::HttpResponse;
 use aws_sdk_s3::config::retry::RetryConfig;
+use aws_sdk_s3::error::{ProvideErrorMetadata as _, SdkError};
+use aws_sdk_s3::operation::create_multipart_upload::CreateMultipartUploadError;
 use aws_sdk_s3::primitives::{ByteStream, SdkBody};
-use aws_sdk_s3::types::{CompletedMultipartUpload, CompletedPart};
+use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
 
+use super::sum::Sum;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    Connector, DEFAULT_WRITE_ENDPOINT, Resolved, S3Options, failure, parse, resolve, wait_for,
+    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve, wait_for,
 };
 use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
 use crate::io::source::http::client::{Certificates, connect};
+use crate::io::source::http::reply::says_expired;
 
 /// An object that is being written.
 pub struct Object {
@@ -41,10 +46,30 @@ type Sender = (Client, Arc<AtomicU64>);
 /// The name of the metadata with the mark of an object that was sent in parts.
 const MARK: &str = "tensorizer-upload";
 
+/// An upload that the server has begun.
+#[derive(Debug, Clone)]
+pub struct Begun {
+    /// Its number.
+    upload: String,
+    sums: Sums,
+}
+
+/// What a server makes of sums of what is sent to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sums {
+    /// It is not told any.
+    None,
+    /// It is told those of parts, and may not look at them.
+    Parts,
+    /// It compares those of parts, and that of the object.
+    All,
+}
+
 /// A part that the server has.
 pub struct Sent {
     pub number: i32,
     tag: String,
+    sum: Sum,
 }
 
 impl Object {
@@ -55,15 +80,19 @@ impl Object {
         options: NetOptions,
         cancel: &dyn Cancel,
     ) -> Result<Self> {
-        let (bucket, key) = parse(uri)?;
-        let shown = format!("s3://{bucket}/{key}");
+        let name = ObjectName::parse(uri)?;
+        let shown = name.shown();
+        if name.version.is_some() {
+            let what = format!("`{shown}`: a version of an object cannot be written");
+            return Err(Error::InvalidArgument(what));
+        }
         let found = resolve(s3, &options, DEFAULT_WRITE_ENDPOINT, &shown);
         let resolved = wait_for(&shown, &options, cancel, found)?;
         let tls = resolved.endpoint.scheme() == "https";
         Ok(Object {
             shown,
-            bucket: bucket.to_owned(),
-            key: key.to_owned(),
+            bucket: name.bucket,
+            key: name.key,
             resolved,
             certificates: Certificates::read(&options, tls).map_err(Error::InvalidArgument)?,
             options,
@@ -122,66 +151,99 @@ impl Object {
 
     /// Sends the whole object.
     pub fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        self.request(cancel, |client| async move {
+        let sum = self.resolved.sums.then(|| Sum::of(bytes).text());
+        self.request(cancel, |client| {
             let put = client.put_object().bucket(&self.bucket).key(&self.key);
-            let put = put.body(body(bytes)).customize().disable_payload_signing();
-            put.send().await.map(drop).map_err(failure)
+            let put = put.set_checksum_crc64_nvme(sum.clone());
+            let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+            async move {
+                let put = put.customize().disable_payload_signing();
+                put.send().await.map(drop).map_err(failure)
+            }
         })
     }
 
-    /// Begins an object in parts, and gives its number at the server.
-    pub fn begin(&self, cancel: &dyn Cancel) -> Result<String> {
+    /// Begins an object in parts.
+    pub fn begin(&self, cancel: &dyn Cancel) -> Result<Begun> {
         self.request(cancel, |client| async move {
             let begin = client.create_multipart_upload().bucket(&self.bucket).key(&self.key);
-            let begin = begin.metadata(MARK, &self.mark);
-            let begun = begin.send().await.map_err(failure)?;
-            begun.upload_id.ok_or_else(|| {
+            let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
+            let mut sums = Sums::None;
+            let mut begun = None;
+            if self.resolved.sums {
+                let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
+                match begin.checksum_type(ChecksumType::FullObject).send().await {
+                    Err(error) if knows_no_sums(&error) => {}
+                    answer => {
+                        let answer = answer.map_err(failure)?;
+                        let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme);
+                        sums = if all { Sums::All } else { Sums::Parts };
+                        begun = Some(answer);
+                    }
+                }
+            }
+            let begun = match begun {
+                Some(begun) => begun,
+                None => begin.send().await.map_err(failure)?,
+            };
+            let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server began an upload without a number";
                 Failure::lasting(ErrorKind::InvalidData, what)
-            })
+            })?;
+            Ok(Begun { upload, sums })
         })
     }
 
     /// Sends a part.
     pub fn part(
         &self,
-        upload: &str,
+        begun: &Begun,
         number: i32,
         bytes: &Bytes,
         cancel: &dyn Cancel,
     ) -> Result<Sent> {
+        let Begun { upload, sums } = begun;
+        let sum = if *sums == Sums::None { Sum::default() } else { Sum::of(bytes) };
         self.request(cancel, |client| async move {
             let part = client.upload_part().bucket(&self.bucket).key(&self.key);
             let part = part.upload_id(upload).part_number(number).body(body(bytes));
+            let part = part.set_checksum_crc64_nvme((*sums != Sums::None).then(|| sum.text()));
+            let part = part.set_request_payer(self.resolved.payer());
             let done = part.customize().disable_payload_signing().send().await.map_err(failure)?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server took a part and did not say its ETag";
                 Failure::passing(ErrorKind::InvalidData, what)
             })?;
-            Ok(Sent { number, tag })
+            Ok(Sent { number, tag, sum })
         })
     }
 
     /// Makes the object, of `len` bytes, of its parts.
     pub fn complete(
         &self,
-        upload: &str,
+        begun: &Begun,
         mut parts: Vec<Sent>,
         len: u64,
         cancel: &dyn Cancel,
     ) -> Result<()> {
+        let Begun { upload, sums } = begun;
+        let all = *sums == Sums::All;
         parts.sort_by_key(|part| part.number);
-        let parts = parts
-            .into_iter()
-            .map(|part| CompletedPart::builder().part_number(part.number).e_tag(part.tag).build());
-        let all = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
+        let sum = parts.iter().fold(Sum::default(), |sum, part| sum.and(part.sum));
+        let sum = all.then(|| sum.text());
+        let parts = parts.into_iter().map(|Sent { number, tag, sum }| {
+            let part = CompletedPart::builder().part_number(number).e_tag(tag);
+            part.set_checksum_crc64_nvme(all.then(|| sum.text())).build()
+        });
+        let parts = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
         let completed = self.request(cancel, |client| {
-            let all = all.clone();
-            async move {
-                let complete = client.complete_multipart_upload().bucket(&self.bucket);
-                let complete = complete.key(&self.key).upload_id(upload).multipart_upload(all);
-                complete.send().await.map(drop).map_err(failure)
-            }
+            let complete = client.complete_multipart_upload().bucket(&self.bucket).key(&self.key);
+            let complete = complete.upload_id(upload).multipart_upload(parts.clone());
+            let complete = complete
+                .set_checksum_crc64_nvme(sum.clone())
+                .set_checksum_type(all.then_some(ChecksumType::FullObject))
+                .set_request_payer(self.resolved.payer());
+            async move { complete.send().await.map(drop).map_err(failure) }
         });
         match completed {
             // It was done, and the answer lost, if what is there now is what was sent.
@@ -198,6 +260,7 @@ impl Object {
     fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
         let found = self.request(cancel, |client| async move {
             let head = client.head_object().bucket(&self.bucket).key(&self.key);
+            let head = head.set_request_payer(self.resolved.payer());
             match head.send().await.map_err(failure) {
                 Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
                 found => found.map(Some),
@@ -212,12 +275,20 @@ impl Object {
     }
 
     /// Has the server forget the parts.
-    pub fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
+    pub fn abort(&self, begun: &Begun, cancel: &dyn Cancel) -> Result<()> {
         self.request(cancel, |client| async move {
             let abort = client.abort_multipart_upload().bucket(&self.bucket).key(&self.key);
-            abort.upload_id(upload).send().await.map(drop).map_err(failure)
+            let abort = abort.set_request_payer(self.resolved.payer());
+            abort.upload_id(&begun.upload).send().await.map(drop).map_err(failure)
         })
     }
+}
+
+/// Whether a server may refuse to begin an upload because of its sums.
+fn knows_no_sums(error: &SdkError<CreateMultipartUploadError, HttpResponse>) -> bool {
+    let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));
+    let status = error.raw_response().map(|response| response.status().as_u16());
+    !expired && matches!(status, Some(400 | 501))
 }
 
 fn body(bytes: &Bytes) -> ByteStream {

@@ -24,7 +24,7 @@ const MAX_REDIRECTS: usize = 10;
 const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it hears that some have arrived. It hears that after
 /// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
-const WINDOW: u32 = 16 << 20;
+pub const WINDOW: u32 = 16 << 20;
 
 /// Where a file is now, and what to send there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,6 +68,11 @@ impl Target {
             }
         }
         Some(format!("{url}?{}", query.finish()))
+    }
+
+    /// Whether it is one version of its file.
+    pub fn is_version(&self) -> bool {
+        self.url.query_pairs().any(|(key, _)| key == "versionId")
     }
 
     /// Another file in the same folder, asked for in the same way.

@@ -195,6 +195,12 @@ fn beside(
     name: &str,
     cancel: &dyn Cancel,
 ) -> Result<Option<Arc<dyn ReadAt>>> {
+    if named.is_version() {
+        return Err(Error::Unsupported(format!(
+            "`{shown}` is one version of a file that names others beside it, and not which version of \
+             them: open it without, or what it names one by one"
+        )));
+    }
     let Some(named) = named.beside(name) else { return Ok(None) };
     let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
@@ -221,6 +227,18 @@ impl HttpSource {
     }
 }
 
+/// How files of servers are read that have ranges.
+pub(crate) fn traits(len: Option<u64>, options: &NetOptions) -> Traits {
+    Traits {
+        len,
+        max_readers: options.max_connections,
+        first_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
+        most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
+        request_len: REQUEST_LEN,
+        merge_gap: MERGE_GAP,
+    }
+}
+
 /// An address as messages show it; None for what is none.
 pub fn shown(address: &str) -> Option<String> {
     Url::parse(address).ok().map(|url| show(&url))
@@ -243,14 +261,7 @@ impl ReadAt for HttpSource {
     }
 
     fn traits(&self) -> Traits {
-        Traits {
-            len: self.identity.len,
-            max_readers: self.options.max_connections,
-            first_readers: self.options.connections.unwrap_or(FIRST_CONNECTIONS),
-            most_readers: self.options.connections.unwrap_or(MOST_CONNECTIONS),
-            request_len: REQUEST_LEN,
-            merge_gap: MERGE_GAP,
-        }
+        traits(self.identity.len, &self.options)
     }
 
     fn read_at(

@@ -28,6 +28,11 @@ pub trait Sign: Send + Sync {
     /// What tells its object from all others, without secrets.
     fn name(&self) -> String;
 
+    /// Whether it is one version of its object, and not the latest.
+    fn is_version(&self) -> bool {
+        false
+    }
+
     /// Signs the address of another file in the same folder.
     fn beside(&self, name: &str) -> Box<dyn Sign>;
 }
@@ -66,6 +71,14 @@ impl Named {
                 Named::Signed { signer: signer.beside(name), known: Mutex::new(None) }
             }
         })
+    }
+
+    /// Whether it is one version of its file, which says nothing of those beside it.
+    pub fn is_version(&self) -> bool {
+        match self {
+            Named::Fixed(target) => target.is_version(),
+            Named::Signed { signer, .. } => signer.is_version(),
+        }
     }
 
     /// What tells its file from all others, without secrets; None where a query may do that.

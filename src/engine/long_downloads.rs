@@ -1,0 +1,180 @@
+//! A download of 140 GB from S3 by simulation: requests, connections, memory, signatures. Nothing is
+//! measured: the plan, the pace and the times of renewal are those of a load, the network is a line
+//! that all connections share.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+#![allow(clippy::cast_precision_loss)]
+
+use std::time::{Duration, SystemTime};
+
+use crate::engine::pace::{Pace, Sample};
+use crate::engine::plan::{Extent, partition};
+use crate::engine::target::{Target, host::Host};
+use crate::engine::workers::Crew;
+use crate::io::net::NetOptions;
+use crate::io::net::s3::good_until;
+use crate::io::source::http::{self, client::WINDOW};
+use crate::io::source::s3::signed_until;
+
+const GB: u64 = 1_000_000_000;
+const TICK: Duration = Duration::from_millis(5);
+/// How long an answer takes to begin.
+const LATENCY: Duration = Duration::from_millis(30);
+/// Bytes a second of one connection to S3.
+const OF_ONE: f64 = 1e8;
+
+/// The tensors of a model of 70 billion parameters: some of a GB, most between 16 MB and 500 MB, and
+/// norms between them.
+fn model() -> Vec<Extent> {
+    let lens = [470, 16, 134, 16, 470, 470].map(|mb| mb * 1_000_000);
+    let lens = [1_050 * 1_000_000; 2].into_iter().chain(lens.into_iter().cycle());
+    let (mut end, mut extents) = (1 << 20, Vec::new());
+    for (number, len) in lens.enumerate() {
+        for data_len in if number % 6 == 5 { vec![16_384, len] } else { vec![len] } {
+            let (header_offset, data_offset) = (end, end + 128);
+            extents.push(Extent { file: 0, header_offset, data_offset, data_len });
+            end = data_offset + data_len;
+        }
+        if end >= 140 * GB {
+            return extents;
+        }
+    }
+    extents
+}
+
+/// Signs when that is due, with credentials of some seconds that are asked for when that is due.
+struct Signing {
+    credentials_hold: Option<Duration>,
+    begun: SystemTime,
+    /// Until when the address is used, and when its credentials expire.
+    address: Option<(SystemTime, Option<SystemTime>)>,
+    /// Until when the credentials are used, and when they expire.
+    credentials: Option<(SystemTime, SystemTime)>,
+    signed: usize,
+    asked: usize,
+}
+
+impl Signing {
+    fn new(credentials_hold: Option<u64>) -> Self {
+        let credentials_hold = credentials_hold.map(Duration::from_secs);
+        let (begun, address, credentials) = (SystemTime::UNIX_EPOCH, None, None);
+        Signing { credentials_hold, begun, address, credentials, signed: 0, asked: 0 }
+    }
+
+    /// A request begins so long after the first.
+    fn request(&mut self, at: Duration) {
+        let now = self.begun + at;
+        if self.address.is_none_or(|(until, _)| now >= until) {
+            self.signed += 1;
+            let expiry = self.credentials_hold.map(|hold| {
+                if self.credentials.is_none_or(|(until, _)| now >= until) {
+                    self.asked += 1;
+                    self.credentials = Some((good_until(now, now + hold), now + hold));
+                }
+                self.credentials.unwrap().1
+            });
+            self.address = Some((signed_until(now, expiry), expiry));
+        }
+        // A server would take it, and some time more.
+        let expiry = self.address.unwrap().1;
+        assert!(expiry.is_none_or(|expiry| now + Duration::from_secs(60) <= expiry), "{at:?}");
+    }
+}
+
+/// What a download took.
+#[derive(Debug)]
+struct Took {
+    seconds: f64,
+    requests: usize,
+    /// The most connections, and how many there were for most of the time.
+    most: usize,
+    usual: usize,
+    /// Bytes of the longest request.
+    longest: u64,
+}
+
+fn download(line: f64, signing: &mut Signing) -> Took {
+    let extents = model();
+    let total = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
+    let options = NetOptions { connections: None, ..NetOptions::from_environment().unwrap() };
+    let traits = http::traits(Some(extents.last().unwrap().end()), &options);
+    let crew = Crew::of(&traits, None);
+    let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, crew, total, false);
+    let batches = partition(&extents, &limits);
+    assert_eq!(batches.iter().map(|batch| batch.len()).sum::<u64>(), total);
+
+    let mut pace = Pace::new(crew.first, crew.most, 16);
+    let (mut now, mut bytes) = (Sample::default(), 0.0);
+    let mut counts = vec![0usize; crew.most + 1];
+    let mut queue = batches.iter().map(|batch| batch.len());
+    // For each connection when its answer begins, and how many bytes are left of it.
+    let mut running: Vec<(Duration, f64)> = Vec::new();
+    let mut requests = 0;
+    loop {
+        let wanted = pace.look(&now);
+        running.retain(|&(_, left)| left > 0.0);
+        while running.len() < wanted {
+            let Some(len) = queue.next() else { break };
+            signing.request(now.at);
+            requests += 1;
+            running.push((now.at + LATENCY, len as f64));
+        }
+        if running.is_empty() {
+            break;
+        }
+        *counts.get_mut(running.len()).unwrap() += 1;
+        now.at += TICK;
+        let answered = running.iter().filter(|(from, _)| *from <= now.at).count();
+        let share = (line / answered.max(1) as f64).min(OF_ONE) * TICK.as_secs_f64();
+        for (_, left) in running.iter_mut().filter(|(from, _)| *from <= now.at) {
+            bytes += left.min(share);
+            *left -= share;
+        }
+        (now.bytes, now.running, now.heard) = (bytes as u64, running.len(), answered);
+        now.arrivals += 4 * answered as u64;
+        now.cpu += TICK;
+    }
+    Took {
+        seconds: now.at.as_secs_f64(),
+        requests,
+        most: counts.iter().rposition(|&count| count > 0).unwrap(),
+        usual: (0..counts.len()).max_by_key(|&at| counts.get(at)).unwrap(),
+        longest: batches.iter().map(|batch| batch.len()).max().unwrap(),
+    }
+}
+
+#[test]
+fn at_100_mb_a_second_and_at_3_gb() {
+    for (line, usual) in [(1e8, 4), (3e9, 32)] {
+        // Of a role for an hour; the shortest that there are; those that do not expire.
+        for hold in [Some(3600), Some(900), None] {
+            let mut signing = Signing::new(hold);
+            let took = download(line, &mut signing);
+            let ideal = 140e9 / line;
+            assert!(took.seconds < 1.1 * ideal, "{took:?}");
+            assert_eq!(took.usual, usual, "{took:?}");
+            assert!(took.most <= 32, "{took:?}");
+            // 64 MiB each, those at the end less; bytes go from a connection to where they stay, so
+            // that beside the tensors there is what servers may send unasked.
+            assert!((2000..2400).contains(&took.requests), "{took:?}");
+            assert!(took.longest <= 86 << 20, "{took:?}");
+            assert!(took.most as u64 * u64::from(WINDOW) <= 512 << 20);
+            // 1400 s are more than a quarter of an hour.
+            let renewed = usize::from(line < 1e9 && hold == Some(900));
+            assert_eq!(signing.signed, 1 + renewed, "{line} {hold:?}");
+            assert_eq!(signing.asked, if hold.is_some() { 1 + renewed } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn over_a_slow_line() {
+    // 1 MB/s: 39 hours, so that addresses that are good for a day expire too.
+    for (hold, renewals) in [(Some(3600), 42), (Some(900), 172), (None, 1)] {
+        let mut signing = Signing::new(hold);
+        let seconds_each = (64u64 << 20) / 1_000_000;
+        for number in 0..140 * GB / (64 << 20) {
+            signing.request(Duration::from_secs(number * seconds_each));
+        }
+        assert_eq!(signing.signed - 1, renewals, "{hold:?}");
+    }
+}

@@ -1,0 +1,117 @@
+//! What an address of S3 names.
+
+use crate::error::{Error, Result};
+use crate::io::net::show_text;
+
+/// What stands before the version in an address.
+const VERSION: &str = "versionId=";
+
+/// What `s3://bucket/key` names, or `s3://bucket/key?versionId=version`.
+///
+/// Key and version are as they stand there: a percent sign is one. A key with `?` or `#` cannot be
+/// named, as in the package that this one succeeds; that one left away what is behind them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectName {
+    pub bucket: String,
+    pub key: String,
+    /// None: the latest.
+    pub version: Option<String>,
+}
+
+impl ObjectName {
+    /// Takes an address apart.
+    pub fn parse(uri: &str) -> Result<Self> {
+        let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
+        let (place, more) = match rest.find(['?', '#']).and_then(|at| rest.split_at_checked(at)) {
+            Some((place, more)) => (place, Some(more)),
+            None => (rest, None),
+        };
+        let (bucket, key) = place.split_once('/').unwrap_or((place, ""));
+        let key = key.trim_start_matches('/');
+        if bucket.is_empty() || key.is_empty() {
+            let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
+            return Err(Error::InvalidArgument(what));
+        }
+        let of_more = |more: &str| {
+            let version = more.strip_prefix('?')?.strip_prefix(VERSION)?;
+            let fits = !version.is_empty() && !version.contains(['&', '#', '?']);
+            fits.then(|| version.to_owned())
+        };
+        let version = more.map(of_more);
+        if version == Some(None) {
+            // What was found may be a secret.
+            let what = format!(
+                "`{}`: nothing but ?{VERSION}... is expected behind the key; an object whose key has \
+                 `?` or `#` is read by a signed https:// address",
+                show_text(uri)
+            );
+            return Err(Error::InvalidArgument(what));
+        }
+        Ok(ObjectName {
+            bucket: bucket.to_owned(),
+            key: key.to_owned(),
+            version: version.flatten(),
+        })
+    }
+
+    /// The same as messages show it. No part of it is a secret.
+    pub fn shown(&self) -> String {
+        let ObjectName { bucket, key, version } = self;
+        match version {
+            Some(version) => format!("s3://{bucket}/{key}?{VERSION}{version}"),
+            None => format!("s3://{bucket}/{key}"),
+        }
+    }
+
+    /// Another object in the same folder, of the same version.
+    pub fn beside(&self, name: &str) -> Self {
+        let folder = self.key.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let key = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
+        ObjectName { key, ..self.clone() }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_addresses_name() {
+        for (uri, bucket, key, version) in [
+            ("s3://b/k", "b", "k", None),
+            ("S3://b//f/k l+%20", "b", "f/k l+%20", None),
+            ("s3://b/k?versionId=null", "b", "k", Some("null")),
+            ("s3://b/f/k?versionId=3/L4.kq_-=%", "b", "f/k", Some("3/L4.kq_-=%")),
+        ] {
+            let found = ObjectName::parse(uri).unwrap();
+            assert_eq!((&*found.bucket, &*found.key), (bucket, key), "{uri}");
+            assert_eq!(found.version.as_deref(), version, "{uri}");
+            assert_eq!(ObjectName::parse(&found.shown()).unwrap(), found, "{uri}");
+        }
+        let one = ObjectName::parse("s3://b/f/k?versionId=1").unwrap();
+        assert_eq!(one.beside("l").shown(), "s3://b/f/l?versionId=1");
+        assert_eq!(ObjectName::parse("s3://b/k").unwrap().beside("l").key, "l");
+    }
+
+    #[test]
+    fn nothing_else_is_left_away() {
+        for more in [
+            "?",
+            "#",
+            "#part",
+            "?versionId=",
+            "?versionid=1",
+            "?secret",
+            "?x=1&versionId=2",
+            "?versionId=1&x=secret",
+            "?versionId=1#part",
+            "?versionId=1?",
+            "#?versionId=1",
+        ] {
+            let error = ObjectName::parse(&format!("s3://b/k{more}")).unwrap_err().to_string();
+            assert!(error.contains("?versionId=... is expected"), "{more}: {error}");
+            assert!(error.contains("`s3://b/k`") && !error.contains("secret"), "{error}");
+        }
+    }
+}
