@@ -41,10 +41,10 @@ impl From<Error> for Raised {
             Error::Format { .. } => own("FormatError", (text,)),
             Error::Version { found, .. } => own("InvalidVersionError", (text, found)),
             Error::TensorNotFound { .. } => builtin::PyKeyError::new_err(text),
-            Error::HashMismatch { .. }
-            | Error::FileHashMismatch { .. }
-            | Error::NoHash { .. }
-            | Error::NoHashes { .. } => own("HashMismatchError", (text,)),
+            Error::HashMismatch { .. } | Error::NoHash { .. } | Error::NoHashes { .. } => {
+                own("HashMismatchError", (text,))
+            }
+            Error::FileHashMismatch { .. } => own("DamagedFileError", (text,)),
             Error::Crypt(_) => own("CryptographyError", (text,)),
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
             Error::Device { .. } => own("DeviceError", (text,)),

@@ -15,6 +15,11 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
+def fields_of(handler):
+    """Return the fields of a request, their names in lower case."""
+    return {name.lower(): value for name, value in handler.headers.items()}
+
+
 class Repo:
     """A repository: what each commit holds, and where branches and tags are."""
 
@@ -56,7 +61,7 @@ class Files(Scripted):
         url = urlsplit(handler.path)
         (signature,) = parse_qs(url.query).get("Signature", [""])
         with self.lock:
-            self.requests.append((handler.command, handler.path, dict(handler.headers.items())))
+            self.requests.append((handler.command, handler.path, fields_of(handler)))
             self.uses[signature] = self.uses.get(signature, 0) + 1
             expired = self.uses[signature] > self.good_for
         data = self.blobs.get(url.path[1:])
@@ -103,7 +108,7 @@ class Hub(Scripted):
     def answer(self, handler):
         method, path = handler.command, urlsplit(handler.path).path
         with self.lock:
-            self.requests.append((method, path, dict(handler.headers.items())))
+            self.requests.append((method, path, fields_of(handler)))
         self.watch(method, path)
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         about = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path)
