@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tensorizer import CryptographyError, FormatError
-from tensorizer._errors import DamagedFileError
+from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
 from .compare import DAMAGES

@@ -1,4 +1,4 @@
-"""A stand-in for Hugging Face's hub: repositories on loopback, and a second server with their large files."""
+"""A stand-in for Hugging Face's hub, and the second server with its large files, on loopback."""
 
 import hashlib
 import json
@@ -81,6 +81,10 @@ class Hub(Scripted):
         self.repos = {}
         self.requests = []
         self.watch = lambda method, path: None
+        #: New names of repositories, by their old ones.
+        self.renamed = {}
+        #: How many requests are answered that there is no time for them.
+        self.busy = 0
         self.files = Files()
 
     def __exit__(self, *exc):
@@ -109,14 +113,22 @@ class Hub(Scripted):
         method, path = handler.command, urlsplit(handler.path).path
         with self.lock:
             self.requests.append((method, path, fields_of(handler)))
+            busy, self.busy = self.busy > 0, max(0, self.busy - 1)
         self.watch(method, path)
+        if busy:
+            return send(handler, 503, {"Retry-After": "0"}, b"busy")
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         about = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path)
         named = found or about
         parts = named.groups() if named is not None else ("", "", "")
         name, revision, *rest = map(unquote, parts)
+        if name in self.renamed:
+            place = path.replace(name, self.renamed[name], 1)
+            return send(handler, 307, {"Location": place}, b"")
         repo, token = self.repos.get(name), handler.headers.get("Authorization")
-        if repo is None or (repo.readers is not None and token not in repo.readers and not repo.gated):
+        if repo is None or (
+            repo.readers is not None and token not in repo.readers and not repo.gated
+        ):
             return refuse(handler, 404 if token else 401, "RepoNotFound")
         if repo.gated and token not in (repo.readers or ()):
             return refuse(handler, 403 if token else 401, "GatedRepo")
@@ -126,7 +138,9 @@ class Hub(Scripted):
         if about:
             siblings = [{"rfilename": file} for file in repo.commits[commit]]
             said = {"id": name, "sha": commit, "siblings": siblings, "private": False}
-            return send(handler, 200, {"Content-Type": "application/json"}, json.dumps(said).encode())
+            return send(
+                handler, 200, {"Content-Type": "application/json"}, json.dumps(said).encode()
+            )
         said, data = {"X-Repo-Commit": commit}, repo.commits[commit].get(rest[0])
         if data is None:
             return refuse(handler, 404, "EntryNotFound", said)

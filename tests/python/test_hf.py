@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,16 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import ROOT, assert_same, run_python
 from hub import Hub, sha256
 from safetensors.torch import save
-from tensorizer import HashMismatchError, TensorDeserializer, TensorSerializer, load
+from tensorizer import (
+    DamagedFileError,
+    HashMismatchError,
+    TensorDeserializer,
+    TensorSerializer,
+    load,
+)
 from tensorizer.file.tensor_file import TensorFile
 from tensorizer.stream_io import open_stream
 from tensorizer_cli.main import main
@@ -128,7 +135,7 @@ def test_one_commit(hub, verify):
         "/org/repo/resolve/main/model.safetensors"
     ]
     assert all(f"/resolve/{commit}/" in path for _, path in asked[1:])
-    assert sum(path.endswith("-a.safetensors") for _, path in asked) == 2 if verify else 1
+    assert sum(path.endswith("-a.safetensors") for _, path in asked) == (2 if verify else 1)
     hub.watch = lambda *_: None
     assert_all(load("hf://org/repo", "cpu"), new)
 
@@ -153,7 +160,7 @@ def test_another_process_opens_the_same_commit(hub):
 
 
 @pytest.mark.parametrize("where", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME"])
-def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplog, capfd):
+def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplog):
     repo = hub.repo("org/repo", shards(tensors()))
     repo.readers = {OURS}
     with pytest.raises(PermissionError, match=r"it is private: set HF_TOKEN to a token") as raised:
@@ -179,7 +186,7 @@ def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplo
     repo.readers = {"Bearer another"}
     with pytest.raises(FileNotFoundError, match="does not give access") as other:
         load("hf://org/repo")
-    shown = f"{raised.value} {other.value} {caplog.text} {capfd.readouterr()}"
+    shown = f"{raised.value} {other.value} {caplog.text}"
     kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").iterdir())
     for secret in (TOKEN, "Signature", "signed1"):
         assert secret not in shown
@@ -242,6 +249,30 @@ def test_refusals(hub, monkeypatch):
         with pytest.raises(ValueError, match="HF_ENDPOINT must be"):
             load("hf://org/repo")
     assert len(repo.commits) == 1
+
+
+def test_another_name_and_a_busy_hub(hub, monkeypatch):
+    """The hub redirects to the new name of a repository, and is asked again when it has no time."""
+    hub.repo("new/name", shards(tensors(1, 1000)))
+    hub.renamed["org/old"] = "new/name"
+    hub.busy = 2
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint + "/")
+    assert_all(load("hf://org/old", "cpu", verify_hash=True), tensors(1, 1000))
+    assert hub.busy == 0
+    download("model-a.safetensors", repo="new/name")
+    hub.busy = 1
+    assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(1, 1000)["a"]})
+    assert hub.asked()[-1][0] == "HEAD"
+
+
+def test_the_example_of_the_document(hub):
+    repo = hub.repo("org/repo", shards(tensors(1, 1000)))
+    repo.commit({"model.safetensors": save(tensors(2, 1000))}, "v1.0")
+    text = (ROOT / "docs/addresses.md").read_text()
+    (code,) = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert len(hub.files.requests) == 3 + 1
 
 
 @pytest.mark.usefixtures("hub")
@@ -338,48 +369,53 @@ def test_without_the_hub(hub, monkeypatch):
         load("hf://org/repo")
 
 
-def test_verified_by_what_the_hub_publishes(hub, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("", "model-b.safetensors"),
+        ("/one.safetensors", "one.safetensors"),
+        ("/f.pt", "f.pt"),
+        ("/f.tensors", "f.tensors"),
+    ],
+)
+def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
     found = tensors()
     tensorizer.save(found, tmp_path / "f.tensors")
     torch.save(found, tmp_path / "f.pt")
-    files = shards(found) | {
-        "f.tensors": (tmp_path / "f.tensors").read_bytes(),
-        "f.pt": (tmp_path / "f.pt").read_bytes(),
-        "one.safetensors": save(found),
-    }
+    files = shards(found) | {"one.safetensors": save(found)}
+    files |= {name: (tmp_path / name).read_bytes() for name in ("f.tensors", "f.pt")}
     hub.repo("org/repo", files)
-    damaged = hub.files.blobs
-    for path, wrong in {
-        "": "model-b.safetensors",
-        "/one.safetensors": "one.safetensors",
-        "/f.pt": "f.pt",
-        "/f.tensors": "f.tensors",
-    }.items():
-        address, expected = f"hf://org/repo{path}", sha256(files[wrong])
-        for verify in (True, "crc32"):
-            assert_all(load(address, "cpu", verify_hash=verify), found)
-        # A byte of padding, or of data: whatever it is.
-        other = bytearray(files[wrong])
-        other[-100 if "tensors" == wrong[-7:] and "safe" not in wrong else 1 << 20] ^= 1
-        damaged[expected] = bytes(other)
+    address, expected = f"hf://org/repo{path}", sha256(files[wrong])
+    for verify in (True, "crc32"):
+        assert_all(load(address, "cpu", verify_hash=verify), found)
+    other = bytearray(files[wrong])
+    # Of our own format a byte that is in no tensor, and has no hash of its own.
+    at = other.index(bytes(60), 500) + 30 if wrong == "f.tensors" else 1 << 20
+    other[at] ^= 1
+    hub.files.blobs[expected] = bytes(other)
+    if wrong == "f.tensors":
+        assert_all(load(address, "cpu", verify_hash="crc32"), found)
+    else:
         assert load(address, "cpu").keys() == found.keys()
-        said = f"{wrong}` failed SHA256 verification: the hub publishes {expected}, the bytes have "
-        said += sha256(bytes(other))
-        calls = [
-            lambda: load(address, "cpu", verify_hash=True),
-            lambda: TensorDeserializer(address, "cpu", verify_hash=True),
-            lambda: list(tensorizer.iterate(address, verify_hash=True)),
-            lambda: load(address, "cpu", names=["a"], verify_hash=True),
-            lambda: load(address, "cpu", out={"a": torch.zeros(300_000)}, names=["a"], verify_hash=True),
-        ]
-        for call in calls:
-            with pytest.raises(HashMismatchError) as raised:
-                call()
-            assert said in str(raised.value)
-        if wrong.endswith("safetensors"):
-            with pytest.raises(RuntimeError, match="failed SHA256 verification"):
-                ops.load(address, verify=True)
-        del damaged[expected]
+    said = f"{wrong}` failed SHA256 verification: the hub publishes {expected}, the bytes have "
+    said += sha256(bytes(other))
+    out = {"a": torch.zeros(300_000)}
+    calls = [
+        lambda: load(address, "cpu", verify_hash=True),
+        lambda: load(address, "cpu", names=["a"], verify_hash=True),
+        lambda: load(address, "cpu", names=["a"], out=out, verify_hash=True),
+        lambda: load(address, "cpu", slices={"a": (0, 0, 5)}, verify_hash=True),
+        lambda: TensorDeserializer(address, "cpu", verify_hash=True),
+        lambda: list(tensorizer.iterate(address, verify_hash=True)),
+    ]
+    for call in calls:
+        with pytest.raises(DamagedFileError) as raised:
+            call()
+        assert said in str(raised.value)
+    assert not out["a"].any()
+    if wrong != "f.pt":
+        with pytest.raises(RuntimeError, match="failed SHA256 verification"):
+            ops.load(address, verify=True)
 
 
 def test_the_command_verifies(hub, capsys):
@@ -394,8 +430,7 @@ def test_the_command_verifies(hub, capsys):
     assert "failed SHA256 verification" in said.out + said.err
     assert "0 of 3 tensors" in said.out
     assert main(["verify", "--json", "hf://org/repo"]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    (damaged,) = json.loads(line)["damaged"]
+    (damaged,) = json.loads(capsys.readouterr().out)["damaged"]
     assert damaged["name"] is None
 
 
@@ -421,7 +456,7 @@ def test_a_damaged_copy_of_the_hubs_own_client(hub):
     blob.write_bytes(data)
     address = f"hf://org/repo@{commit}"
     said = rf"{address}/model-c.safetensors` failed SHA256.*{sha256(save({'c': found['c']}))}"
-    with pytest.raises(HashMismatchError, match=said):
+    with pytest.raises(DamagedFileError, match=said):
         load(address, "cpu", verify_hash=True)
     # A file that is no link is asked for by its hash.
     path = paths["model-a.safetensors"]

@@ -144,8 +144,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
         if scheme == "hf":
             if normal != "rb":
                 raise ValueError(
-                    f"hf:// addresses can only be opened for reading: {mode!r}; write a local file, "
-                    "and upload it with huggingface_hub"
+                    f"hf:// addresses can only be opened for reading: {mode!r}; write a local "
+                    "file, and upload it with huggingface_hub"
                 )
             check_range(begin, end)
             uri, trust = path_uri, trust_of(certificate_handling)
