@@ -24,7 +24,7 @@ pub struct TensorFile {
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
     heads: Arc<[KnownHead]>,
-    /// Its bytes have the hashes that its hub publishes.
+    /// Its bytes have the hashes that its hub publishes, or need not have them.
     proven: Arc<AtomicBool>,
 }
 
@@ -108,7 +108,7 @@ impl TensorFile {
         &self.heads
     }
 
-    /// Whether its bytes were found to have the hashes that its hub publishes.
+    /// Whether its bytes are not to be compared, or compared again, with what its hub publishes.
     pub(super) fn proven(&self) -> &AtomicBool {
         &self.proven
     }
