@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             # A file of a format without hashes is refused, and not damaged.
             file.load([], "all")
-        except DamagedFileError as error:
-            whole = str(error)
+        except DamagedFileError as damage:
+            whole = str(damage)
             report.finding(whole)
             damaged.append({"name": None, "message": whole})
         if whole is None and file.reader.encrypted and file.reader.seekable:
