@@ -162,6 +162,8 @@ def send_range(handler, data, fields):
     fields = {"Accept-Ranges": "bytes", **fields}
     if asked is None:
         return send(handler, 200, fields, data)
+    if int(asked[1]) >= len(data):
+        return send(handler, 416, {**fields, "Content-Range": f"bytes */{len(data)}"}, b"")
     start, end = int(asked[1]), min(int(asked[2] or len(data)) + 1, len(data))
     fields["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
     return send(handler, 206, fields, data[start:end])
