@@ -130,6 +130,7 @@ bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/dcp.py --quick --only disk-1 s3-1
 	$(BIN)/python benchmarks/ranks.py --quick
 	$(BIN)/python benchmarks/cache.py --gb 0.07 --rounds 1
+	$(BIN)/python benchmarks/hf.py --gb 0.07 --rounds 1
 	$(MAKE) gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old

@@ -1,5 +1,6 @@
 //! The one table of the environment variables that set options, and how the environment is read.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -70,28 +71,68 @@ impl Variable {
     }
 }
 
-/// An environment variable that names a folder. It is read at each use.
-pub struct Folder {
+/// An environment variable that holds a text, such as the name of a folder. It is read at each use.
+pub struct Text {
     /// Its name.
     pub name: &'static str,
+    /// What holds without it, for people.
+    pub default: &'static str,
     /// What it sets.
     pub meaning: &'static str,
 }
 
-impl Folder {
-    /// The folder; None where it is not set, or empty.
-    pub fn value(&self) -> Option<PathBuf> {
-        let found = reading(|| std::env::var_os(self.name));
-        found.filter(|path| !path.is_empty()).map(PathBuf::from)
+impl Text {
+    /// What it is set to; None where it is not set, or empty.
+    pub fn value(&self) -> Option<OsString> {
+        reading(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
+    }
+
+    /// The same as a path, of which `~` is the user's own folder.
+    pub fn path(&self) -> Option<PathBuf> {
+        let path = PathBuf::from(self.value()?);
+        match path.strip_prefix("~") {
+            Ok(rest) => Some(home()?.join(rest)),
+            Err(_) => Some(path),
+        }
+    }
+
+    /// Whether it says yes.
+    pub fn is_true(&self) -> bool {
+        let value = self.value().unwrap_or_default().to_ascii_uppercase();
+        ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes)
     }
 }
 
-/// Where what servers have sent is kept.
-pub static CACHE: Folder = Folder {
-    name: "TENSORIZER_CACHE",
-    meaning: "a folder that keeps what HTTP servers and S3 have sent, for the next load; without it \
-              nothing is kept",
-};
+/// The user's own folder.
+pub fn home() -> Option<PathBuf> {
+    reading(|| std::env::var_os("HOME")).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
+macro_rules! texts {
+    ($($constant:ident = $name:literal, $default:literal, $meaning:literal;)+) => {
+        $(
+            #[doc = $meaning]
+            pub static $constant: Text = Text { name: $name, default: $default, meaning: $meaning };
+        )+
+
+        /// All of them. The README has the same table.
+        pub static TEXTS: &[&Text] = &[$(&$constant),+];
+    };
+}
+
+texts! {
+    CACHE = "TENSORIZER_CACHE", "none",
+        "a folder that keeps what HTTP servers and S3 have sent, for the next load; without it nothing is kept";
+    HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the hub of `hf://` addresses";
+    HF_TOKEN = "HF_TOKEN", "none", "the token that this hub is sent, and no other server";
+    HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";
+    HF_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN", "0", "1: no token is sent";
+    HF_HOME = "HF_HOME", "`~/.cache/huggingface`", "what the hub's own client keeps";
+    HF_CACHE = "HF_HUB_CACHE", "`$HF_HOME/hub`",
+        "what that client has downloaded, which is read and never changed";
+    HF_OFFLINE = "HF_HUB_OFFLINE", "0", "1: the hub is not asked, and only what is there is read";
+    XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "where `huggingface` is the default of `HF_HOME`";
+}
 
 /// Has all variables read again at their next use, for tests.
 pub fn forget() {
@@ -165,8 +206,10 @@ mod tests {
         let numbers = VARIABLES.iter().map(|Variable { name, default, meaning, .. }| {
             format!("| `{name}` | {default} | {meaning} |")
         });
-        let Folder { name, meaning } = &CACHE;
-        for line in numbers.chain([format!("| `{name}` | none | {meaning} |")]) {
+        let texts = TEXTS
+            .iter()
+            .map(|Text { name, default, meaning }| format!("| `{name}` | {default} | {meaning} |"));
+        for line in numbers.chain(texts) {
             assert!(readme.contains(&line), "{line}");
         }
     }

@@ -85,12 +85,29 @@ pub enum Error {
         uri: String,
     },
     /// Verification was asked for and the file's format has no hashes.
-    #[error("`{uri}` cannot be verified: {format} files hold no hashes; load it without verifying")]
+    #[error(
+        "`{uri}` cannot be verified: {format} files hold no hashes{elsewhere}; load it without \
+         verifying"
+    )]
     NoHashes {
         /// The file or address.
         uri: String,
         /// The name of the format.
         format: &'static str,
+        /// Why its server's do not help, if there might be some.
+        elsewhere: &'static str,
+    },
+    /// The bytes of a file are not those of which its hub publishes the hash.
+    #[error(
+        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}"
+    )]
+    FileHashMismatch {
+        /// The address.
+        uri: String,
+        /// The hash that is published.
+        expected: String,
+        /// The hash of the bytes read.
+        found: String,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

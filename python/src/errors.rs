@@ -44,6 +44,7 @@ impl From<Error> for Raised {
             Error::HashMismatch { .. } | Error::NoHash { .. } | Error::NoHashes { .. } => {
                 own("HashMismatchError", (text,))
             }
+            Error::FileHashMismatch { .. } => own("DamagedFileError", (text,)),
             Error::Crypt(_) => own("CryptographyError", (text,)),
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
             Error::Device { .. } => own("DeviceError", (text,)),

@@ -11,7 +11,7 @@ use tensorizer::mem::Buffers;
 use tensorizer::net::s3::S3Options;
 use tensorizer::net::{NetOptions, Trust};
 use tensorizer::source::address::{self, Address};
-use tensorizer::source::{KnownHeads, ReadAt, http, redis, s3};
+use tensorizer::source::{KnownHeads, ReadAt, hf, http, redis, s3};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -128,6 +128,15 @@ impl Source {
         let options = options.into();
         let source = gil::without(py, || -> Result<_> {
             s3::open(&uri, &options, certificates.options()?, &KnownHeads::default(), &signals)
+        })?;
+        Ok(Self::new(source))
+    }
+
+    /// Opens a file of a hub, or that of a folder or a repository of it.
+    #[staticmethod]
+    fn hf(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
+        let source = gil::without(py, || -> Result<_> {
+            hf::open(&uri, certificates.options()?, &KnownHeads::default(), &signals)
         })?;
         Ok(Self::new(source))
     }

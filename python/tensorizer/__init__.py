@@ -23,6 +23,7 @@ from . import safetensors, serialization, stream_io, torch_compat, utils
 from ._errors import (
     ClosedError,
     CryptographyError,
+    DamagedFileError,
     DeviceError,
     DeviceMemoryError,
     FormatError,
@@ -51,6 +52,7 @@ from .tensors.sharding import Shard
 __all__ = [
     "ClosedError",
     "CryptographyError",
+    "DamagedFileError",
     "DecryptionParams",
     "DeviceError",
     "DeviceMemoryError",
@@ -99,8 +101,15 @@ def __getattr__(name: str) -> _ModuleType:
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 for _public in (
-    *(ClosedError, CryptographyError, DeviceError, DeviceMemoryError, FormatError),
-    *(GroupError, HashMismatchError, InvalidVersionError, PairMismatchError, TruncatedError),
+    *(ClosedError, CryptographyError, DamagedFileError, DeviceError, DeviceMemoryError),
+    *(
+        FormatError,
+        GroupError,
+        HashMismatchError,
+        InvalidVersionError,
+        PairMismatchError,
+        TruncatedError,
+    ),
     *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType),
     *(FileInfo, Shard, TensorInfo, TensorSlice, info, iterate),
     *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),

@@ -40,6 +40,10 @@ class HashMismatchError(Exception):
     """A tensor's bytes are not those that were hashed when it was written."""
 
 
+class DamagedFileError(HashMismatchError):
+    """A file's bytes are not those of which its hub publishes the hash."""
+
+
 class PairMismatchError(ValueError):
     """A ``.pt`` file and a file of storages are not the two halves of one object."""
 

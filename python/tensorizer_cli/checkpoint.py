@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensorizer import DecryptionParams, TensorType
+from tensorizer._native import local_path
+from tensorizer.streams.addresses import is_address
 from tensorizer.streams.open import open_stream
 
 from .file import File
@@ -26,13 +28,15 @@ def open_file(
     mmap: bool = False,
 ) -> File:
     """Open a file, or the folder of a checkpoint of many ranks."""
-    if isinstance(file, str) and _is_checkpoint(file):
-        return _CheckpointFile(file, params)
+    if isinstance(file, str):
+        folder = local_path(file) or file
+        if _is_checkpoint(folder):
+            return _CheckpointFile(folder, params)
     return File(file, params, readers, mmap)
 
 
 def _is_checkpoint(file: str) -> bool:
-    if "://" not in file:
+    if not is_address(file):
         return (Path(file) / _MARK).is_file()
     if not file.endswith("/"):
         return False

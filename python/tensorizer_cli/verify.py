@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tensorizer import CryptographyError, FormatError
+from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
 from .compare import DAMAGES
@@ -27,16 +27,22 @@ def run(options: argparse.Namespace) -> int:
         Progress(file.total, options) as progress,
     ):
         file.check_key()
-        # A file of a format without hashes is refused, and not damaged.
-        file.load([], "all")
-        if file.reader.encrypted and file.reader.seekable:
+        whole = None
+        try:
+            # A file of a format without hashes is refused, and not damaged.
+            file.load([], "all")
+        except DamagedFileError as damage:
+            whole = str(damage)
+            report.finding(whole)
+            damaged.append({"name": None, "message": whole})
+        if whole is None and file.reader.encrypted and file.reader.seekable:
             _check_fit(file)
-        for batch in _batches(file):
+        for batch in _batches(file) if whole is None else ():
             for number, error in _damages(file, batch):
                 report.finding(str(error))
                 damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
             progress.add(file.size(batch))
-    good = len(file) - len(damaged)
+    good = len(file) - len(damaged) if whole is None else 0
     try:
         _ = file.metadata
     except FormatError as error:

@@ -46,7 +46,7 @@ impl<'f> DeviceLoad<'f> {
     /// A load of tensors, given by number, into new blocks. With `apart`, each has a block of its own.
     pub fn new(file: &'f TensorFile, numbers: &[usize], apart: bool) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
-        selection.check(Verify::Nothing)?;
+        selection.check()?;
         let lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let layout = if apart {
             Some(Layout::apart(lens))
@@ -93,7 +93,9 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<(Vec<KeptHeader>, Streams)> {
         let selection = &self.selection;
         let file = selection.file;
-        selection.check(options.verify)?;
+        selection.check()?;
+        let verify = file.prove(options.verify, options.readers, cancel)?;
+        let options = &LoadOptions { verify, ..*options };
         let streams = Streams::open(to.device, to.consumer)?;
         if selection.is_sliced() {
             self.slices(to, &streams, options, counters, cancel)?;

@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, Manifest};
-use crate::codec::hash::Verify;
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
@@ -25,6 +24,8 @@ pub struct TensorFile {
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
     heads: Arc<[KnownHead]>,
+    /// Its bytes have the hashes that its hub publishes, or need not have them.
+    proven: Arc<AtomicBool>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -51,8 +52,8 @@ impl TensorFile {
         own: Option<Own>,
         heads: Vec<KnownHead>,
     ) -> Self {
-        let (own, heads) = (own.map(Arc::new), heads.into());
-        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own, heads }
+        let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
+        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own, heads, proven }
     }
 
     /// The same file with other tensors in it.
@@ -90,6 +91,7 @@ impl TensorFile {
             catalog,
             own: self.own.clone(),
             heads: Arc::clone(&self.heads),
+            proven: Arc::clone(&self.proven),
         }
     }
 
@@ -104,6 +106,11 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn heads(&self) -> &[KnownHead] {
         &self.heads
+    }
+
+    /// Whether its bytes are not to be compared, or compared again, with what its hub publishes.
+    pub(super) fn proven(&self) -> &AtomicBool {
+        &self.proven
     }
 
     /// Prologue and index as they are, if the file says that it is sealed.
@@ -229,12 +236,14 @@ impl TensorFile {
 
     /// Refuses to verify a format that has nothing to verify against.
     #[doc(hidden)]
-    pub fn check_hashes(&self, verify: Verify) -> Result<()> {
-        let format = self.format();
-        if verify == Verify::Nothing || format.has_hashes() {
-            return Ok(());
-        }
-        Err(Error::NoHashes { uri: self.uri.clone(), format: format.name() })
+    pub fn check_hashes(&self) -> Result<()> {
+        if self.format().has_hashes() { Ok(()) } else { Err(self.no_hashes("")) }
+    }
+
+    /// That its format has nothing to verify against, nor what is said here.
+    pub(super) fn no_hashes(&self, elsewhere: &'static str) -> Error {
+        let (uri, format) = (self.uri.clone(), self.format().name());
+        Error::NoHashes { uri, format, elsewhere }
     }
 
     /// Prologue and index of a file that holds only the tensors with these numbers, at the same

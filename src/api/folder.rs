@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::format::shards::IN_FOLDERS;
+use crate::format::shards::{FILES, IN_FOLDERS};
 use crate::io::cache::Cache;
 use crate::io::source::{KnownHeads, ReadAt, address};
 
@@ -16,8 +16,6 @@ const ENDINGS: [&str; 3] = [".safetensors.index.json", ".safetensors", ".bin.ind
 
 /// Schemes of servers that have folders, or keys that look like it.
 const SCHEMES: [&str; 3] = ["http://", "https://", "s3://"];
-/// What addresses of files end with, and hardly those of folders.
-const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// The file of a folder that is opened for it.
 pub fn find(folder: &Path) -> Result<PathBuf> {

@@ -48,9 +48,10 @@ pub fn load_counted(
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
-    selection.check(options.verify)?;
+    selection.check()?;
+    let verify = file.prove(options.verify, options.readers, cancel)?;
     let sliced = selection.is_sliced();
-    let options = &LoadOptions { map: options.map && !sliced, ..*options };
+    let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
     let mut memory = Memory::new(&selection, options)?;
     let headers = if sliced {
         let bytes = memory.bytes()?.into_iter().map(to_fill).collect();
@@ -92,7 +93,7 @@ pub fn load_into_uninit(
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
     let selection = Selection::new(file, numbers)?;
-    selection.check(options.verify)?;
+    selection.check()?;
     if numbers.len() != destinations.len() {
         return Err(Error::InvalidArgument(format!(
             "{} tensors to load into {} destinations",
@@ -113,12 +114,13 @@ pub fn load_into_uninit(
             )));
         }
     }
+    let verify = file.prove(options.verify, options.readers, cancel)?;
+    let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
             destination.fill(MaybeUninit::new(0));
         }
     }
-    let options = &LoadOptions { map: false, ..*options };
     if selection.is_sliced() {
         load_slices(&selection, destinations, options, counters, cancel, &load_counted)?;
         return Ok(no_headers(&selection));

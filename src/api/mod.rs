@@ -12,6 +12,7 @@ pub mod load_options;
 mod open;
 pub mod part;
 mod parts;
+mod proven;
 pub mod save;
 pub mod save_options;
 mod save_safetensors;

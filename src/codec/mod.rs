@@ -6,7 +6,7 @@ pub mod encrypt;
 pub mod hash;
 mod hash_pool;
 mod kept;
-mod sha256;
+pub mod sha256;
 mod sha256_pair;
 
 pub use hash_pool::{HashPool, Taken};

@@ -18,6 +18,8 @@ pub const IN_FOLDERS: [&str; 4] = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 ];
+/// What addresses of files end with, and hardly those of folders.
+pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// What an index says.
 #[derive(Debug, PartialEq, Eq)]

@@ -45,6 +45,13 @@ def test_a_checkpoint_becomes_one_file(tmp_path, capsys, target):
     assert run("diff", tmp_path / target, folder) == 0
 
 
+def test_a_folder_by_its_address(tmp_path):
+    folder = save(tmp_path / "check point")
+    address = folder.as_uri().replace("file://", "file://LOCALHOST")
+    assert run("cp", address, tmp_path / "one.tensors") == 0
+    assert run("diff", tmp_path / "one.tensors", address + "/") == 0
+
+
 def test_more_files_than_may_be_open(tmp_path):
     # Of a tensor, of which each of many ranks had a row; and one that all of them had a part of.
     ranks, folder = 300, tmp_path / "checkpoint"

@@ -24,7 +24,8 @@ os.environ["AWS_ENDPOINT_URL_S3"] = "http://" + s3
 tensorizer.load(path)
 torch.ops.tensorizer.load(path)
 tensorizer.load(http)
-for address in (http.replace("http", "redis") + "/x", "https://127.0.0.1:1/f"):
+os.environ["HF_ENDPOINT"] = "https://127.0.0.1:1"
+for address in (http.replace("http", "redis") + "/x", "https://127.0.0.1:1/f", "hf://org/repo"):
     try:
         tensorizer.load(address)
     except OSError:

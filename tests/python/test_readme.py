@@ -8,7 +8,7 @@ from conftest import ROOT, run_python
 from servers import Moto, Redis
 
 #: Documents whose examples need a server of their own, and where they run.
-ELSEWHERE = {"cache.md": "test_cache.py"}
+ELSEWHERE = {"addresses.md": "test_hf.py", "cache.md": "test_cache.py"}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import redis
 import tensorizer
 import torch
 from conftest import assert_same
+from hub import Hub
 from servers import FaultServer, Nginx, Redis
 from tensorizer import TensorDeserializer
 from tensorizer.serialization import FormatError, HashMismatchError
@@ -87,10 +88,15 @@ class Sources:
                 for start in range(0, len(data), 777_777):
                     client.set(f"p:x:{start}", data[start : start + 777_777])
             yield f"{self.redis.address}/p"
+        elif kind == "hf":
+            with Hub() as hub:
+                hub.repo("org/repo", {name: data})
+                os.environ["HF_ENDPOINT"] = hub.endpoint
+                yield f"hf://org/repo/{name}"
 
 
 KINDS = ["path", "descriptor", "file", "memory", "pipe", "http", "https", "no ranges", "unknown",
-         "chunked", "s3", "redis"]  # fmt: skip
+         "chunked", "s3", "redis", "hf"]  # fmt: skip
 #: Read front to back, once.
 ONE_PASS = ("pipe", "no ranges", "unknown", "chunked")
 
@@ -115,6 +121,7 @@ def settings(s3, monkeypatch):
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "5")
     monkeypatch.setenv("SSL_CERT_FILE", "")
     monkeypatch.delenv("SSL_CERT_FILE")
+    monkeypatch.setenv("HF_ENDPOINT", "")
 
 
 def check(loaded, names=WANTED):
@@ -204,7 +211,7 @@ def test_a_file_within_a_file(sources, data, tmp_path):
     buffer.close = lambda: None
     serializer.write_state_dict({"a": torch.arange(5)})
     serializer.close()
-    for kind in ("http", "s3", "redis", "no ranges"):
+    for kind in ("http", "s3", "redis", "no ranges", "hf"):
         with sources.open(kind, buffer.getvalue(), tmp_path) as address:
             stream = open_stream(address)
             assert stream.read(100) == b"x" * 100

@@ -141,6 +141,15 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             if normal[0] not in "wa":
                 raise ValueError(f"s3:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
             return UploadFile(Sink.s3(path_uri, options, trust))
+        if scheme == "hf":
+            if normal != "rb":
+                raise ValueError(
+                    f"hf:// addresses can only be opened for reading: {mode!r}; write a local "
+                    "file, and upload it with huggingface_hub"
+                )
+            check_range(begin, end)
+            uri, trust = path_uri, trust_of(certificate_handling)
+            return CURLStreamFile.over(lambda: Source.hf(uri, trust), begin, end, buffer_size)
         if scheme in ("redis", "rediss"):
             if normal != "rb":
                 raise ValueError(

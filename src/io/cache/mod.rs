@@ -50,7 +50,7 @@ pub struct Cache {
 impl Cache {
     /// The one that the environment names, if it does.
     pub fn from_environment() -> Result<Option<Self>> {
-        CACHE.value().map(Self::at).transpose()
+        CACHE.path().map(Self::at).transpose()
     }
 
     /// One in a folder, which is made when it is first used. How much it may hold is what the

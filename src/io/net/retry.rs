@@ -57,6 +57,12 @@ impl Failure {
         Failure { again: self.again || (elsewhere && refused), ..self }
     }
 
+    /// Whether another try may cure it.
+    #[cfg(feature = "hf")]
+    pub fn is_passing(&self) -> bool {
+        self.again
+    }
+
     /// Whether the call is to end.
     pub fn is_given_up(&self) -> bool {
         self.given_up.is_some()

@@ -13,7 +13,7 @@ use crate::io::cache::Cache;
 use crate::io::net::NetOptions;
 
 /// Schemes of addresses of servers.
-const SCHEMES: [&str; 5] = ["http", "https", "s3", "redis", "rediss"];
+const SCHEMES: [&str; 6] = ["http", "https", "s3", "hf", "redis", "rediss"];
 
 /// What an address names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +41,10 @@ pub fn parse(uri: &OsStr) -> Result<Address> {
         );
         return Err(Error::InvalidArgument(what));
     }
-    let path = rest.strip_prefix(b"localhost").unwrap_or(rest);
+    let path = match rest.split_at_checked(b"localhost".len()) {
+        Some((host, path)) if host.eq_ignore_ascii_case(b"localhost") => path,
+        _ => rest,
+    };
     if !path.starts_with(b"/") {
         let what = format!("expected file:///path, an absolute path of this machine (`{shown}`)");
         return Err(Error::InvalidArgument(what));
@@ -98,6 +101,8 @@ pub fn open(
             let s3 = crate::io::net::s3::S3Options::default();
             super::s3::open(uri, &s3, options, known, cancel)
         }
+        #[cfg(feature = "hf")]
+        "hf" => super::hf::open(uri, options, known, cancel),
         #[cfg(feature = "redis")]
         "redis" | "rediss" => super::redis::open(uri, options, cancel),
         _ => Err(Error::Unsupported(format!(
@@ -121,14 +126,21 @@ mod tests {
             ("C:/x", path("C:/x")),
             ("file:///a%20b/%C3%BC", path("/a b/ü")),
             ("FILE://localhost/a", path("/a")),
+            ("file://LocalHost/a%20b", path("/a b")),
+            ("HF://org/repo", Address::Scheme("hf".to_owned())),
             ("S3://bucket/key", Address::Scheme("s3".to_owned())),
             ("https://host", Address::Scheme("https".to_owned())),
         ] {
             assert_eq!(parse(OsStr::new(uri)).unwrap(), expected, "{uri}");
         }
-        for uri in
-            ["gs://b/k", "hf://o/r/f", "az://c/b", "word+x.1-y://", "file://host/a", "file://a"]
-        {
+        for uri in [
+            "gs://b/k",
+            "az://c/b",
+            "word+x.1-y://",
+            "file://host/a",
+            "file://a",
+            "file://localhosta/b",
+        ] {
             assert!(matches!(parse(OsStr::new(uri)), Err(Error::InvalidArgument(_))), "{uri}");
         }
     }

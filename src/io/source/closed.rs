@@ -1,6 +1,6 @@
 //! What is left of a source after its file was closed.
 
-use super::{ReadAt, Traits};
+use super::{Published, ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
@@ -33,6 +33,16 @@ impl ReadAt for ClosedSource {
         _buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        Err(Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+        Err(self.refusal())
+    }
+
+    fn published(&self, _cancel: &dyn Cancel) -> Result<Published> {
+        Err(self.refusal())
+    }
+}
+
+impl ClosedSource {
+    fn refusal(&self) -> Error {
+        Error::Closed(format!("I/O operation on closed file `{}`", self.uri))
     }
 }

@@ -30,6 +30,12 @@ impl KnownHeads {
     pub fn of(&self, shown: &str) -> Option<&KnownHead> {
         self.0.get(shown)
     }
+
+    /// The addresses of which something is known.
+    #[cfg(feature = "hf")]
+    pub fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
 }
 
 impl FromIterator<KnownHead> for KnownHeads {

@@ -4,6 +4,8 @@ pub mod address;
 mod closed;
 mod direct;
 mod file;
+#[cfg(feature = "hf")]
+pub mod hf;
 #[cfg(feature = "http")]
 pub mod http;
 mod known;
@@ -63,6 +65,17 @@ impl Traits {
     }
 }
 
+/// What there is of a file to compare its bytes with, beside the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Published {
+    /// Nothing: it is of no hub.
+    Nowhere,
+    /// The SHA-256 of all its bytes.
+    Sha256([u8; 32]),
+    /// Something else than that.
+    Otherwise,
+}
+
 /// Random access to bytes.
 pub trait ReadAt: Send + Sync {
     /// The path or address, for messages.
@@ -96,6 +109,11 @@ pub trait ReadAt: Send + Sync {
     /// can only be read front to back.
     fn known_head(&self) -> Option<KnownHead> {
         None
+    }
+
+    /// What its hub publishes of its bytes.
+    fn published(&self, _cancel: &dyn Cancel) -> Result<Published> {
+        Ok(Published::Nowhere)
     }
 
     /// The file behind it, where it is a local regular file that can be mapped.

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use reqwest::header::{
     ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, IF_MATCH, LOCATION, RANGE,
 };
-use reqwest::{Client, Response, Url};
+use reqwest::{Client, Method, RequestBuilder, Response, Url};
 
 use super::reply::{Identity, Range};
 use crate::environment::reading;
@@ -228,31 +228,51 @@ impl OneClient {
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
-            let mut request =
-                self.connection.client().get(target.url.clone()).headers(target.fields()?);
-            request = request.header(ACCEPT_ENCODING, "identity");
+            let mut request = self.request(Method::GET, &target)?;
             if let Some(range) = range {
                 request = request.header(RANGE, range.field());
             }
             if let Some(tag) = opened.and_then(Identity::strong_tag) {
                 request = request.header(IF_MATCH, tag);
             }
-            if let Some(what) = self.missing.as_ref().filter(|_| target.url.scheme() == "https") {
-                return Err(Failure::lasting(ErrorKind::InvalidInput, what));
-            }
             let response = timed(self.stall, request.send()).await??;
             if !response.status().is_redirection() {
                 return Ok((target, response));
             }
-            let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
-            let to = to.ok_or_else(|| {
-                let what = format!("the server answered {} without a place", response.status());
-                Failure::lasting(ErrorKind::InvalidData, what)
-            })?;
-            target = target.moved(to)?;
+            target = target.moved(place(&response)?)?;
         }
-        let what = format!("more than {MAX_REDIRECTS} redirects");
-        Err(Failure::lasting(ErrorKind::InvalidData, what))
+        Err(too_many())
+    }
+
+    /// Asks for the fields alone. Redirects to the same host are followed; another is the answer.
+    #[cfg(feature = "hf")]
+    pub async fn fields(&self, target: &Target) -> std::result::Result<Response, Failure> {
+        let mut target = target.clone();
+        for _ in 0..=MAX_REDIRECTS {
+            let request = self.request(Method::HEAD, &target)?;
+            let response = timed(self.stall, request.send()).await??;
+            if !response.status().is_redirection() {
+                return Ok(response);
+            }
+            let moved = target.moved(place(&response)?)?;
+            if moved.url.origin() != target.url.origin() {
+                return Ok(response);
+            }
+            target = moved;
+        }
+        Err(too_many())
+    }
+
+    fn request(
+        &self,
+        method: Method,
+        target: &Target,
+    ) -> std::result::Result<RequestBuilder, Failure> {
+        if let Some(what) = self.missing.as_ref().filter(|_| target.url.scheme() == "https") {
+            return Err(Failure::lasting(ErrorKind::InvalidInput, what));
+        }
+        let request = self.connection.client().request(method, target.url.clone());
+        Ok(request.headers(target.fields()?).header(ACCEPT_ENCODING, "identity"))
     }
 
     /// The next bytes of a body; none at its end.
@@ -320,6 +340,19 @@ impl OneClient {
         }
         Ok(())
     }
+}
+
+/// Where a redirect leads to.
+fn place(response: &Response) -> std::result::Result<&str, Failure> {
+    let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+    to.ok_or_else(|| {
+        let what = format!("the server answered {} without a place", response.status());
+        Failure::lasting(ErrorKind::InvalidData, what)
+    })
+}
+
+fn too_many() -> Failure {
+    Failure::lasting(ErrorKind::InvalidData, format!("more than {MAX_REDIRECTS} redirects"))
 }
 
 /// What a wait gives, unless it takes too long.

@@ -8,6 +8,8 @@ mod sequential;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
+#[cfg(feature = "hf")]
+use reqwest::{StatusCode, header::HeaderMap};
 
 use super::{KnownHead, KnownHeads, Opener, PipeSource, ReadAt, Traits};
 use crate::cancel::Cancel;
@@ -67,7 +69,7 @@ pub fn open(
 }
 
 /// The same for an address that messages call something else.
-#[cfg(feature = "s3")]
+#[cfg(any(feature = "hf", feature = "s3"))]
 pub fn open_as(
     address: &str,
     shown: &str,
@@ -148,6 +150,35 @@ fn open_named(
     match cache.zip(name) {
         Some((cache, name)) => cache.before(source, &name, patience, cancel),
         None => Ok(source),
+    }
+}
+
+/// What a server says of an address without its bytes. Refusals are answers; redirects to other hosts,
+/// too.
+#[cfg(feature = "hf")]
+pub fn fields(
+    url: Url,
+    shown: &str,
+    options: &NetOptions,
+    cancel: &dyn Cancel,
+) -> Result<(StatusCode, HeaderMap)> {
+    let clients = Clients::new(options, url.scheme() == "https").map_err(Error::InvalidArgument)?;
+    let target = Target::new(url, options.headers.clone());
+    let mut tries = Tries::new("asking for", options, cancel).opening();
+    loop {
+        let answer = clients.with(&tries, |client| {
+            client.run(&tries, async {
+                let response = client.fields(&target).await?;
+                let (status, headers) = (response.status(), response.headers());
+                let failure =
+                    reply::refusal(status, headers, format!("the server answered {status}"));
+                if failure.is_passing() { Err(failure) } else { Ok((status, headers.clone())) }
+            })
+        });
+        match answer {
+            Ok(answer) => return Ok(answer),
+            Err(failure) => tries.wait(failure, 0, shown)?,
+        }
     }
 }
 

@@ -1,0 +1,167 @@
+//! Files of a hub that publishes their SHA-256: all their bytes are compared with it before a tensor is
+//! handed out.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use super::file::TensorFile;
+use crate::cancel::{Cancel, POLL};
+use crate::codec::hash::Verify;
+use crate::codec::sha256::Sha256;
+use crate::engine::workers::{self, Crew};
+use crate::error::{Error, Result};
+use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
+use crate::mem::Buffers;
+
+/// Bytes that are read and hashed at once.
+const PIECE: u64 = 8 << 20;
+/// Files that are read at once: each is hashed by one core at a time.
+const AT_ONCE: usize = 8;
+/// Files whose hashes are asked for at once.
+const ASKED_AT_ONCE: usize = 16;
+
+impl TensorFile {
+    /// Compares the bytes of its files with what their hubs publish, once. Gives what is to be
+    /// verified beyond that; refuses what holds no hashes and is not published with one.
+    pub(super) fn prove(
+        &self,
+        verify: Verify,
+        readers: Option<usize>,
+        cancel: &dyn Cancel,
+    ) -> Result<Verify> {
+        let own = self.format().has_hashes();
+        let rest = if own { verify } else { Verify::Nothing };
+        let enough = verify == Verify::Nothing || (own && verify != Verify::All);
+        if enough || self.proven().load(Ordering::Relaxed) {
+            return Ok(rest);
+        }
+        let sources = self.sources();
+        let mut files = Vec::with_capacity(sources.len());
+        for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
+            let expected = match published {
+                Published::Sha256(expected) => expected,
+                _ if own => {
+                    self.proven().store(true, Ordering::Relaxed);
+                    return Ok(rest);
+                }
+                Published::Nowhere => return Err(self.no_hashes("")),
+                Published::Otherwise => {
+                    return Err(self.no_hashes(", and its hub publishes no SHA-256 of it"));
+                }
+            };
+            files.push(Proof::new(source, expected)?);
+        }
+        for some in files.chunks(AT_ONCE) {
+            compare(some, readers, cancel)?;
+        }
+        self.proven().store(true, Ordering::Relaxed);
+        Ok(rest)
+    }
+}
+
+/// What is published of each of some files.
+fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<Published>> {
+    let answers = Mutex::new(vec![Published::Nowhere; sources.len()]);
+    let queue = Mutex::new(sources.iter().enumerate());
+    workers::run(ASKED_AT_ONCE.min(sources.len()), cancel, |control| {
+        while !control.stopped() {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((number, source)) = next else { break };
+            let answer = source.published(control)?;
+            let mut answers = answers.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = answers.get_mut(number) {
+                *slot = answer;
+            }
+        }
+        Ok(())
+    })?;
+    Ok(answers.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// A file that is being compared.
+struct Proof<'s> {
+    source: &'s dyn ReadAt,
+    len: u64,
+    expected: [u8; 32],
+    /// How many pieces were hashed, and their hash.
+    hashed: Mutex<(u64, Sha256)>,
+    turn: Condvar,
+}
+
+impl<'s> Proof<'s> {
+    fn new(source: &'s dyn ReadAt, expected: [u8; 32]) -> Result<Self> {
+        let len = source.traits().len.ok_or_else(|| {
+            Error::Unsupported(format!(
+                "`{}` cannot be verified: its server sends it front to back only, and it would have \
+                 to be read twice",
+                source.uri()
+            ))
+        })?;
+        let hashed = Mutex::new((0, Sha256::default()));
+        Ok(Proof { source, len, expected, hashed, turn: Condvar::new() })
+    }
+
+    fn pieces(&self) -> u64 {
+        self.len.div_ceil(PIECE)
+    }
+
+    /// Reads a piece, and hashes it when those before it were.
+    fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &dyn Cancel) -> Result<()> {
+        let start = number * PIECE;
+        let len = usize::try_from(PIECE.min(self.len - start)).unwrap_or(0);
+        buffer.resize(len, 0);
+        let what = || "its hash".to_owned();
+        read_exact_at(self.source, start, &mut Buffers::of(buffer), &what, control)?;
+        let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
+        while hashed.0 != number {
+            control.check()?;
+            let waited = self.turn.wait_timeout(hashed, POLL);
+            hashed = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        hashed.1.update(buffer);
+        hashed.0 += 1;
+        self.turn.notify_all();
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<()> {
+        let hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = hashed.1.clone().finish();
+        if found == self.expected {
+            return Ok(());
+        }
+        Err(Error::FileHashMismatch {
+            uri: self.source.uri().to_owned(),
+            expected: hex(&self.expected),
+            found: hex(&found),
+        })
+    }
+}
+
+/// Reads files side by side, each in order, with as many readers as help.
+fn compare(files: &[Proof<'_>], readers: Option<usize>, cancel: &dyn Cancel) -> Result<()> {
+    let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
+    let Some(traits) = Traits::of_all(&sources) else { return Ok(()) };
+    let (count, next) = (files.len() as u64, AtomicU64::new(0));
+    let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
+    workers::run_adapting(Crew::of(&traits, readers), cancel, |control, _| {
+        let mut buffer = Vec::new();
+        while !control.stopped() && !control.surplus() {
+            let turn = next.fetch_add(1, Ordering::Relaxed);
+            let piece = turn / count;
+            if piece >= rounds {
+                break;
+            }
+            let file = usize::try_from(turn % count).ok().and_then(|at| files.get(at));
+            if let Some(file) = file.filter(|file| piece < file.pieces()) {
+                file.piece(piece, &mut buffer, control)?;
+            }
+        }
+        Ok(())
+    })?;
+    files.iter().try_for_each(Proof::finish)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,176 @@
+//! What the hub says of a file.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use reqwest::header::HeaderMap;
+use reqwest::{StatusCode, Url};
+
+use super::local::hf_home;
+use super::place::{Place, is_commit};
+use crate::cancel::Cancel;
+use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH};
+use crate::error::{Error, Result};
+use crate::io::net::NetOptions;
+use crate::io::source::{Published, http};
+
+/// The hub, unless the environment names another.
+const ENDPOINT: &str = "https://huggingface.co";
+/// How long it may take to say something where there is a copy here.
+const SOON: Duration = Duration::from_secs(10);
+
+/// A server with repositories.
+pub struct Hub {
+    endpoint: Url,
+    token: Option<String>,
+    options: NetOptions,
+}
+
+/// What it says of a file.
+pub struct Said {
+    /// Whether there is such a file.
+    pub here: bool,
+    /// The commit that the revision is at now.
+    pub commit: Option<String>,
+    /// What it publishes of its bytes.
+    pub published: Published,
+    refusal: Option<Error>,
+}
+
+impl Said {
+    /// What it says, unless that is that it does not tell.
+    pub fn granted(self) -> Result<Self> {
+        self.refusal.map_or(Ok(Said { refusal: None, ..self }), Err)
+    }
+}
+
+impl Hub {
+    /// The one that the environment names, with the token that is found there.
+    pub fn from_environment(options: NetOptions) -> Result<Self> {
+        let named = HF_ENDPOINT.value().unwrap_or(ENDPOINT.into());
+        let endpoint = named.to_str().and_then(|text| Url::parse(text).ok());
+        let http = |url: &Url| matches!(url.scheme(), "http" | "https") && url.has_host();
+        let endpoint = endpoint.filter(http).ok_or_else(|| {
+            let what =
+                "the environment variable HF_ENDPOINT must be an http:// or https:// address";
+            Error::InvalidArgument(what.to_owned())
+        })?;
+        Ok(Hub { endpoint, token: token()?, options })
+    }
+
+    /// Where the bytes of a file are.
+    pub fn url(&self, place: &Place) -> Url {
+        let mut url = self.endpoint.clone();
+        if let Ok(mut path) = url.path_segments_mut() {
+            path.pop_if_empty().extend(place.repo.split('/')).push("resolve");
+            path.push(&place.revision).extend(place.path.split('/'));
+        }
+        url
+    }
+
+    /// How to ask for them.
+    pub fn options(&self) -> NetOptions {
+        let mut options = self.options.clone();
+        let token = self.token.iter();
+        options
+            .headers
+            .extend(token.map(|token| ("Authorization".to_owned(), format!("Bearer {token}"))));
+        options
+    }
+
+    /// Asks for a file without its bytes. Not to be answered is the error. `soon` is for when there is
+    /// another way.
+    pub fn ask(&self, place: &Place, soon: bool, cancel: &dyn Cancel) -> Result<Said> {
+        let mut options = self.options();
+        if soon {
+            options.attempts = 1;
+            options.connect = options.connect.min(SOON);
+            options.stall = options.stall.min(SOON);
+        }
+        let shown = place.show();
+        let (status, headers) = http::fields(self.url(place), &shown, &options, cancel)?;
+        let here = status.is_success() || status.is_redirection();
+        let commit = text(&headers, "x-repo-commit").filter(|text| is_commit(text));
+        let commit = commit.map(str::to_owned);
+        let code = text(&headers, "x-error-code").unwrap_or("");
+        let missing =
+            code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
+        let refusal = (!here && !missing).then(|| {
+            let (kind, what) = self.refusal(place, status, code);
+            Error::io("asking for", &shown, io::Error::new(kind, what))
+        });
+        Ok(Said { here, commit, published: published(&headers), refusal })
+    }
+
+    fn refusal(&self, place: &Place, status: StatusCode, code: &str) -> (ErrorKind, String) {
+        let kind = match status {
+            StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,
+            _ => ErrorKind::Other,
+        };
+        let token = match self.token {
+            Some(_) => "the token of HF_TOKEN, or of the login, does not give access to it",
+            None => "set HF_TOKEN to a token of somebody who has access to it",
+        };
+        let (repo, revision) = (&place.repo, &place.revision);
+        let what = match (code, status) {
+            ("RevisionNotFound", _) => format!("`{repo}` has no revision `{revision}`"),
+            ("GatedRepo", _) => format!(
+                "`{repo}` is gated: its page on the hub says how to ask for access; {token}"
+            ),
+            ("RepoNotFound", _) | (_, StatusCode::UNAUTHORIZED) => {
+                format!("there is no repository `{repo}`, or it is private: {token}")
+            }
+            (_, StatusCode::FORBIDDEN) => format!("the hub refuses access to `{repo}`: {token}"),
+            _ => format!("the hub answered {status}"),
+        };
+        (kind, what)
+    }
+}
+
+/// What the hub's own client would send: the token of the environment, or of the last login.
+fn token() -> Result<Option<String>> {
+    let clean = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
+    if HF_NO_TOKEN.is_true() {
+        return Ok(None);
+    }
+    if let Some(token) = HF_TOKEN.value().as_ref().and_then(|text| clean(text.to_str()?)) {
+        return Ok(Some(token));
+    }
+    let Some(path) = HF_TOKEN_PATH.path().or_else(|| Some(hf_home()?.join("token"))) else {
+        return Ok(None);
+    };
+    match fs::read_to_string(&path) {
+        Ok(text) => Ok(clean(&text)),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(e) => Err(Error::io("reading the token in", &path.display().to_string(), e)),
+    }
+}
+
+fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+/// Files of LFS are known by the SHA-256 of their bytes, others by another hash.
+fn published(headers: &HeaderMap) -> Published {
+    let tag = text(headers, "x-linked-etag").or_else(|| text(headers, "etag"));
+    tag.map_or(Published::Otherwise, |tag| of_tag(tag.trim_start_matches("W/").trim_matches('"')))
+}
+
+/// The SHA-256 that a file is known by, if it is one.
+pub fn of_tag(tag: &str) -> Published {
+    let mut sha256 = [0; 32];
+    let (pairs, rest) = tag.as_bytes().as_chunks::<2>();
+    if pairs.len() != sha256.len() || !rest.is_empty() {
+        return Published::Otherwise;
+    }
+    for (byte, pair) in sha256.iter_mut().zip(pairs) {
+        let hex = std::str::from_utf8(pair).ok().filter(|pair| !pair.starts_with('+'));
+        match hex.and_then(|pair| u8::from_str_radix(pair, 16).ok()) {
+            Some(value) => *byte = value,
+            None => return Published::Otherwise,
+        }
+    }
+    Published::Sha256(sha256)
+}

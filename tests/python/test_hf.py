@@ -1,0 +1,508 @@
+"""``hf://`` addresses: files of Hugging Face's hub, and of the cache of its own client."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, assert_same, run_python
+from hub import Hub, sha256
+from safetensors.torch import save
+from tensorizer import (
+    DamagedFileError,
+    HashMismatchError,
+    TensorDeserializer,
+    TensorSerializer,
+    load,
+)
+from tensorizer.file.tensor_file import TensorFile
+from tensorizer.stream_io import open_stream
+from tensorizer_cli.main import main
+
+ops = torch.ops.tensorizer
+TOKEN = "hf_hidden"
+OURS = f"Bearer {TOKEN}"
+
+
+def tensors(seed=0, size=300_000):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(size, generator=generator) for name in ("a", "b", "c")}
+
+
+def shards(found, prefix=""):
+    """Return the files of a checkpoint with a shard for each tensor."""
+    names = {name: f"model-{name}.safetensors" for name in found}
+    files = {prefix + file: save({name: found[name]}) for name, file in names.items()}
+    index = json.dumps({"metadata": {}, "weight_map": names}).encode()
+    return files | {prefix + "model.safetensors.index.json": index}
+
+
+@pytest.fixture
+def hub(no_settings_of_the_machine, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("HF_")] + ["XDG_CACHE_HOME"]:
+        monkeypatch.delenv(name, raising=False)
+    with Hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        yield server
+
+
+def assert_all(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(found[name].detach(), tensor)
+
+
+def download(*files, repo="org/repo", revision="main", **settings):
+    """Have Hugging Face's own client download files; return their paths."""
+    code = """
+import sys
+from huggingface_hub import hf_hub_download
+repo, revision, *files = sys.argv[1:]
+for file in files:
+    print(hf_hub_download(repo, file, revision=revision))
+"""
+    env = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", **settings}
+    done = run_python(code, repo, revision, *files, env=env)
+    assert done.returncode == 0, done.stderr
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def test_files_folders_and_revisions(hub, tmp_path):
+    first, second, third = (tensors(seed, 1000) for seed in range(3))
+    repo = hub.repo("org/my.repo")
+    pinned = repo.commit({"model.safetensors": save(first), "sub/x.bin": b""})
+    repo.commit(shards(second) | shards(third, "deep/down/"), "a/branch")
+    repo.commit({"model.safetensors": save(third)}, "refs/pr/7")
+    repo.commit({"with space/ü.safetensors": save(second)}, "v1.0")
+    for address, expected in {
+        "hf://org/my.repo": first,
+        "HF://org/my.repo/": first,
+        "hf://org/my.repo@main/model.safetensors": first,
+        "hf://org/my.repo/model.safetensors": first,
+        "hf://models/org/my.repo": first,
+        f"hf://org/my.repo@{pinned}": first,
+        "hf://org/my.repo@a%2Fbranch": second,
+        "hf://org/my.repo@a%2Fbranch/model.safetensors.index.json": second,
+        "hf://org/my.repo@a%2Fbranch/deep/down": third,
+        "hf://org/my.repo@a%2Fbranch/deep/down/": third,
+        "hf://org/my.repo@refs/pr/7": third,
+        "hf://org/my.repo@v1.0/with space/ü.safetensors": second,
+    }.items():
+        assert_all(load(address, "cpu"), expected)
+        assert_all(ops.load(address), expected)
+    address = "hf://org/my.repo@a%2Fbranch"
+    commit = repo.refs["a/branch"]
+    about = tensorizer.info(address)
+    assert about.uri == f"hf://org/my.repo@{commit}/model.safetensors.index.json"
+    assert_all(dict(tensorizer.iterate(address)), second)
+    with TensorDeserializer(address, "cpu", lazy_load=True) as file:
+        assert_same(file.slice("b")[10:20], second["b"][10:20])
+        assert_all(file, second)
+    assert_all(load(address, "cpu", names=["b"]), {"b": second["b"]})
+    with open_stream("hf://org/my.repo/model.safetensors") as stream:
+        assert stream.read() == save(first)
+        assert stream.name == f"hf://org/my.repo@{pinned}/model.safetensors"
+    copy = tmp_path / "copy.tensors"
+    assert main(["cp", "--quiet", address, str(copy)]) == 0
+    assert main(["diff", "--quiet", address, str(copy)]) == 0
+    assert main(["ls", "hf://org/my.repo"]) == 0
+    assert_all(load(copy, "cpu"), second)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_commit(hub, verify):
+    """The branch moves when the index was read, and before the shards are."""
+    old, new = tensors(1, 1000), tensors(2, 1000)
+    repo = hub.repo("org/repo", shards(old))
+    commit = repo.refs["main"]
+
+    def moves(method, path):
+        if method == "GET" and path.endswith("index.json"):
+            repo.commit(shards(new))
+
+    hub.watch = moves
+    assert_all(load("hf://org/repo", "cpu", verify_hash=verify), old)
+    asked = hub.asked()
+    assert [path for _, path in asked if "/main/" in path] == [
+        "/org/repo/resolve/main/model.safetensors"
+    ]
+    assert all(f"/resolve/{commit}/" in path for _, path in asked[1:])
+    assert sum(path.endswith("-a.safetensors") for _, path in asked) == (2 if verify else 1)
+    hub.watch = lambda *_: None
+    assert_all(load("hf://org/repo", "cpu"), new)
+
+
+def test_another_process_opens_the_same_commit(hub):
+    """It is told what the first has learnt, and asks nothing for it."""
+    old = tensors(1, 1000)
+    repo = hub.repo("org/repo", shards(old))
+    with TensorFile("hf://org/repo", heads=[]) as first:
+        heads = first.heads
+    repo.commit(shards(tensors(2, 1000)))
+    hub.asked()
+    hub.files.requests.clear()
+    with TensorFile("hf://org/repo", heads=heads) as file:
+        assert hub.asked() == hub.files.requests == []
+        loaded = [tensor for _, tensor, _ in file.load(range(3), torch.device("cpu"))]
+        assert_all({file.reader.name(n): tensor for n, tensor in enumerate(loaded)}, old)
+    download("model.safetensors.index.json", revision=next(iter(repo.commits)))
+    hub.asked()
+    with TensorFile("hf://org/repo", heads=heads) as file:
+        assert hub.asked() == []
+
+
+@pytest.mark.parametrize("where", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME"])
+def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplog):
+    repo = hub.repo("org/repo", shards(tensors()))
+    repo.readers = {OURS}
+    with pytest.raises(PermissionError, match=r"it is private: set HF_TOKEN to a token") as raised:
+        load("hf://org/repo")
+    if where == "HF_TOKEN":
+        monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    else:
+        folder = tmp_path / ("hf" if where == "HF_HOME" else "tokens")
+        folder.mkdir()
+        (folder / "token").write_text(TOKEN + "\n")
+        if where == "HF_TOKEN_PATH":
+            monkeypatch.setenv("HF_TOKEN_PATH", str(folder / "token"))
+    hub.asked()
+    with caplog.at_level(logging.DEBUG):
+        assert_all(load("hf://org/repo", "cpu", cache_dir=tmp_path / "cache"), tensors())
+    fields = [fields for _, _, fields in hub.requests]
+    assert len(fields) == 6
+    assert {fields["authorization"] for fields in fields} == {OURS}
+    assert len(hub.files.requests) >= 3
+    for _, _, fields in hub.files.requests:
+        assert TOKEN not in json.dumps(fields)
+        assert "authorization" not in fields
+    repo.readers = {"Bearer another"}
+    with pytest.raises(FileNotFoundError, match="does not give access") as other:
+        load("hf://org/repo")
+    shown = f"{raised.value} {other.value} {caplog.text}"
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").iterdir())
+    for secret in (TOKEN, "Signature", "signed1"):
+        assert secret not in shown
+        assert secret.encode() not in kept
+    repo.readers = {OURS}
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "TRUE")
+    with pytest.raises(PermissionError, match="set HF_TOKEN"):
+        load("hf://org/repo")
+
+
+def test_a_token_that_is_none(hub, monkeypatch):
+    hub.repo("org/repo", shards(tensors()))
+    monkeypatch.setenv("HF_TOKEN", "two\nlines")
+    with pytest.raises(OSError, match="not well-formed") as raised:
+        load("hf://org/repo")
+    assert "lines" not in str(raised.value)
+
+
+def test_addresses_that_expire(hub):
+    """Each signed address is good for two requests, and a load makes more."""
+    big = {"t": torch.rand(20 << 20)}
+    hub.repo("org/repo", {"model.safetensors": save(big)})
+    hub.files.good_for = 2
+    assert_all(load("hf://org/repo", "cpu", num_readers=2), big)
+    with TensorDeserializer("hf://org/repo", "cpu", lazy_load=True) as file:
+        for start in range(8):
+            part = file.slice("t")[start << 21 : (start << 21) + 10]
+            assert_same(part, big["t"][start << 21 : (start << 21) + 10])
+    refused = max(hub.files.uses.values())
+    assert refused > 2
+
+
+def test_refusals(hub, monkeypatch):
+    repo = hub.repo("org/repo", {"README.md": b"text", "model.safetensors": save(tensors())})
+    gated = hub.repo("org/gated", shards(tensors()))
+    gated.gated, gated.readers = True, {OURS}
+    for address, kind, said in [
+        ("hf://org/none", PermissionError, "there is no repository `org/none`.*HF_TOKEN"),
+        ("hf://org/gated", PermissionError, "`org/gated` is gated.*HF_TOKEN"),
+        (f"hf://org/gated@{gated.refs['main']}", PermissionError, "`org/gated` is gated"),
+        ("hf://org/repo@none", FileNotFoundError, "`org/repo` has no revision `none`"),
+        (f"hf://org/repo@{'0' * 40}", FileNotFoundError, "no revision `0000"),
+        ("hf://org/repo/none.bin", FileNotFoundError, "there is no file none.bin"),
+        ("hf://org/repo/none", FileNotFoundError, "none, nor none/model.safetensors"),
+        ("hf://org/repo/README.md", tensorizer.FormatError, "README.md"),
+    ]:
+        with pytest.raises(kind, match=said) as raised:
+            load(address)
+        assert f"`{'/'.join(address.split('@')[0].split('/')[:4])}" in str(raised.value)
+    monkeypatch.setenv("HF_TOKEN", "another")
+    with pytest.raises(PermissionError, match="ask for access; the token of HF_TOKEN"):
+        load("hf://org/gated")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert_all(load("hf://org/gated", "cpu"), tensors())
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.files.port}")
+    with pytest.raises(PermissionError, match="the hub refuses access to `org/repo`"):
+        load("hf://org/repo")
+    for wrong in ("hub", "ftp://host", "http://"):
+        monkeypatch.setenv("HF_ENDPOINT", wrong)
+        with pytest.raises(ValueError, match="HF_ENDPOINT must be"):
+            load("hf://org/repo")
+    assert len(repo.commits) == 1
+
+
+def test_another_name_and_a_busy_hub(hub, monkeypatch):
+    """The hub redirects to the new name of a repository, and is asked again when it has no time."""
+    hub.repo("new/name", shards(tensors(1, 1000)))
+    hub.renamed["org/old"] = "new/name"
+    hub.busy = 2
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint + "/")
+    assert_all(load("hf://org/old", "cpu", verify_hash=True), tensors(1, 1000))
+    assert hub.busy == 0
+    download("model-a.safetensors", repo="new/name")
+    hub.busy = 1
+    assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(1, 1000)["a"]})
+    assert hub.asked()[-1][0] == "HEAD"
+
+
+def test_the_example_of_the_document(hub):
+    repo = hub.repo("org/repo", shards(tensors(1, 1000)))
+    repo.commit({"model.safetensors": save(tensors(2, 1000))}, "v1.0")
+    text = (ROOT / "docs/addresses.md").read_text()
+    (code,) = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert len(hub.files.requests) == 3 + 1
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    "address",
+    ["hf://", "hf://repo", "hf://org/repo@", "hf://org/repo/../x", "hf://datasets/org/repo/f"],
+)
+def test_addresses_that_are_wrong(address):
+    with pytest.raises(ValueError, match=r"expected hf://org/repo\[@revision\]\[/path\]"):
+        load(address)
+
+
+@pytest.mark.usefixtures("hub")
+def test_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, address = tensors(), "hf://org/repo/f.tensors"
+    for call in (
+        lambda: tensorizer.save(found, address),
+        lambda: TensorSerializer(address),
+        lambda: open_stream(address, "wb"),
+    ):
+        with pytest.raises(ValueError, match=r"hf://.*huggingface_hub"):
+            call()
+    with pytest.raises(RuntimeError, match="`hf://` addresses cannot be written.*huggingface_hub"):
+        ops.save(address, found)
+    tensorizer.save(found, "f")
+    assert main(["cp", "f", address]) == 2
+    assert os.listdir() == ["f"]
+
+
+def test_the_cache_of_the_hubs_own_client(hub, monkeypatch):
+    """A commit is read there without a request, a branch with one."""
+    old, new = tensors(1), tensors(2)
+    repo = hub.repo("org/repo", shards(old) | {"one.safetensors": save(old)})
+    commit = repo.refs["main"]
+    paths = download(*repo.commits[commit])
+    assert all(path.is_symlink() and commit in path.parts for path in paths)
+    hub.asked()
+    hub.files.requests.clear()
+    for address in (f"hf://org/repo@{commit}", f"hf://org/repo@{commit}/one.safetensors"):
+        for verify in (False, True):
+            assert_all(load(address, "cpu", verify_hash=verify), old)
+        assert_all(ops.load(address), old)
+    with TensorDeserializer(f"hf://org/repo@{commit}", "cpu", mmap=True) as file:
+        assert_all(file, old)
+        assert "/blobs/" in Path("/proc/self/maps").read_text()
+    assert hub.asked() == []
+    assert_all(load("hf://org/repo", "cpu"), old)
+    assert hub.asked() == [("HEAD", "/org/repo/resolve/main/model.safetensors")]
+    assert hub.files.requests == []
+    # What it has not downloaded comes from the hub.
+    repo.commit(shards(new))
+    assert_all(load("hf://org/repo", "cpu"), new)
+    download("model.safetensors.index.json", "model-a.safetensors")
+    hub.files.requests.clear()
+    assert_all(load("hf://org/repo", "cpu"), new)
+    assert len({path for _, path, _ in hub.files.requests}) == 2
+    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
+    assert_all(load(f"hf://org/repo@{commit}", "cpu"), old)
+    assert len(hub.asked()) > 1
+
+
+def test_without_the_hub(hub, monkeypatch):
+    old = tensors(1)
+    repo = hub.repo("org/repo", shards(old))
+    repo.commit(shards(old), "a/tag")
+    download(*repo.commits[repo.refs["main"]])
+    download(*repo.commits[repo.refs["a/tag"]], revision="a/tag")
+    repo.commit(shards(tensors(2)))
+    hub.asked()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_all(load("hf://org/repo", "cpu", verify_hash=True), old)
+    assert_all(load("hf://org/repo@a%2Ftag", "cpu"), old)
+    for address in (
+        "hf://org/repo/none.bin",
+        "hf://org/repo@other",
+        f"hf://org/repo@{repo.refs['main']}",
+        "hf://org/other",
+    ):
+        with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set, and it is not in"):
+            load(address)
+    assert hub.asked() == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert_all(load("hf://org/repo", "cpu"), tensors(2))
+    # Nobody is there.
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert_all(load("hf://org/repo", "cpu"), old)
+    with pytest.raises(ConnectionError, match="hf://org/other@main"):
+        load("hf://org/other")
+    # What is refused is not what cannot be reached.
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    repo.readers = {OURS}
+    with pytest.raises(PermissionError, match="set HF_TOKEN"):
+        load("hf://org/repo")
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("", "model-b.safetensors"),
+        ("/one.safetensors", "one.safetensors"),
+        ("/f.pt", "f.pt"),
+        ("/f.tensors", "f.tensors"),
+    ],
+)
+def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
+    found = tensors()
+    tensorizer.save(found, tmp_path / "f.tensors")
+    torch.save(found, tmp_path / "f.pt")
+    files = shards(found) | {"one.safetensors": save(found)}
+    files |= {name: (tmp_path / name).read_bytes() for name in ("f.tensors", "f.pt")}
+    hub.repo("org/repo", files)
+    address, expected = f"hf://org/repo{path}", sha256(files[wrong])
+    for verify in (True, "crc32"):
+        assert_all(load(address, "cpu", verify_hash=verify), found)
+    other = bytearray(files[wrong])
+    # Of our own format a byte that is in no tensor, and has no hash of its own.
+    at = other.index(bytes(60), 500) + 30 if wrong == "f.tensors" else 1 << 20
+    other[at] ^= 1
+    hub.files.blobs[expected] = bytes(other)
+    if wrong == "f.tensors":
+        assert_all(load(address, "cpu", verify_hash="crc32"), found)
+    else:
+        assert load(address, "cpu").keys() == found.keys()
+    said = f"{wrong}` failed SHA256 verification: the hub publishes {expected}, the bytes have "
+    said += sha256(bytes(other))
+    out = {"a": torch.zeros(300_000)}
+    calls = [
+        lambda: load(address, "cpu", verify_hash=True),
+        lambda: load(address, "cpu", names=["a"], verify_hash=True),
+        lambda: load(address, "cpu", names=["a"], out=out, verify_hash=True),
+        lambda: load(address, "cpu", slices={"a": (0, 0, 5)}, verify_hash=True),
+        lambda: TensorDeserializer(address, "cpu", verify_hash=True),
+        lambda: list(tensorizer.iterate(address, verify_hash=True)),
+    ]
+    for call in calls:
+        with pytest.raises(DamagedFileError) as raised:
+            call()
+        assert said in str(raised.value)
+    assert not out["a"].any()
+    if wrong != "f.pt":
+        with pytest.raises(RuntimeError, match="failed SHA256 verification"):
+            ops.load(address, verify=True)
+
+
+def test_the_command_verifies(hub, capsys):
+    found = tensors()
+    data = save(found)
+    hub.repo("org/repo", {"model.safetensors": data})
+    assert main(["verify", "hf://org/repo"]) == 0
+    assert "3 of 3 tensors" in capsys.readouterr().out
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    assert main(["verify", "hf://org/repo"]) == 1
+    said = capsys.readouterr()
+    assert "failed SHA256 verification" in said.out + said.err
+    assert "0 of 3 tensors" in said.out
+    assert main(["verify", "--json", "hf://org/repo"]) == 1
+    (damaged,) = json.loads(capsys.readouterr().out)["damaged"]
+    assert damaged["name"] is None
+
+
+def test_verified_once(hub):
+    found = tensors()
+    data = save(found)
+    hub.repo("org/repo", {"model.safetensors": data})
+    with TensorDeserializer("hf://org/repo", "cpu", verify_hash=True, lazy_load=True) as file:
+        for name in found:
+            assert_same(file[name], found[name])
+    heads = [path for method, path in hub.asked() if method == "HEAD"]
+    assert len(heads) == 2
+
+
+def test_a_damaged_copy_of_the_hubs_own_client(hub):
+    found = tensors()
+    repo = hub.repo("org/repo", shards(found))
+    commit = repo.refs["main"]
+    paths = {path.name: path for path in download(*repo.commits[commit])}
+    blob = paths["model-c.safetensors"].resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    address = f"hf://org/repo@{commit}"
+    said = rf"{address}/model-c.safetensors` failed SHA256.*{sha256(save({'c': found['c']}))}"
+    with pytest.raises(DamagedFileError, match=said):
+        load(address, "cpu", verify_hash=True)
+    # A file that is no link is asked for by its hash.
+    path = paths["model-a.safetensors"]
+    kept = path.read_bytes()
+    path.unlink()
+    path.write_bytes(kept)
+    hub.asked()
+    assert_all(load(f"{address}/model-a.safetensors", "cpu", verify_hash=True), {"a": found["a"]})
+    assert hub.asked() == [("HEAD", f"/org/repo/resolve/{commit}/model-a.safetensors")]
+
+
+def test_files_without_a_sha256(hub):
+    """What is in git itself is known by another hash."""
+    data = save(tensors())
+    repo = hub.repo("org/repo", {"model.safetensors": data})
+    repo.small.add("model.safetensors")
+    said = "safetensors files hold no hashes, and its hub publishes no SHA-256 of it"
+    for _ in range(2):
+        assert_all(load("hf://org/repo", "cpu"), tensors())
+        with pytest.raises(HashMismatchError, match=said):
+            load("hf://org/repo", "cpu", verify_hash=True)
+        (path,) = download("model.safetensors")
+    blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+    assert path.resolve().name == blob
+
+
+def test_a_cache_of_our_own(hub, tmp_path):
+    found, folder = tensors(), tmp_path / "cache"
+    data = save(found)
+    repo = hub.repo("org/repo", {"model.safetensors": data})
+    assert_all(load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True), found)
+    sent = len(hub.files.requests)
+    assert_all(load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True), found)
+    assert len(hub.files.requests) == sent + 1
+    with TensorDeserializer("hf://org/repo", "cpu", cache_dir=folder, mmap=True) as file:
+        assert_all(file, found)
+        assert str(folder) in Path("/proc/self/maps").read_text()
+    (entry,) = folder.glob("*.cached")
+    name = f"{hub.endpoint}/org/repo/resolve/{repo.refs['main']}/model.safetensors"
+    assert name.encode() in entry.read_bytes()
+
+
+def test_local_addresses(tmp_path):
+    path = tmp_path / "a b.tensors"
+    tensorizer.save(tensors(), path)
+    address = path.as_uri().replace("file://", "FILE://LocalHost")
+    assert_all(load(address, "cpu"), tensors())
+    command = [sys.executable, "-m", "tensorizer", "diff", str(path), address]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
