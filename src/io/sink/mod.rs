@@ -45,6 +45,9 @@ pub fn unwritable(scheme: &str) -> Error {
     let instead = match scheme {
         "redis" | "rediss" => "TensorDeserializer.to_redis copies files there",
         "s3" => "this build has no S3",
+        "gs" | "az" | "abfs" | "abfss" => {
+            "write a local file, and upload it by the cloud's own tools"
+        }
         _ => "upload a local file by other means, or write to s3://",
     };
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))

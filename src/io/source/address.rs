@@ -13,7 +13,7 @@ use crate::io::cache::Cache;
 use crate::io::net::NetOptions;
 
 /// Schemes of addresses of servers.
-const SCHEMES: [&str; 5] = ["http", "https", "s3", "redis", "rediss"];
+const SCHEMES: [&str; 9] = ["http", "https", "s3", "gs", "az", "abfs", "abfss", "redis", "rediss"];
 
 /// What an address names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,6 +68,8 @@ pub fn shown(uri: &str) -> Option<String> {
         "http" | "https" => super::http::shown(uri),
         #[cfg(feature = "s3")]
         "s3" => super::s3::shown(uri),
+        #[cfg(feature = "clouds")]
+        "gs" | "az" | "abfs" | "abfss" => super::clouds::shown(uri),
         _ => None,
     }
 }
@@ -98,6 +100,8 @@ pub fn open(
             let s3 = crate::io::net::s3::S3Options::default();
             super::s3::open(uri, &s3, options, known, cancel)
         }
+        #[cfg(feature = "clouds")]
+        "gs" | "az" | "abfs" | "abfss" => super::clouds::open(uri, options, known, cancel),
         #[cfg(feature = "redis")]
         "redis" | "rediss" => super::redis::open(uri, options, cancel),
         _ => Err(Error::Unsupported(format!(
@@ -122,13 +126,12 @@ mod tests {
             ("file:///a%20b/%C3%BC", path("/a b/ü")),
             ("FILE://localhost/a", path("/a")),
             ("S3://bucket/key", Address::Scheme("s3".to_owned())),
+            ("abfss://c@a.dfs.core.windows.net/b", Address::Scheme("abfss".to_owned())),
             ("https://host", Address::Scheme("https".to_owned())),
         ] {
             assert_eq!(parse(OsStr::new(uri)).unwrap(), expected, "{uri}");
         }
-        for uri in
-            ["gs://b/k", "hf://o/r/f", "az://c/b", "word+x.1-y://", "file://host/a", "file://a"]
-        {
+        for uri in ["gcs://b/k", "hf://o/r/f", "word+x.1-y://", "file://host/a", "file://a"] {
             assert!(matches!(parse(OsStr::new(uri)), Err(Error::InvalidArgument(_))), "{uri}");
         }
     }

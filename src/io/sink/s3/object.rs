@@ -17,9 +17,9 @@ use crate::codec::crypt::random;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    Connector, DEFAULT_WRITE_ENDPOINT, Resolved, S3Options, failure, parse, resolve, wait_for,
+    Connector, DEFAULT_WRITE_ENDPOINT, Resolved, S3Options, failure, parse, resolve,
 };
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, wait_for};
 use crate::io::source::http::client::{Certificates, connect};
 
 /// An object that is being written.

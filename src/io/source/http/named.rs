@@ -53,7 +53,7 @@ fn locked(known: &Mutex<Option<Signed>>) -> MutexGuard<'_, Option<Signed>> {
 
 impl Named {
     /// One that is signed when it is used.
-    #[cfg(feature = "s3")]
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
         Named::Signed { signer, known: Mutex::new(None) }
     }
@@ -120,8 +120,9 @@ impl Named {
         };
         let (target, mut response) = client.follow(&from, range, opened).await?;
         let status = response.status();
-        let refused = matches!(status, StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN);
-        if refused && matches!(self, Named::Signed { .. }) {
+        // Of these the first says by itself that a token is not good any more.
+        let refusals = [StatusCode::UNAUTHORIZED, StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN];
+        if refusals.contains(&status) && matches!(self, Named::Signed { .. }) {
             let mut said = Vec::new();
             while said.len() < LONGEST_REFUSAL {
                 match client.chunk(&mut response, tries).await? {
@@ -130,7 +131,7 @@ impl Named {
                 }
             }
             let what = format!("the server answered {status}");
-            let expired = says_expired(&said);
+            let expired = status == StatusCode::UNAUTHORIZED || says_expired(&said);
             if expired {
                 self.refused(since);
             }

@@ -13,13 +13,14 @@ use crate::error::Error;
 use crate::io::net::Failure;
 use crate::io::source::KnownHead;
 
-/// What S3 and its like say of credentials and addresses that have expired.
-const EXPIRED: [&str; 5] = [
+/// What S3, Azure and their like say of credentials and addresses that have expired.
+const EXPIRED: [&str; 6] = [
     "ExpiredToken",
     "RequestExpired",
     "TokenRefreshRequired",
     "Request has expired",
     "token has expired",
+    "Signature not valid in the specified time frame",
 ];
 
 /// Bytes `start` to `end`, the latter not included.
