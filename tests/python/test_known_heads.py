@@ -402,7 +402,9 @@ ODD = [
     "s3://bucket/nothing/",
     "S3://bucket/f.tensors",
     "redis://127.0.0.1:1/key/",
-    "gs://bucket/f",
+    "gs://bucket",
+    "az://container/f?a",
+    "gcs://bucket/f",
 ]
 
 

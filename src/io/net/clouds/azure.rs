@@ -6,9 +6,9 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 
 use super::connector::OnDemand;
-use super::keys::{Keys, Provider};
-use super::object::is_word;
-use super::{Object, Settings, Who, endpoint, says_yes};
+use super::keys::{Keys, Provider, once};
+use super::object::{Object, is_word};
+use super::settings::{Settings, Who, endpoint, says_yes};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
 use crate::io::net::place::Place;
@@ -38,43 +38,19 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
             || name == b"IDENTITY_ENDPOINT"
             || name == EMULATOR_URL.as_bytes()
     };
-    let of = object.account.as_ref().map(|(account, _)| account.clone());
-    let name = format!("azure {}", of.as_deref().unwrap_or(""));
-    let place = Place::now(name, counts, |_| Vec::new());
-    let given = given(&place);
-    let value = |key| given.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text);
-    let yes = |key| value(key).is_some_and(says_yes);
-
-    let emulator = yes(AzureConfigKey::UseEmulator);
-    let ours = value(AzureConfigKey::AccountName);
-    let account = of.or_else(|| ours.map(str::to_owned));
-    let account = account.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
-    let account = account.filter(|name| is_word(name)).ok_or_else(|| {
-        Error::InvalidArgument(format!(
-            "`{}`: whose container? Set AZURE_STORAGE_ACCOUNT_NAME to the name of the account, or \
-             name it in the address: abfss://container@account.dfs.core.windows.net/name",
-            object.shown
-        ))
-    })?;
+    let of = object.account.as_ref().map_or("", |(account, _)| account);
+    let place = Place::now(format!("azure {of}"), counts, |_| Vec::new());
+    let mut given = given(&place);
+    let account = account(object, &given)?;
     // What is for one account is not shown to another.
-    let foreign = ours.is_some_and(|ours| ours != account);
-    let used = |key: &AzureConfigKey| !(foreign && OF_AN_ACCOUNT.contains(key));
-
-    let server = match value(AzureConfigKey::Endpoint).filter(|_| !foreign) {
-        _ if emulator => {
-            let found = place.texts().find(|(name, _)| *name == EMULATOR_URL);
-            let found = found.map_or(EMULATOR.1, |(_, text)| text);
-            format!("{}/{account}", found.trim_end_matches('/'))
-        }
-        Some(given) => given.to_owned(),
-        None => {
-            let ending = object.account.as_ref().map_or("core.windows.net", |(_, ending)| ending);
-            format!("https://{account}.blob.{ending}")
-        }
-    };
-    let named = NAMING.into_iter().any(|key| used(&key) && value(key).is_some())
+    if value(&given, AzureConfigKey::AccountName).is_some_and(|ours| ours != account) {
+        given.retain(|(key, _)| !OF_AN_ACCOUNT.contains(key));
+    }
+    let server = server(object, &account, &given, &place);
+    let yes = |key| value(&given, key).is_some_and(says_yes);
+    let named = NAMING.into_iter().any(|key| value(&given, key).is_some())
         || yes(AzureConfigKey::UseAzureCli)
-        || emulator;
+        || yes(AzureConfigKey::UseEmulator);
     let who = if yes(AzureConfigKey::SkipSignature) {
         Who::Anybody
     } else if named {
@@ -82,8 +58,8 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
     } else {
         Who::Machine
     };
-    let mut builder = MicrosoftAzureBuilder::new().with_retry(super::keys::once());
-    for (key, text) in given.iter().filter(|(key, _)| used(key)) {
+    let mut builder = MicrosoftAzureBuilder::new().with_retry(once());
+    for (key, text) in &given {
         // Where it is asked is decided here.
         if !matches!(key, AzureConfigKey::Endpoint | AzureConfigKey::UseFabricEndpoint) {
             builder = builder.with_config(*key, *text);
@@ -99,8 +75,45 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
     Ok(Settings { endpoint: endpoint(&server)?, account, who, keys })
 }
 
-/// What variables say; of two that mean the same the last counts.
-fn given(place: &Place) -> Vec<(AzureConfigKey, &str)> {
+/// The account of a container: that of its address, or of the environment.
+fn account(object: &Object, given: &Given<'_>) -> Result<String> {
+    let named = object.account.as_ref().map(|(account, _)| account.as_str());
+    let usual = value(given, AzureConfigKey::UseEmulator).filter(|text| says_yes(text));
+    let account = named.or_else(|| value(given, AzureConfigKey::AccountName));
+    let account = account.or_else(|| usual.map(|_| EMULATOR.0)).filter(|name| is_word(name));
+    account.map(str::to_owned).ok_or_else(|| {
+        Error::InvalidArgument(format!(
+            "`{}`: whose container? Set AZURE_STORAGE_ACCOUNT_NAME to the name of the account, or \
+             name it in the address: abfss://container@account.dfs.core.windows.net/name",
+            object.shown
+        ))
+    })
+}
+
+/// The server of an account.
+fn server(object: &Object, account: &str, given: &Given<'_>, place: &Place) -> String {
+    if value(given, AzureConfigKey::UseEmulator).is_some_and(says_yes) {
+        let found = place.texts().find(|(name, _)| *name == EMULATOR_URL);
+        let found = found.map_or(EMULATOR.1, |(_, text)| text);
+        return format!("{}/{account}", found.trim_end_matches('/'));
+    }
+    if let Some(named) = value(given, AzureConfigKey::Endpoint) {
+        return named.to_owned();
+    }
+    let ending = object.account.as_ref().map_or("core.windows.net", |(_, ending)| ending);
+    format!("https://{account}.blob.{ending}")
+}
+
+/// Variables that are set, and what they are called here.
+type Given<'p> = Vec<(AzureConfigKey, &'p str)>;
+
+/// What one is set to: of two that mean the same the last counts.
+fn value<'p>(given: &Given<'p>, key: AzureConfigKey) -> Option<&'p str> {
+    given.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text)
+}
+
+/// What variables say.
+fn given(place: &Place) -> Given<'_> {
     let mut found = Vec::new();
     let text = |wanted| place.texts().find(|(name, _)| *name == wanted).map(|(_, text)| text);
     // The names of Azure's command line and of its libraries come first: others overrule them.

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
 use super::connector::OnDemand;
-use super::keys::{Keys, Provider};
-use super::{Object, Settings, Who, endpoint, says_yes};
+use super::keys::{Keys, Provider, once};
+use super::object::Object;
+use super::settings::{Settings, Who, endpoint, says_yes};
 use crate::error::Result;
 use crate::io::net::NetOptions;
 use crate::io::net::place::Place;
@@ -75,7 +76,7 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
 }
 
 fn builder(place: &Place) -> GoogleCloudStorageBuilder {
-    let mut builder = GoogleCloudStorageBuilder::new().with_retry(super::keys::once());
+    let mut builder = GoogleCloudStorageBuilder::new().with_retry(once());
     for (name, value) in place.texts().filter(|(name, _)| !VARIABLES[3..].contains(name)) {
         if let Ok(key) = name.to_ascii_lowercase().parse() {
             builder = builder.with_config(key, value);

@@ -5,14 +5,16 @@ mod connector;
 mod google;
 mod keys;
 mod object;
+mod settings;
 
 pub use keys::{Credential, Keys};
 pub use object::{Cloud, Object};
 
 use reqwest::Url;
 
-use super::{NetOptions, show_text};
+use super::NetOptions;
 use crate::error::{Error, Result};
+use settings::Who;
 
 /// Where an object is, and who asks for it.
 pub struct Resolved {
@@ -41,40 +43,4 @@ pub async fn resolve(object: &Object, net: &NetOptions) -> Result<Resolved> {
     let mut bucket = root.clone();
     bucket.path_segments_mut().map_err(|()| bad())?.pop_if_empty().push(&object.bucket);
     Ok(Resolved { bucket, account: found.account, keys })
-}
-
-/// What the environment says.
-struct Settings {
-    endpoint: Url,
-    account: String,
-    who: Who,
-    keys: Keys,
-}
-
-/// Who asks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Who {
-    /// That was asked for.
-    Anybody,
-    /// Whoever the environment names: if that cannot be had, it is an error.
-    Named,
-    /// Whoever the machine is, if it is somebody.
-    Machine,
-}
-
-/// Whether a variable says yes, as the libraries of the clouds read it.
-fn says_yes(value: &str) -> bool {
-    let lower = value.trim().to_ascii_lowercase();
-    matches!(lower.as_str(), "1" | "true" | "on" | "yes" | "y")
-}
-
-/// The address of a server that a variable names.
-fn endpoint(text: &str) -> Result<Url> {
-    let shown = show_text(text);
-    let with = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-    let found = Url::parse(&with).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
-    found.filter(Url::has_host).ok_or_else(|| {
-        let what = format!("expected the https:// or http:// address of a server, found `{shown}`");
-        Error::InvalidArgument(what)
-    })
 }
