@@ -12,7 +12,7 @@ import tensorizer
 import torch
 from conftest import assert_same
 from emulators import Azurite, Doorman, Google, Tokens
-from servers import free_port, need
+from servers import free_port, need, silent
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -164,6 +164,15 @@ def test_addresses_that_are_none(address, use):
         assert "hidden" not in str(raised.value)
 
 
+@pytest.mark.parametrize("server", ["http://user:hidden@host", "https://host?sig=hidden", "ftp://h"])
+def test_servers_that_are_none(server, use):
+    use(AZURE_STORAGE_ENDPOINT=server, AZURE_STORAGE_ACCOUNT_NAME="a", GOOGLE_BASE_URL=server)
+    for address in ("gs://bucket/name", "az://container/name"):
+        with pytest.raises(ValueError, match="expected the https:// or http:// address") as raised:
+            tensorizer.load(address)
+        assert "hidden" not in str(raised.value)
+
+
 class TestGoogle:
     @pytest.fixture
     def saved(self, google, data):
@@ -290,6 +299,14 @@ class TestGoogle:
         check(tensorizer.load(saved))
         assert time.monotonic() - begun < 1.5
 
+    def test_a_machine_that_says_nothing(self, google, saved, use):
+        with silent() as proxy:
+            use(HTTP_PROXY=f"http://{proxy}", NO_PROXY="127.0.0.1", GOOGLE_BASE_URL=google.url)
+            begun = time.monotonic()
+            check(tensorizer.load(saved))
+            # By its name, and by its address.
+            assert 3 < time.monotonic() - begun < 20
+
     def test_anybody(self, google, saved, use):
         with Doorman(google) as door:
             for variable in ({"GOOGLE_SKIP_SIGNATURE": "true"}, {"NO_GCE_CHECK": "true"}):
@@ -395,17 +412,18 @@ def bearer(number, lifetime=3600):
     return ".".join([*parts, "c2lnbmF0dXJl"])
 
 
-class TestTokensOfAzure:
-    @pytest.fixture(scope="class")
-    def server(self, tmp_path_factory):
-        """A server that is asked over TLS."""
-        server = Azurite(tmp_path_factory.mktemp("azurite"), tls=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SSL_CERT_FILE", str(server.folder / "ca.pem"))
-            server.make_containers()
-        yield server
-        server.stop()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of Azure that is asked over TLS."""
+    server = Azurite(tmp_path_factory.mktemp("azurite"), tls=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(server.folder / "ca.pem"))
+        server.make_containers()
+    yield server
+    server.stop()
 
+
+class TestTokensOfAzure:
     @pytest.fixture(autouse=True)
     def saved(self, server, data, use):
         use(SSL_CERT_FILE=server.folder / "ca.pem", AZURE_STORAGE_ACCOUNT_NAME=server.account)

@@ -38,8 +38,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     encryption.
 
     Args:
-        file_obj: A path, ``os.PathLike``, ``http(s)://`` or ``s3://`` address, file descriptor
-            (which stays the caller's), or binary file object (which is closed with this object;
+        file_obj: A path, ``os.PathLike``, ``http(s)://``, ``s3://``, ``gs://`` or ``az://``
+            address, file descriptor (which stays the caller's), or binary file object (which is closed with this object;
             streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and a
             server without ranges are read in one pass, but not archives of ``torch.save``. An index
             has to be opened by its path or address.

@@ -17,7 +17,7 @@ use crate::io::net::{Failure, NetOptions, Trust};
 use crate::io::source::http::client;
 
 /// How long a machine may take to say that it is somebody, where nothing says that it is.
-const MACHINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
+const MACHINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
 /// Bytes of the longest answer that is read.
 const LONGEST_ANSWER: usize = 1 << 20;
 

@@ -37,8 +37,14 @@ pub fn endpoint(text: &str) -> Result<Url> {
     let shown = show_text(text);
     let with = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
     let found = Url::parse(&with).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
-    found.filter(Url::has_host).ok_or_else(|| {
-        let what = format!("expected the https:// or http:// address of a server, found `{shown}`");
+    // Nothing secret is in what tells one server from another.
+    let bare =
+        |url: &Url| url.username().is_empty() && url.password().is_none() && url.query().is_none();
+    found.filter(Url::has_host).filter(bare).ok_or_else(|| {
+        let what = format!(
+            "expected the https:// or http:// address of a server, without user and query, found \
+             `{shown}`"
+        );
         Error::InvalidArgument(what)
     })
 }
