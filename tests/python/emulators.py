@@ -7,13 +7,15 @@ import hashlib
 import hmac
 import json
 import os
+import socket
+import ssl
 import subprocess
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
-from servers import Relay, Scripted, free_port, make_certificates, wait_for
+from servers import Forwarder, Relay, Scripted, free_port, make_certificates, wait_for
 
 #: Where they are installed.
 CLOUDS = Path(
@@ -148,11 +150,15 @@ class Tokens(Scripted):
     their numbers. As metadata of a machine of Google, as Azure's, and as its authority.
     """
 
-    def __init__(self, lifetime=3600, make="token-{}".format, status=200):
+    def __init__(self, lifetime=3600, make="token-{}".format, status=200, tls=None):
         self.lifetime, self.make, self.status = lifetime, make, status
         self.given, self.asked, self.fields = 0, [], []
         super().__init__()
         self.host = f"127.0.0.1:{self.port}"
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(tls / "server.pem", tls / "server.key")
+            self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
 
     def answer(self, handler):
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
@@ -171,6 +177,25 @@ class Tokens(Scripted):
         handler.send_header("Content-Length", str(len(data)))
         handler.end_headers()
         handler.wfile.write(data)
+
+
+class Tunnel(Forwarder):
+    """A proxy that has one server behind every name."""
+
+    def __init__(self, port):
+        self.port, self.asked = port, []
+        super().__init__()
+
+    def connect(self, inner):
+        said = b""
+        while not said.endswith(b"\r\n\r\n"):
+            more = inner.recv(1)
+            if not more:
+                return None
+            said += more
+        self.asked.append(said.split()[1].decode())
+        inner.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        return socket.create_connection(("127.0.0.1", self.port)), None
 
 
 class Doorman(Relay):

@@ -11,8 +11,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from emulators import Azurite, Doorman, Google, Tokens
-from servers import free_port, need, silent
+from emulators import Azurite, Doorman, Google, Tokens, Tunnel
+from servers import free_port, make_certificates, need, silent
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -164,7 +164,9 @@ def test_addresses_that_are_none(address, use):
         assert "hidden" not in str(raised.value)
 
 
-@pytest.mark.parametrize("server", ["http://user:hidden@host", "https://host?sig=hidden", "ftp://h"])
+@pytest.mark.parametrize(
+    "server", ["http://user:hidden@host", "https://host?sig=hidden", "ftp://h"]
+)
 def test_servers_that_are_none(server, use):
     use(AZURE_STORAGE_ENDPOINT=server, AZURE_STORAGE_ACCOUNT_NAME="a", GOOGLE_BASE_URL=server)
     for address in ("gs://bucket/name", "az://container/name"):
@@ -278,6 +280,28 @@ class TestGoogle:
             "text",
         ]
         subprocess.run(verify, cwd=tmp_path, check=True, capture_output=True)
+
+    @pytest.mark.parametrize("place", ["variable", "home", "folder"])
+    def test_somebody_who_has_logged_in(self, google, saved, use, tmp_path, place):
+        """Google's own server is asked, here behind a proxy."""
+        make_certificates(tmp_path, "accounts.google.com")
+        said = {"type": "authorized_user", "client_id": "id", "client_secret": "secret",
+                "refresh_token": "refresh"}  # fmt: skip
+        folder = tmp_path / ".config/gcloud"
+        folder.mkdir(parents=True)
+        path = folder / "application_default_credentials.json"
+        path.write_text(json.dumps(said))
+        if place == "variable":
+            use(GOOGLE_APPLICATION_CREDENTIALS=path.rename(tmp_path / "elsewhere"))
+        if place == "folder":
+            use(CLOUDSDK_CONFIG=folder, HOME="/nowhere")
+        with Doorman(google) as door, Tokens(tls=tmp_path) as tokens, Tunnel(tokens.port) as tunnel:
+            use(GOOGLE_BASE_URL=door.url, NO_PROXY="127.0.0.1")
+            use(HTTPS_PROXY=f"http://{tunnel.host}", SSL_CERT_FILE=tmp_path / "ca.pem")
+            check(tensorizer.load(saved))
+            assert tunnel.asked == ["accounts.google.com:443"]
+            assert tokens.fields[0]["refresh_token"] == "refresh"
+            assert set(door.shown) == {"Bearer token-1"}
 
     @pytest.mark.parametrize("text", [None, "no json", '"secret"', '{"type": "secret"}'])
     def test_files_that_are_no_credentials(self, saved, use, tmp_path, text):

@@ -53,11 +53,11 @@ impl Place {
         all.find(|(found, _)| found == name).map(|(_, value)| value.as_os_str())
     }
 
-    /// The variables that are text, and not empty.
+    /// The variables that are text, and not empty, without space around it.
     #[cfg(feature = "clouds")]
     pub fn texts(&self) -> impl Iterator<Item = (&str, &str)> {
-        let texts =
-            self.variables.iter().filter_map(|(name, to)| Some((name.to_str()?, to.to_str()?)));
+        let texts = self.variables.iter();
+        let texts = texts.filter_map(|(name, to)| Some((name.to_str()?, to.to_str()?.trim())));
         texts.filter(|(_, value)| !value.is_empty())
     }
 

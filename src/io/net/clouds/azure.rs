@@ -138,5 +138,6 @@ fn given(place: &Place) -> Given<'_> {
         let name = name.starts_with("AZURE_").then(|| name.to_ascii_lowercase())?;
         Some((name.parse().ok()?, value))
     }));
+    found.retain(|found| *found != (AzureConfigKey::CredentialType, "auto"));
     found
 }
