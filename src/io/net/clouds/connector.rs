@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
@@ -44,7 +45,7 @@ impl OnDemand {
         let all = client::Certificates::read(options, true).map_err(io::Error::other)?;
         let client = client::connect(options, &all).map_err(of_reqwest)?;
         let body = |body: object_store::client::HttpRequestBody| {
-            Body::from(body.as_bytes().cloned().unwrap_or_default())
+            Body::from(body.as_bytes().cloned().unwrap_or_else(Bytes::new))
         };
         let request = Request::try_from(request.map(body)).map_err(of_reqwest)?;
         let asked = async {
