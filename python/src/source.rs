@@ -11,7 +11,7 @@ use tensorizer::mem::Buffers;
 use tensorizer::net::s3::S3Options;
 use tensorizer::net::{NetOptions, Trust};
 use tensorizer::source::address::{self, Address};
-use tensorizer::source::{KnownHeads, ReadAt, hf, http, redis, s3};
+use tensorizer::source::{KnownHeads, ReadAt, clouds, hf, http, redis, s3};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -137,6 +137,15 @@ impl Source {
     fn hf(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
         let source = gil::without(py, || -> Result<_> {
             hf::open(&uri, certificates.options()?, &KnownHeads::default(), &signals)
+        })?;
+        Ok(Self::new(source))
+    }
+
+    /// Opens an object of Google Cloud Storage or a blob of Azure.
+    #[staticmethod]
+    fn clouds(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
+        let source = gil::without(py, || -> Result<_> {
+            clouds::open(&uri, certificates.options()?, &KnownHeads::default(), &signals)
         })?;
         Ok(Self::new(source))
     }

@@ -15,7 +15,8 @@ use crate::io::source::{KnownHeads, ReadAt, address};
 const ENDINGS: [&str; 3] = [".safetensors.index.json", ".safetensors", ".bin.index.json"];
 
 /// Schemes of servers that have folders, or keys that look like it.
-const SCHEMES: [&str; 3] = ["http://", "https://", "s3://"];
+const SCHEMES: [&str; 7] =
+    ["http://", "https://", "s3://", "gs://", "az://", "abfs://", "abfss://"];
 
 /// The file of a folder that is opened for it.
 pub fn find(folder: &Path) -> Result<PathBuf> {
@@ -101,7 +102,8 @@ mod tests {
 
     #[test]
     fn addresses_of_folders() {
-        for uri in ["http://h", "https://h/a/", "s3://b/k.d", "http://h/a.tensors.d//"] {
+        for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
+        {
             let folder = uri.trim_end_matches('/');
             let expected: Vec<_> = IN_FOLDERS.iter().map(|n| format!("{folder}/{n}")).collect();
             assert_eq!(below(uri), expected, "{uri}");

@@ -201,10 +201,14 @@ def s3(no_settings_of_the_machine, monkeypatch, moto):
     return moto
 
 
+#: What the variables of the clouds begin with.
+CLOUDS = ("AWS_", "AZURE_", "CLOUDSDK_", "GCE_", "GOOGLE_", "IDENTITY_", "STORAGE_EMULATOR_")
+
+
 @pytest.fixture
 def no_settings_of_the_machine(monkeypatch, tmp_path):
     """Hide the credentials and proxies of whoever runs the tests."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+    for name in [name for name in os.environ if name.startswith(CLOUDS)]:
         monkeypatch.delenv(name)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)

@@ -126,8 +126,8 @@ class Nginx:
         self.process.wait(20)
 
 
-def make_certificates(folder):
-    """Make a private authority and a certificate for localhost."""
+def make_certificates(folder, host="localhost"):
+    """Make a private authority and a certificate for a host."""
     openssl = need("openssl")
 
     def run(*command):
@@ -136,8 +136,8 @@ def make_certificates(folder):
     run("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "ca.key",
         "-out", "ca.pem", "-subj", "/CN=Test authority")  # fmt: skip
     run("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key", "-out", "server.csr",
-        "-subj", "/CN=localhost")  # fmt: skip
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        "-subj", f"/CN={host}")  # fmt: skip
+    (folder / "san").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
     run("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
         "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", "server.pem")  # fmt: skip
 

@@ -12,7 +12,7 @@ from tensorizer.stream_io import open_stream
 
 ops = torch.ops.tensorizer
 
-UNKNOWN = ["gs://bucket/f", "az://c/b", "word://f", "file://host/f"]
+UNKNOWN = ["gcs://bucket/f", "word://f", "file://host/f"]
 
 
 @pytest.mark.parametrize("address", UNKNOWN)

@@ -8,6 +8,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same, run_python
+from emulators import Doorman, Google, Tokens
 
 #: Runs ``child`` in a forked process, and fails with its traceback.
 FORKED = """
@@ -124,6 +125,22 @@ def test_connections_are_the_parents(s3):
     tensorizer.save({"a": torch.arange(2_000_000), "b": torch.ones(3)}, "s3://bucket/lazy")
     done = run_python(FORKED + CONNECTIONS, "s3://bucket/lazy")
     assert done.returncode == 0, done.stderr
+
+
+def test_tokens_of_a_cloud_are_asked_for_by_each(no_settings_of_the_machine, monkeypatch, tmp_path):
+    tensorizer.save({"a": torch.arange(2_000_000), "b": torch.ones(3)}, tmp_path / "lazy")
+    server = Google()
+    try:
+        server.put("lazy", (tmp_path / "lazy").read_bytes())
+        with Doorman(server) as door, Tokens() as tokens:
+            monkeypatch.setenv("GOOGLE_BASE_URL", door.url)
+            monkeypatch.setenv("GCE_METADATA_HOST", tokens.host)
+            anew = "forked(lambda: TensorDeserializer(sys.argv[1], 'cpu').close())\n"
+            done = run_python(FORKED + CONNECTIONS + anew, "gs://bucket/lazy")
+            assert done.returncode == 0, done.stderr
+            assert tokens.given == 2
+    finally:
+        server.stop()
 
 
 WORKERS = """

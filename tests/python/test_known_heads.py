@@ -10,6 +10,7 @@ import redis
 import tensorizer
 import torch
 from conftest import assert_same
+from emulators import Doorman, Google
 from packing import filled, pack, pack_tensors
 from safetensors.torch import load_file
 from servers import Nginx, Redis, Relay
@@ -162,6 +163,23 @@ def test_objects_of_s3(bucket, place):
     assert all(uri.startswith("s3://bucket/") for uri, *_ in heads)
     for secret in (b"secret", b"Signature", b"Credential"):
         assert secret not in pickle.dumps(heads)
+
+
+@pytest.mark.parametrize("place", ["f.tensors", "model/"])
+def test_objects_of_google(root, monkeypatch, place):
+    server = Google()
+    try:
+        for path in root.rglob("*"):
+            if path.is_file():
+                server.put(str(path.relative_to(root)), path.read_bytes())
+        with Doorman(server) as door:
+            monkeypatch.setenv("GOOGLE_BASE_URL", door.url)
+            monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "secret")
+            heads = check_the_same(f"gs://bucket/{place}", lambda: len(door.requests))
+        assert heads[0][0].startswith("gs://bucket/")
+        assert b"secret" not in pickle.dumps(heads)
+    finally:
+        server.stop()
 
 
 def test_the_keys_of_s3cfg(bucket, monkeypatch, tmp_path):
@@ -402,7 +420,9 @@ ODD = [
     "s3://bucket/nothing/",
     "S3://bucket/f.tensors",
     "redis://127.0.0.1:1/key/",
-    "gs://bucket/f",
+    "gs://bucket",
+    "az://container/f?a",
+    "gcs://bucket/f",
 ]
 
 

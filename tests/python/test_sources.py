@@ -10,6 +10,7 @@ import redis
 import tensorizer
 import torch
 from conftest import assert_same
+from emulators import Azurite, Google
 from hub import Hub
 from servers import FaultServer, Nginx, Redis
 from tensorizer import TensorDeserializer
@@ -35,10 +36,21 @@ class Sources:
         self.nginx = Nginx(factory.mktemp("nginx"))
         self.redis = Redis(factory.mktemp("redis"))
         self.s3 = moto.client()
+        self.clouds = {}
+        self.factory = factory
         self.count = 0
 
+    def cloud(self, kind):
+        """Return the server of a cloud, which is started for its first test."""
+        if kind not in self.clouds:
+            server = Google() if kind == "gs" else Azurite(self.factory.mktemp("azurite"))
+            self.clouds[kind] = server
+            if kind == "az":
+                server.make_containers()
+        return self.clouds[kind]
+
     def stop(self):
-        for server in (self.nginx, self.redis):
+        for server in (self.nginx, self.redis, *self.clouds.values()):
             server.stop()
 
     @contextlib.contextmanager
@@ -81,6 +93,13 @@ class Sources:
         elif kind == "s3":
             self.s3.put_object(Bucket="bucket", Key=name, Body=data)
             yield f"s3://bucket/{name}"
+        elif kind in ("gs", "az"):
+            server = self.cloud(kind)
+            server.put(name, data)
+            with pytest.MonkeyPatch.context() as patch:
+                for variable, value in server.settings().items():
+                    patch.setenv(variable, value)
+                yield f"{kind}://bucket/{name}"
         elif kind == "redis":
             with redis.Redis(port=self.redis.port) as client:
                 client.flushall()
@@ -96,7 +115,7 @@ class Sources:
 
 
 KINDS = ["path", "descriptor", "file", "memory", "pipe", "http", "https", "no ranges", "unknown",
-         "chunked", "s3", "redis", "hf"]  # fmt: skip
+         "chunked", "s3", "gs", "az", "redis", "hf"]  # fmt: skip
 #: Read front to back, once.
 ONE_PASS = ("pipe", "no ranges", "unknown", "chunked")
 

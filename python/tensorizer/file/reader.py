@@ -38,11 +38,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     encryption.
 
     Args:
-        file_obj: A path, ``os.PathLike``, ``http(s)://``, ``s3://`` or ``hf://`` address, file
-            descriptor (which stays the caller's), or binary file object (which is closed with this
-            object; streams of :mod:`tensorizer.stream_io` are read by the native code). A pipe and
-            a server without ranges are read in one pass, but not archives of ``torch.save``. An
-            index has to be opened by its path or address.
+        file_obj: A path, ``os.PathLike``, ``http(s)://``, ``s3://``, ``gs://``, ``az://`` or
+            ``hf://`` address, file descriptor (which stays the caller's), or binary file object
+            (which is closed with this object; streams of :mod:`tensorizer.stream_io` are read by
+            the native code). A pipe and a server without ranges are read in one pass, but not
+            archives of ``torch.save``. An index has to be opened by its path or address.
         device: Where the tensors go. None: CUDA if there is any, else the CPU. CUDA without a
             number is the device that is current when tensors are loaded.
         filter_func: Called once with each tensor's name; those for which it returns something

@@ -11,7 +11,7 @@ from .open import open_stream
 #: What names of files end with, and hardly those of folders.
 _FILES = (".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 #: Schemes of servers that have folders, or keys that look like it.
-_FOLDERS = ("http://", "https://", "s3://")
+_FOLDERS = ("http://", "https://", "s3://", "gs://", "az://", "abfs://", "abfss://")
 
 
 def is_address(file_obj: Any) -> bool:

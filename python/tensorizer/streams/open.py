@@ -25,6 +25,8 @@ from .upload import UploadFile
 default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
 #: Where objects are written to if nothing says otherwise.
 default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
+#: Schemes of Google Cloud Storage and Azure.
+_CLOUDS = ("gs", "az", "abfs", "abfss")
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
 
 
@@ -150,6 +152,12 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             check_range(begin, end)
             uri, trust = path_uri, trust_of(certificate_handling)
             return CURLStreamFile.over(lambda: Source.hf(uri, trust), begin, end, buffer_size)
+        if scheme in _CLOUDS:
+            if normal != "rb":
+                raise ValueError(f"{scheme}:// addresses can only be opened for reading: {mode!r}")
+            check_range(begin, end)
+            uri, trust = path_uri, trust_of(certificate_handling)
+            return CURLStreamFile.over(lambda: Source.clouds(uri, trust), begin, end, buffer_size)
         if scheme in ("redis", "rediss"):
             if normal != "rb":
                 raise ValueError(

@@ -1,14 +1,16 @@
 //! What all servers have in common: options, tries, and the threads' connections.
 
+#[cfg(feature = "clouds")]
+pub(crate) mod clouds;
 mod connections;
 mod options;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod place;
 mod retry;
 #[cfg(feature = "s3")]
 pub mod s3;
 mod tls;
 
-#[cfg(feature = "s3")]
-pub(crate) use connections::EventLoop;
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub use options::{NetOptions, Trust};
 pub(crate) use retry::{Failure, Tries};
@@ -16,10 +18,37 @@ pub(crate) use retry::{Failure, Tries};
 pub(crate) use tls::Protocols;
 pub(crate) use tls::Tls;
 
+#[cfg(any(feature = "clouds", feature = "s3"))]
+use crate::{cancel::Cancel, environment::reading, error::Result};
+
 /// An address as messages show it: queries, fragments and users may be secrets.
 pub(crate) fn show_text(address: &str) -> &str {
     if address.contains('@') {
         return "...";
     }
     address.split(['?', '#']).next().unwrap_or(address)
+}
+
+/// Libraries that find credentials look into the environment whenever they are polled.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) async fn guarded<T>(work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    std::future::poll_fn(|context| reading(|| work.as_mut().poll(context))).await
+}
+
+/// Waits for what is found out before an object is opened: credentials may come from a server.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) fn wait_for<T>(
+    shown: &str,
+    options: &NetOptions,
+    cancel: &dyn Cancel,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let tries = Tries::new("opening", options, cancel);
+    let found = connections::EventLoop::new()
+        .and_then(|events| events.run(&tries, async { Ok(guarded(work).await) }));
+    match found {
+        Ok(found) => found,
+        Err(failure) => Err(tries.last(failure, shown)),
+    }
 }

@@ -46,6 +46,9 @@ pub fn unwritable(scheme: &str) -> Error {
         "redis" | "rediss" => "TensorDeserializer.to_redis copies files there",
         "s3" => "this build has no S3",
         "hf" => "write a local file, and upload it with huggingface_hub",
+        "gs" | "az" | "abfs" | "abfss" => {
+            "write a local file, and upload it by the cloud's own tools"
+        }
         _ => "upload a local file by other means, or write to s3://",
     };
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))

@@ -13,7 +13,8 @@ use crate::io::cache::Cache;
 use crate::io::net::NetOptions;
 
 /// Schemes of addresses of servers.
-const SCHEMES: [&str; 6] = ["http", "https", "s3", "hf", "redis", "rediss"];
+const SCHEMES: [&str; 10] =
+    ["http", "https", "s3", "gs", "az", "abfs", "abfss", "hf", "redis", "rediss"];
 
 /// What an address names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +72,8 @@ pub fn shown(uri: &str) -> Option<String> {
         "http" | "https" => super::http::shown(uri),
         #[cfg(feature = "s3")]
         "s3" => super::s3::shown(uri),
+        #[cfg(feature = "clouds")]
+        "gs" | "az" | "abfs" | "abfss" => super::clouds::shown(uri),
         _ => None,
     }
 }
@@ -103,6 +106,8 @@ pub fn open(
         }
         #[cfg(feature = "hf")]
         "hf" => super::hf::open(uri, options, known, cancel),
+        #[cfg(feature = "clouds")]
+        "gs" | "az" | "abfs" | "abfss" => super::clouds::open(uri, options, known, cancel),
         #[cfg(feature = "redis")]
         "redis" | "rediss" => super::redis::open(uri, options, cancel),
         _ => Err(Error::Unsupported(format!(
@@ -129,13 +134,13 @@ mod tests {
             ("file://LocalHost/a%20b", path("/a b")),
             ("HF://org/repo", Address::Scheme("hf".to_owned())),
             ("S3://bucket/key", Address::Scheme("s3".to_owned())),
+            ("abfss://c@a.dfs.core.windows.net/b", Address::Scheme("abfss".to_owned())),
             ("https://host", Address::Scheme("https".to_owned())),
         ] {
             assert_eq!(parse(OsStr::new(uri)).unwrap(), expected, "{uri}");
         }
         for uri in [
-            "gs://b/k",
-            "az://c/b",
+            "gcs://b/k",
             "word+x.1-y://",
             "file://host/a",
             "file://a",

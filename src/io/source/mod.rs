@@ -2,6 +2,8 @@
 
 pub mod address;
 mod closed;
+#[cfg(feature = "clouds")]
+pub mod clouds;
 mod direct;
 mod file;
 #[cfg(feature = "hf")]

@@ -14,10 +14,9 @@ use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, guarded, resolve,
-    wait_for,
+    DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, resolve,
 };
-use crate::io::net::{Failure, NetOptions};
+use crate::io::net::{Failure, NetOptions, guarded, wait_for};
 
 /// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);

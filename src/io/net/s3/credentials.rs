@@ -3,11 +3,9 @@
 //! What the chain finds is kept for the process, as long as its variables and files stay as they
 //! are, and is asked for again before it expires. A process that was forked off asks anew.
 
-use std::collections::HashMap;
-use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_config::imds::region::ImdsRegionProvider;
@@ -17,18 +15,14 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::future;
 use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredentialsProvider};
 
-use super::{OnDemand, guarded};
-use crate::environment::reading;
-use crate::io::net::NetOptions;
-use crate::sys::process::PerProcess;
-use crate::sys::{Stamp, stamp};
+use super::OnDemand;
+use crate::io::net::place::{Place, Places, locked};
+use crate::io::net::{NetOptions, guarded};
 
 /// What expires is asked for again so long before, or when a tenth of its time is left.
 const MARGIN: Duration = Duration::from_secs(5 * 60);
 /// How long it holds that there are no credentials: to find that out may take seconds.
 const NONE_HOLDS: Duration = Duration::from_secs(60);
-/// Environments whose credentials are kept.
-const MOST_KNOWN: usize = 16;
 
 /// When to ask again for what expires.
 pub fn good_until(now: SystemTime, expiry: SystemTime) -> SystemTime {
@@ -85,14 +79,6 @@ impl fmt::Debug for Chain {
     }
 }
 
-/// What decides what the chain finds.
-#[derive(PartialEq, Eq, Hash)]
-struct Place {
-    region: String,
-    variables: Vec<(OsString, OsString)>,
-    files: Vec<(PathBuf, Option<Stamp>)>,
-}
-
 /// What the chain has found.
 #[derive(Default)]
 struct Known {
@@ -118,35 +104,21 @@ const ENVIRONMENT_CHANGED: &str =
 #[error("no credentials were found")]
 struct Nobody;
 
-static KNOWN: PerProcess<Mutex<HashMap<Arc<Place>, Arc<Known>>>> = PerProcess::new();
+static KNOWN: Places<Known> = Places::new();
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Place {
-    fn now(region: String) -> Self {
-        reading(move || {
-            let mut variables: Vec<_> = std::env::vars_os()
-                .filter(|(name, _)| name == "HOME" || name.as_encoded_bytes().starts_with(b"AWS_"))
-                .collect();
-            variables.sort();
-            let home = std::env::var_os("HOME").map(PathBuf::from);
-            let file = |name: &str, usual: &str| {
-                let named = std::env::var_os(name).map(PathBuf::from);
-                named.or_else(|| Some(home.as_ref()?.join(".aws").join(usual)))
-            };
-            let files = [
-                file("AWS_CONFIG_FILE", "config"),
-                file("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
-            ];
-            let stamped = files.into_iter().flatten().map(|path| {
-                let found = stamp(&path);
-                (path, found)
-            });
-            Place { region, variables, files: stamped.collect() }
-        })
-    }
+/// The variables and files of AWS's chain.
+fn place(region: String) -> Place {
+    let counts = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
+    Place::now(region, counts, |place| {
+        let home = place.variable("HOME").map(PathBuf::from);
+        let file = |name: &str, usual: &str| {
+            let named = place.variable(name).map(PathBuf::from);
+            named.or_else(|| Some(home.as_ref()?.join(".aws").join(usual)))
+        };
+        let files =
+            [file("AWS_CONFIG_FILE", "config"), file("AWS_SHARED_CREDENTIALS_FILE", "credentials")];
+        files.into_iter().flatten().collect()
+    })
 }
 
 /// The settings of environment and profile; asks no server.
@@ -158,15 +130,11 @@ pub async fn settings(region: String, net: &NetOptions) -> SdkConfig {
 impl Chain {
     /// That of the environment as it is now.
     pub fn now(region: String, net: &NetOptions) -> Self {
-        Chain { place: Arc::new(Place::now(region)), net: net.clone() }
+        Chain { place: Arc::new(place(region)), net: net.clone() }
     }
 
     fn known(&self) -> Arc<Known> {
-        let mut all = locked(KNOWN.get());
-        if all.len() >= MOST_KNOWN && !all.contains_key(&self.place) {
-            all.clear();
-        }
-        Arc::clone(all.entry(Arc::clone(&self.place)).or_default())
+        KNOWN.of(&self.place)
     }
 
     /// The region that a machine of the cloud says it is in.
@@ -200,10 +168,12 @@ impl Chain {
             let provider = match provider {
                 Some(provider) => Some(provider),
                 // Of the environment as it is now, which may be that of somebody else since.
-                None if Place::now(String::new()).variables != self.place.variables => {
+                None if !place(String::new()).has_the_variables_of(&self.place) => {
                     return Err(CredentialsError::provider_error(ENVIRONMENT_CHANGED));
                 }
-                None => settings(self.place.region.clone(), &self.net).await.credentials_provider(),
+                None => {
+                    settings(self.place.name().to_owned(), &self.net).await.credentials_provider()
+                }
             };
             let provider = provider.ok_or_else(|| CredentialsError::not_loaded(Nobody))?;
             let found = provider.provide_credentials().await;

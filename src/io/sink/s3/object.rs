@@ -21,9 +21,9 @@ use crate::codec::crypt::random;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve, wait_for,
+    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve,
 };
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, wait_for};
 use crate::io::source::http::client::{Certificates, connect};
 use crate::io::source::http::reply::says_expired;
 

@@ -4,13 +4,14 @@ use crate::mem::Buffers;
 use std::error::Error as _;
 use std::future::Future;
 use std::io::{self, ErrorKind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::header::{
     ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, IF_MATCH, LOCATION, RANGE,
 };
-use reqwest::{Client, Method, RequestBuilder, Response, Url};
+use reqwest::{Client, Method, Request, RequestBuilder, Response, Url};
 
 use super::reply::{Identity, Range};
 use crate::environment::reading;
@@ -26,16 +27,38 @@ const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
 /// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const WINDOW: u32 = 16 << 20;
 
+/// Says in a request who asks, where that depends on what else the request says.
+pub trait Authorize: Send + Sync {
+    fn authorize(&self, request: &mut Request) -> std::result::Result<(), Failure>;
+}
+
 /// Where a file is now, and what to send there.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct Target {
     url: Url,
     headers: Vec<(String, String)>,
+    authorize: Option<Arc<dyn Authorize>>,
+}
+
+impl PartialEq for Target {
+    fn eq(&self, other: &Target) -> bool {
+        let same = match (&self.authorize, &other.authorize) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            (one, other) => one.is_none() && other.is_none(),
+        };
+        same && self.url == other.url && self.headers == other.headers
+    }
 }
 
 impl Target {
     pub fn new(url: Url, headers: Vec<(String, String)>) -> Self {
-        Target { url, headers }
+        Target { url, headers, authorize: None }
+    }
+
+    /// The same, where each request says who asks.
+    #[cfg(feature = "clouds")]
+    pub fn authorized(self, authorize: Arc<dyn Authorize>) -> Self {
+        Target { authorize: Some(authorize), ..self }
     }
 
     /// What tells its file from others, without secrets: the address without its signature. None where
@@ -79,7 +102,7 @@ impl Target {
     pub fn beside(&self, name: &str) -> Option<Target> {
         let mut url = self.url.clone();
         url.path_segments_mut().ok()?.pop().extend(name.split('/'));
-        Some(Target { url, headers: self.headers.clone() })
+        Some(Target { url, ..self.clone() })
     }
 
     /// The target of a redirect. Credentials and other extra headers stay with their host, and what
@@ -97,7 +120,7 @@ impl Target {
             let _ = url.set_username(self.url.username());
             let _ = url.set_password(self.url.password());
         }
-        Ok(Target { url, headers: if same { self.headers.clone() } else { Vec::new() } })
+        Ok(if same { Target { url, ..self.clone() } } else { Target::new(url, Vec::new()) })
     }
 
     fn fields(&self) -> std::result::Result<HeaderMap, Failure> {
@@ -235,7 +258,12 @@ impl OneClient {
             if let Some(tag) = opened.and_then(Identity::strong_tag) {
                 request = request.header(IF_MATCH, tag);
             }
-            let response = timed(self.stall, request.send()).await??;
+            let mut request = request.build()?;
+            if let Some(authorize) = &target.authorize {
+                authorize.authorize(&mut request)?;
+            }
+            let sent = self.connection.client().execute(request);
+            let response = timed(self.stall, sent).await??;
             if !response.status().is_redirection() {
                 return Ok((target, response));
             }

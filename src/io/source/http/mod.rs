@@ -18,7 +18,7 @@ use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
 use client::{Clients, OneClient, Target};
 use named::Named;
-#[cfg(feature = "s3")]
+#[cfg(any(feature = "clouds", feature = "s3"))]
 pub use named::{Sign, Work};
 use reply::{First, Identity, Range};
 
@@ -69,7 +69,7 @@ pub fn open(
 }
 
 /// The same for an address that messages call something else.
-#[cfg(any(feature = "hf", feature = "s3"))]
+#[cfg(any(feature = "clouds", feature = "hf", feature = "s3"))]
 pub fn open_as(
     address: &str,
     shown: &str,
@@ -82,7 +82,7 @@ pub fn open_as(
 }
 
 /// The same for an address that is signed. `tls` is whether it begins with `https:`.
-#[cfg(feature = "s3")]
+#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn open_signed(
     signer: Box<dyn Sign>,
     tls: bool,

@@ -58,7 +58,7 @@ fn locked(known: &Mutex<Option<Signed>>) -> MutexGuard<'_, Option<Signed>> {
 
 impl Named {
     /// One that is signed when it is used.
-    #[cfg(feature = "s3")]
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
         Named::Signed { signer, known: Mutex::new(None) }
     }
@@ -100,7 +100,14 @@ impl Named {
         if let Some(signed) = locked(known).as_ref().filter(good) {
             return Ok((Arc::clone(&signed.target), signed.since));
         }
-        let (target, until) = signer.sign().await?;
+        let (target, until) = match signer.sign().await {
+            Ok(signed) => signed,
+            Err(failure) => {
+                // An old one serves as long as the server takes it.
+                let old = locked(known).as_ref().map(|old| (Arc::clone(&old.target), old.since));
+                return old.filter(|_| !failure.is_given_up()).ok_or(failure);
+            }
+        };
         // Not before its credentials were found, or they would seem newer than what a server refuses.
         let since = Instant::now();
         let target = Arc::new(target);
@@ -133,8 +140,9 @@ impl Named {
         };
         let (target, mut response) = client.follow(&from, range, opened).await?;
         let status = response.status();
-        let refused = matches!(status, StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN);
-        if refused && matches!(self, Named::Signed { .. }) {
+        // Of these the first says by itself that a token is not good any more.
+        let refusals = [StatusCode::UNAUTHORIZED, StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN];
+        if refusals.contains(&status) && matches!(self, Named::Signed { .. }) {
             let mut said = Vec::new();
             while said.len() < LONGEST_REFUSAL {
                 match client.chunk(&mut response, tries).await? {
@@ -143,7 +151,7 @@ impl Named {
                 }
             }
             let what = format!("the server answered {status}");
-            let expired = says_expired(&said);
+            let expired = status == StatusCode::UNAUTHORIZED || says_expired(&said);
             if expired {
                 self.refused(since);
             }
@@ -152,5 +160,57 @@ impl Named {
         // What was named is not kept: its signature expires.
         let moved = if at.is_none() && target == *from { None } else { Some(Arc::new(target)) };
         Ok((moved, response))
+    }
+}
+
+#[cfg(all(test, any(feature = "clouds", feature = "s3")))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::ErrorKind;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// Signs the first and the third time only, for no time at all.
+    struct Sometimes(AtomicU32);
+
+    impl Sign for Sometimes {
+        fn sign(&self) -> Work<'_, (Target, SystemTime)> {
+            let number = self.0.fetch_add(1, Ordering::Relaxed);
+            Box::pin(async move {
+                if number % 2 == 1 {
+                    return Err(Failure::passing(ErrorKind::TimedOut, "nobody answers"));
+                }
+                let url = format!("http://host/{number}").parse().unwrap();
+                Ok((Target::new(url, Vec::new()), SystemTime::now()))
+            })
+        }
+
+        fn refused(&self, _used: Instant) {}
+
+        fn name(&self) -> String {
+            String::new()
+        }
+
+        fn beside(&self, _name: &str) -> Box<dyn Sign> {
+            Box::new(Sometimes(AtomicU32::new(0)))
+        }
+    }
+
+    #[test]
+    fn an_old_signature_serves_until_it_is_refused() {
+        let named = Named::signed(Box::new(Sometimes(AtomicU32::new(0))));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let place = || {
+            let found = runtime.block_on(named.target());
+            found.map(|(target, since)| (target.name().unwrap(), since))
+        };
+        assert_eq!(place().unwrap().0, "http://host/0?");
+        assert_eq!(place().unwrap().0, "http://host/0?");
+        let (third, since) = place().unwrap();
+        assert_eq!(third, "http://host/2?");
+        named.refused(since);
+        assert!(place().is_err());
+        assert_eq!(place().unwrap().0, "http://host/4?");
     }
 }

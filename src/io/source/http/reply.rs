@@ -13,13 +13,15 @@ use crate::error::Error;
 use crate::io::net::Failure;
 use crate::io::source::KnownHead;
 
-/// What S3 and its like say of credentials and addresses that have expired.
-const EXPIRED: [&str; 5] = [
+/// What S3, Azure and their like say of credentials and addresses that have expired.
+const EXPIRED: [&str; 7] = [
     "ExpiredToken",
     "RequestExpired",
     "TokenRefreshRequired",
     "Request has expired",
     "token has expired",
+    "Signature not valid in the specified time frame",
+    "Lifetime validation failed",
 ];
 
 /// Bytes `start` to `end`, the latter not included.

@@ -1,0 +1,508 @@
+"""``gs://``, ``az://`` and ``abfss://``: files of the clouds' servers, and who asks for them."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same
+from emulators import Azurite, Doorman, Google, Tokens, Tunnel
+from servers import free_port, make_certificates, need, silent
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.stream_io import open_stream
+
+ops = torch.ops.tensorizer
+
+TENSORS = {"big": torch.randn(5, 1000, 1000), "small": torch.arange(10)}
+
+
+@pytest.fixture(autouse=True)
+def settings(no_settings_of_the_machine, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "30")
+
+
+@pytest.fixture(scope="module")
+def google():
+    server = Google()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory):
+    server = Azurite(tmp_path_factory.mktemp("azurite"))
+    server.make_containers()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Set variables."""
+
+    def set_all(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    return path.read_bytes()
+
+
+@pytest.fixture(params=["gs", "az"])
+def cloud(request, google, azure, use):
+    """A server of each cloud, as that of this environment, and addresses there."""
+    server = google if request.param == "gs" else azure
+    use(**server.settings())
+    server.address = f"{request.param}://bucket"
+    return server
+
+
+def check(found, wanted=TENSORS):
+    assert list(found) == list(wanted)
+    for name in wanted:
+        assert_same(found[name].detach(), wanted[name])
+
+
+class TestReading:
+    def test_by_everything_that_reads(self, cloud, data, tmp_path):
+        cloud.put("a/f.tensors", data)
+        address = f"{cloud.address}/a/f.tensors"
+        check(tensorizer.load(address, verify_hash=True))
+        check(ops.load(address))
+        with TensorDeserializer(address, "cpu") as reader:
+            check(dict(reader.items()))
+        with open_stream(address) as stream:
+            assert stream.read() == data
+        with open_stream(address, begin=8, end=20) as stream:
+            assert stream.read() == data[8:20]
+        rows = tensorizer.load(address, slices={"big": (slice(2, 4),)})["big"]
+        assert_same(rows, TENSORS["big"][2:4])
+        command = [sys.executable, "-m", "tensorizer", "cp", address, tmp_path / "copy"]
+        subprocess.run(command, check=True, timeout=60)
+        check(tensorizer.load(tmp_path / "copy"))
+
+    @pytest.mark.parametrize("name", ["a b/ü %20 +&=;'.tensors", "100%.tensors", "a//b.tensors"])
+    def test_odd_names(self, cloud, data, name):
+        cloud.put(name, data)
+        check(tensorizer.load(f"{cloud.address}/{name}"))
+
+    def test_folders(self, cloud, tmp_path):
+        tensorizer.save(TENSORS, tmp_path / "model.safetensors", max_shard_size=1000)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert len(names) == 3
+        for name in names:
+            cloud.put(f"folder/{name}", (tmp_path / name).read_bytes())
+        for end in ("folder", "folder/", "folder/model.safetensors.index.json"):
+            found = tensorizer.load(f"{cloud.address}/{end}")
+            check(dict(sorted(found.items())))
+
+    def test_what_is_not_there(self, cloud):
+        for name in ("nothing.tensors", "no/folder/"):
+            with pytest.raises(FileNotFoundError, match=name):
+                tensorizer.load(f"{cloud.address}/{name}")
+
+    def test_a_file_that_changes_in_the_middle(self, cloud, data):
+        cloud.put("changing.tensors", data)
+        address = f"{cloud.address}/changing.tensors"
+        with TensorDeserializer(address, "cpu", lazy_load=True) as reader:
+            assert_same(reader["small"].detach(), TENSORS["small"])
+            cloud.put("changing.tensors", data[:-1] + bytes([data[-1] ^ 1]))
+            with pytest.raises(OSError, match="changed since it was opened"):
+                reader["big"]
+
+    def test_kept(self, cloud, data, tmp_path):
+        """The second load asks for nothing but whether the file is the same; no secret is kept."""
+        cloud.put("kept.tensors", data)
+        address = f"{cloud.address}/kept.tensors"
+        for _ in range(2):
+            check(tensorizer.load(address, cache_dir=tmp_path))
+        kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in kept) >= len(data)
+        for path in kept:
+            for secret in (Azurite.key, "sig="):
+                assert secret not in path.name
+                assert secret.encode() not in path.read_bytes()
+
+    def test_writing_is_refused(self, cloud, tmp_path):
+        address = f"{cloud.address}/new.tensors"
+        for call in (
+            lambda: tensorizer.save(TENSORS, address),
+            lambda: TensorSerializer(address),
+            lambda: open_stream(address, "wb"),
+        ):
+            with pytest.raises(ValueError, match="cannot be written|only be opened for reading"):
+                call()
+        with pytest.raises(RuntimeError, match="cannot be written"):
+            ops.save(address, TENSORS)
+        with pytest.raises(FileNotFoundError):
+            tensorizer.load(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["gs://bucket", "gs:///key", "gs://a@bucket/key", "gs://bucket/a/../key", "az://container",
+     "az://container/blob?sig=hidden", "abfss://container@host.example.org/blob",
+     "abfss://container@account/blob"],
+)  # fmt: skip
+def test_addresses_that_are_none(address, use):
+    use(AZURE_STORAGE_ACCOUNT_NAME="account")
+    for load in (tensorizer.load, open_stream):
+        with pytest.raises(ValueError, match="expected (gs|az)://") as raised:
+            load(address)
+        assert "hidden" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "server", ["http://user:hidden@host", "https://host?sig=hidden", "ftp://h"]
+)
+def test_servers_that_are_none(server, use):
+    use(AZURE_STORAGE_ENDPOINT=server, AZURE_STORAGE_ACCOUNT_NAME="a", GOOGLE_BASE_URL=server)
+    for address in ("gs://bucket/name", "az://container/name"):
+        with pytest.raises(ValueError, match="expected the https:// or http:// address") as raised:
+            tensorizer.load(address)
+        assert "hidden" not in str(raised.value)
+
+
+class TestGoogle:
+    @pytest.fixture
+    def saved(self, google, data):
+        google.put("f.tensors", data)
+        return "gs://bucket/f.tensors"
+
+    def test_a_token_that_was_given(self, google, saved, use):
+        with Doorman(google) as door:
+            use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given")
+            check(tensorizer.load(saved))
+            assert set(door.shown) == {"Bearer given"}
+
+    def test_the_machines_own_account(self, google, saved, use):
+        """It is asked once, and its answer serves until shortly before it expires."""
+        with Doorman(google) as door, Tokens() as tokens:
+            use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
+            for _ in range(3):
+                check(tensorizer.load(saved))
+            assert tokens.given == 1
+            assert "/service-accounts/default/token" in tokens.asked[0]
+            assert set(door.shown) == {"Bearer token-1"}
+
+    def test_a_token_that_expires_in_the_middle(self, google, saved, use):
+        """After the first request only the next token is good."""
+
+        def good(token, number):
+            return token == ("token-1" if number == 1 else "token-2")
+
+        with Doorman(google, good) as door, Tokens() as tokens:
+            use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
+            with TensorDeserializer(saved, "cpu", lazy_load=True) as reader:
+                for name, tensor in TENSORS.items():
+                    assert_same(reader[name].detach(), tensor)
+            assert tokens.given == 2
+            assert set(door.shown[2:]) <= {"Bearer token-1", "Bearer token-2"}
+            assert door.shown[-1] == "Bearer token-2"
+
+    def test_short_lived_tokens(self, google, saved, use, monkeypatch):
+        """Each is good for a second only, by the clock of the server."""
+        since = {}
+
+        def good(token, _number):
+            return time.monotonic() - since.setdefault(token, time.monotonic()) < 1
+
+        with Doorman(google, good) as door, Tokens(lifetime=1) as tokens:
+            use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
+            with open_stream(saved, buffer_size=1) as stream:
+                for position in range(8_000_000, 8_000_004):
+                    stream.seek(position)
+                    assert len(stream.read(1)) == 1
+                    time.sleep(0.7)
+            assert tokens.given > 1
+
+    def test_a_token_that_is_not_good(self, google, saved, use):
+        with Doorman(google, lambda *_: False) as door, Tokens() as tokens:
+            use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
+            with pytest.raises(PermissionError, match="401 Unauthorized") as raised:
+                tensorizer.load(saved)
+            assert "token-" not in str(raised.value)
+            # Once more with a new one, which is not good either.
+            assert (len(door.shown), tokens.given) == (2, 2)
+
+    def test_a_machine_that_does_not_say_who_it_is(self, google, saved, use):
+        for tokens in (Tokens(status=403), Tokens(status=503)):
+            with tokens:
+                use(GOOGLE_BASE_URL=google.url, GCE_METADATA_HOST=tokens.host)
+                use(GCE_METADATA_IP=tokens.host)
+                with pytest.raises(OSError, match=f"answered {tokens.status}.*The client is not"):
+                    tensorizer.load(saved)
+
+    def test_a_service_account(self, google, saved, use, tmp_path):
+        """It signs its own tokens."""
+        openssl, key = need("openssl"), tmp_path / "key.pem"
+        make = [openssl, "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"]
+        subprocess.run([*make, "-out", key], check=True, capture_output=True)
+        said = {"type": "service_account", "private_key": key.read_text(), "private_key_id": "id",
+                "client_email": "me@example.org"}  # fmt: skip
+        path = tmp_path / "account.json"
+        path.write_text(json.dumps(said))
+        for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"):
+            with Doorman(google) as door, pytest.MonkeyPatch.context() as patch:
+                use(GOOGLE_BASE_URL=door.url)
+                patch.setenv(name, str(path))
+                check(tensorizer.load(saved))
+                token = door.shown[0].removeprefix("Bearer ")
+        parts = [base64.urlsafe_b64decode(part + "==") for part in token.split(".")]
+        claims = json.loads(parts[1])
+        assert claims["iss"] == "me@example.org"
+        assert claims["exp"] > time.time() + 3000
+        (tmp_path / "signature").write_bytes(parts[2])
+        (tmp_path / "text").write_text(token.rpartition(".")[0])
+        subprocess.run(
+            [openssl, "pkey", "-in", key, "-pubout", "-out", tmp_path / "public"], check=True
+        )
+        verify = [
+            openssl,
+            "dgst",
+            "-sha256",
+            "-verify",
+            "public",
+            "-signature",
+            "signature",
+            "text",
+        ]
+        subprocess.run(verify, cwd=tmp_path, check=True, capture_output=True)
+
+    @pytest.mark.parametrize("place", ["variable", "home", "folder"])
+    def test_somebody_who_has_logged_in(self, google, saved, use, tmp_path, place):
+        """Google's own server is asked, here behind a proxy."""
+        make_certificates(tmp_path, "accounts.google.com")
+        said = {"type": "authorized_user", "client_id": "id", "client_secret": "secret",
+                "refresh_token": "refresh"}  # fmt: skip
+        folder = tmp_path / ".config/gcloud"
+        folder.mkdir(parents=True)
+        path = folder / "application_default_credentials.json"
+        path.write_text(json.dumps(said))
+        if place == "variable":
+            use(GOOGLE_APPLICATION_CREDENTIALS=path.rename(tmp_path / "elsewhere"))
+        if place == "folder":
+            use(CLOUDSDK_CONFIG=folder, HOME="/nowhere")
+        with Doorman(google) as door, Tokens(tls=tmp_path) as tokens, Tunnel(tokens.port) as tunnel:
+            use(GOOGLE_BASE_URL=door.url, NO_PROXY="127.0.0.1")
+            use(HTTPS_PROXY=f"http://{tunnel.host}", SSL_CERT_FILE=tmp_path / "ca.pem")
+            check(tensorizer.load(saved))
+            assert tunnel.asked == ["accounts.google.com:443"]
+            assert tokens.fields[0]["refresh_token"] == "refresh"
+            assert set(door.shown) == {"Bearer token-1"}
+
+    @pytest.mark.parametrize("text", [None, "no json", '"secret"', '{"type": "secret"}'])
+    def test_files_that_are_no_credentials(self, saved, use, tmp_path, text):
+        path = tmp_path / "secret.json"
+        if text is not None:
+            path.write_text(text)
+        use(GOOGLE_APPLICATION_CREDENTIALS=path, GOOGLE_BASE_URL="http://127.0.0.1:9")
+        with pytest.raises(OSError, match="finding credentials: ") as raised:
+            tensorizer.load(saved)
+        assert "secret" not in str(raised.value).replace("secret.json", "")
+
+    def test_nobody_in_particular(self, google, saved, use):
+        """No machine is waited for long, and that it is nobody is known for a while."""
+        use(GOOGLE_BASE_URL=google.url)
+        begun = time.monotonic()
+        check(tensorizer.load(saved))
+        assert time.monotonic() - begun < 20
+        begun = time.monotonic()
+        check(tensorizer.load(saved))
+        assert time.monotonic() - begun < 1.5
+
+    def test_a_machine_that_says_nothing(self, google, saved, use):
+        with silent() as proxy:
+            use(HTTP_PROXY=f"http://{proxy}", NO_PROXY="127.0.0.1", GOOGLE_BASE_URL=google.url)
+            begun = time.monotonic()
+            check(tensorizer.load(saved))
+            # By its name, and by its address.
+            assert 3 < time.monotonic() - begun < 20
+
+    def test_anybody(self, google, saved, use):
+        with Doorman(google) as door:
+            for variable in ({"GOOGLE_SKIP_SIGNATURE": "true"}, {"NO_GCE_CHECK": "true"}):
+                use(GOOGLE_BASE_URL=door.url, **variable)
+                with pytest.raises(
+                    PermissionError, match="no credentials were found, as by GOOGLE"
+                ):
+                    tensorizer.load(saved)
+            assert set(door.shown) == {""}
+
+
+class TestAzure:
+    @pytest.fixture
+    def saved(self, azure, data):
+        azure.put("f.tensors", data)
+        azure.put("f.tensors", data, "open")
+        return "az://bucket/f.tensors"
+
+    def test_names_of_accounts(self, azure, saved, use, monkeypatch):
+        use(**azure.settings())
+        check(tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors"))
+        check(tensorizer.load("az://bucket@account.blob.core.windows.net/f.tensors"))
+        monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+        check(tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors"))
+        with pytest.raises(ValueError, match="whose container\\? Set AZURE_STORAGE_ACCOUNT_NAME"):
+            tensorizer.load(saved)
+
+    def test_the_emulator(self, azure, saved, use):
+        use(AZURE_STORAGE_USE_EMULATOR="true", AZURITE_BLOB_STORAGE_URL=azure.url)
+        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account, AZURE_STORAGE_ACCOUNT_KEY=azure.key)
+        check(tensorizer.load(saved))
+
+    def test_connection_strings(self, azure, saved, use):
+        use(
+            AZURE_STORAGE_CONNECTION_STRING=f"AccountName={azure.account};AccountKey={azure.key};"
+            f"BlobEndpoint={azure.url}/{azure.account};"
+        )
+        check(tensorizer.load(saved))
+
+    def test_another_key(self, azure, saved, use):
+        key = base64.b64encode(b"another").decode()
+        use(**azure.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
+        with pytest.raises(PermissionError, match="403 Forbidden") as raised:
+            tensorizer.load(saved)
+        assert key not in str(raised.value)
+
+    @pytest.mark.parametrize("key", ["no base64!", "c2hvcnQ"])
+    def test_what_is_no_key(self, azure, saved, use, key):
+        use(**azure.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
+        with pytest.raises(OSError, match="finding credentials") as raised:
+            tensorizer.load(saved)
+        assert key not in str(raised.value)
+
+    def signed(self, azure, use, hours):
+        given = azure.settings()
+        del given["AZURE_STORAGE_ACCOUNT_KEY"]
+        use(**given, AZURE_STORAGE_SAS_TOKEN=azure.shared_access(hours))
+
+    def test_a_shared_access_signature(self, azure, saved, use):
+        self.signed(azure, use, 1)
+        check(tensorizer.load(saved))
+
+    def test_one_that_has_expired(self, azure, saved, use):
+        self.signed(azure, use, -1)
+        with pytest.raises(PermissionError, match="403 Forbidden") as raised:
+            tensorizer.load(saved)
+        assert "sig=" not in str(raised.value)
+
+    def test_anybody(self, azure, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account)
+        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}", AZURE_SKIP_SIGNATURE="true")
+        check(tensorizer.load("az://open/f.tensors"))
+        with pytest.raises(OSError, match="no credentials were found, as by AZURE"):
+            tensorizer.load(saved)
+
+    def test_nobody_in_particular(self, azure, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account)
+        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}")
+        begun = time.monotonic()
+        check(tensorizer.load("az://open/f.tensors"))
+        assert time.monotonic() - begun < 20
+        begun = time.monotonic()
+        check(tensorizer.load("az://open/f.tensors"))
+        assert time.monotonic() - begun < 1.5
+
+    def test_keys_of_another_account(self, use):
+        """They are not shown to the account that an address names."""
+        port = free_port()
+        use(AZURE_STORAGE_ACCOUNT_NAME="mine", AZURE_STORAGE_ACCOUNT_KEY="bm90aGluZw==")
+        use(AZURE_STORAGE_ENDPOINT="http://127.0.0.1:9/mine", AZURE_SKIP_SIGNATURE="false")
+        use(HTTPS_PROXY=f"http://127.0.0.1:{port}", IDENTITY_ENDPOINT=f"http://127.0.0.1:{port}/id")
+        with pytest.raises(OSError, match="finding credentials"):
+            tensorizer.load("abfss://c@other.dfs.core.windows.net/f.tensors")
+
+
+def bearer(number, lifetime=3600):
+    """Return a token as Azurite reads them."""
+    now = int(time.time())
+    said = {"aud": "https://storage.azure.com", "iss": "https://sts.windows.net/tenant/",
+            "iat": now - 60, "nbf": now - 60, "exp": now + lifetime, "number": number}  # fmt: skip
+    parts = [json.dumps(part).encode() for part in ({"alg": "none", "typ": "JWT"}, said)]
+    parts = [base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts]
+    return ".".join([*parts, "c2lnbmF0dXJl"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of Azure that is asked over TLS."""
+    server = Azurite(tmp_path_factory.mktemp("azurite"), tls=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(server.folder / "ca.pem"))
+        server.make_containers()
+    yield server
+    server.stop()
+
+
+class TestTokensOfAzure:
+    @pytest.fixture(autouse=True)
+    def saved(self, server, data, use):
+        use(SSL_CERT_FILE=server.folder / "ca.pem", AZURE_STORAGE_ACCOUNT_NAME=server.account)
+        use(AZURE_STORAGE_ENDPOINT=f"{server.url}/{server.account}")
+        server.put("f.tensors", data)
+
+    def load(self):
+        check(tensorizer.load("az://bucket/f.tensors"))
+
+    def test_a_client_with_a_secret(self, use):
+        with Tokens(make=bearer) as tokens:
+            use(AZURE_AUTHORITY_HOST=f"http://{tokens.host}", AZURE_TENANT_ID="tenant")
+            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="secret")
+            for _ in range(3):
+                self.load()
+            assert tokens.asked == ["/tenant/oauth2/v2.0/token"]
+            assert tokens.fields[0]["client_secret"] == "secret"
+
+    def test_a_secret_that_is_not_good(self, use):
+        with Tokens(status=401) as tokens:
+            use(AZURE_AUTHORITY_HOST=f"http://{tokens.host}", AZURE_TENANT_ID="tenant")
+            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="hidden")
+            with pytest.raises(
+                PermissionError, match="invalid_client: The client is not"
+            ) as raised:
+                self.load()
+            assert "hidden" not in str(raised.value)
+            assert tokens.given == 1
+
+    def test_the_identity_of_a_workload(self, use, tmp_path):
+        (tmp_path / "token").write_text("of the cluster")
+        with Tokens(make=bearer) as tokens:
+            use(AZURE_AUTHORITY_HOST=f"http://{tokens.host}", AZURE_TENANT_ID="tenant")
+            use(AZURE_CLIENT_ID="client", AZURE_FEDERATED_TOKEN_FILE=tmp_path / "token")
+            self.load()
+            assert tokens.fields[0]["client_assertion"] == "of the cluster"
+
+    def test_the_identity_of_a_machine(self, use):
+        with Tokens(make=bearer) as tokens:
+            use(IDENTITY_ENDPOINT=f"http://{tokens.host}/identity")
+            self.load()
+            assert tokens.asked[0].startswith("/identity?")
+
+    def test_the_command_line_of_azure(self, use, tmp_path):
+        program = tmp_path / "az"
+        said = {"accessToken": bearer(1), "expiresOn": "2100-01-01 00:00:00.000000",
+                "tokenType": "Bearer"}  # fmt: skip
+        program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+        program.chmod(0o755)
+        use(AZURE_USE_AZURE_CLI="true", PATH=f"{tmp_path}:{os.environ['PATH']}")
+        self.load()
+
+    def test_tokens_that_have_expired(self, use):
+        """The server says so, and the next one is good."""
+        with Tokens(make=lambda number: bearer(number, 3600 if number > 1 else -30)) as tokens:
+            use(IDENTITY_ENDPOINT=f"http://{tokens.host}/identity")
+            self.load()
+            assert tokens.given == 2
