@@ -98,8 +98,8 @@ impl Text {
 
     /// Whether it says yes.
     pub fn is_true(&self) -> bool {
-        let value = self.value().unwrap_or_default().to_ascii_uppercase();
-        ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes)
+        let yes = |value: OsString| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes);
+        self.value().is_some_and(|value| yes(value.to_ascii_uppercase()))
     }
 }
 

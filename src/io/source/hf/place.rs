@@ -51,10 +51,11 @@ impl Place {
             Some(rest) => rest.split_at_checked(end_of_revision(rest)).unwrap_or((rest, "")),
             None => (MAIN, rest),
         };
-        let revision = percent_decode_str(revision).decode_utf8().unwrap_or_default().into_owned();
-        if !are_steps(&revision) {
+        let revision = percent_decode_str(revision).decode_utf8();
+        let Some(revision) = revision.ok().filter(|revision| are_steps(revision)) else {
             return Err(wrong("with the name of a branch or tag, or a commit, as revision"));
-        }
+        };
+        let revision = revision.into_owned();
         let path = path.trim_start_matches('/');
         let folder = path.is_empty() || path.ends_with('/');
         let path = path.trim_end_matches('/').to_owned();
@@ -127,8 +128,8 @@ fn are_steps(text: &str) -> bool {
 /// Where a revision ends: those of pull requests and conversions are written with their slashes.
 fn end_of_revision(rest: &str) -> usize {
     let special = rest.starts_with("refs/pr/") || rest.starts_with("refs/convert/");
-    let slashes = rest.match_indices('/').map(|(at, _)| at);
-    slashes.skip(if special { 2 } else { 0 }).next().unwrap_or(rest.len())
+    let mut slashes = rest.match_indices('/').map(|(at, _)| at);
+    slashes.nth(if special { 2 } else { 0 }).unwrap_or(rest.len())
 }
 
 #[cfg(test)]
