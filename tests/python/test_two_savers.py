@@ -287,11 +287,17 @@ def test_a_process_that_was_forked_off_holds_nothing(path):
 def test_waiting_can_be_interrupted(path, waits):
     first = Saver(path, 2, stops=True).begin()
 
-    def interrupt():
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+    over = threading.Event()
 
-    with waits(interrupt), pytest.raises(KeyboardInterrupt):
+    def interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        # Python loses one that comes while it ends an object.
+        if not over.wait(5):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with waits(threading.Thread(target=interrupts).start), pytest.raises(KeyboardInterrupt):
         save(tensors(3), path)
+    over.set()
     first.end()
     assert value_in(path) == 2
     assert sorted(os.listdir(path.parent)) == NAMES
