@@ -254,8 +254,9 @@ class Seaweed:
         return Moto.client(self, service)
 
     def stop(self):
-        self.process.terminate()
-        self.process.wait(30)
+        # Asked to end it takes its time.
+        self.process.kill()
+        self.process.wait(20)
 
 
 class Scripted:
