@@ -20,7 +20,8 @@ use crate::codec::crypt::random;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve, wait_for,
+    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, guarded, resolve,
+    wait_for,
 };
 use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
 use crate::io::source::http::client::{Certificates, connect};
@@ -160,7 +161,9 @@ impl Object {
             let sum = sum.clone();
             async move {
                 let answer = match send(sum.clone()).await {
-                    Err(error) if sum.is_some() && knows_no_sums(&error) => send(None).await,
+                    Err(error) if sum.is_some() && knows_no_sums(&error) => {
+                        guarded(send(None)).await
+                    }
                     answer => answer,
                 };
                 answer.map(drop).map_err(failure)
@@ -190,7 +193,7 @@ impl Object {
             }
             let begun = match begun {
                 Some(begun) => begun,
-                None => begin.send().await.map_err(failure)?,
+                None => guarded(begin.send()).await.map_err(failure)?,
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server began an upload without a number";
