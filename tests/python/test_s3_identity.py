@@ -116,14 +116,6 @@ def test_profiles(address, relay, monkeypatch, tmp_path):
     assert used == ["of-default", "of-one", "of-two"]
 
 
-def test_a_profile_that_there_is_not(address, relay, monkeypatch):
-    monkeypatch.setenv("AWS_PROFILE", "nothing")
-    with pytest.raises(PermissionError, match=r"finding credentials.*nothing"):
-        tensorizer.load(address)
-    # Nobody was asked as anybody.
-    assert relay.requests == []
-
-
 @pytest.mark.parametrize("place", ["environment", "profile"])
 def test_a_role_by_a_token_in_a_file(address, relay, identities, monkeypatch, tmp_path, place):  # noqa: PLR0917
     (tmp_path / "token").write_text("secret.token")
