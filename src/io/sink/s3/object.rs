@@ -152,10 +152,10 @@ impl Object {
     pub fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
         let sum = self.resolved.sums.then(|| Sum::of(bytes).text());
         self.request(cancel, |client| {
-            let put = client.put_object().bucket(&self.bucket).key(&self.key);
-            let put = put.set_request_payer(self.resolved.payer());
             let send = move |sum: Option<String>| {
-                let put = put.clone().set_checksum_crc64_nvme(sum).body(body(bytes));
+                let put = client.put_object().bucket(&self.bucket).key(&self.key);
+                let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+                let put = put.set_checksum_crc64_nvme(sum);
                 put.customize().disable_payload_signing().send()
             };
             let sum = sum.clone();
