@@ -144,7 +144,8 @@ fn download(line: f64, signing: &mut Signing) -> Took {
 
 #[test]
 fn at_100_mb_a_second_and_at_3_gb() {
-    for (line, usual) in [(1e8, 4), (3e9, 32)] {
+    // A line that one connection fills has the 16 that are asked for before the first answer comes.
+    for (line, usual) in [(1e8, 16), (3e9, 32)] {
         // Of a role for an hour; the shortest that there are; those that do not expire.
         for hold in [Some(3600), Some(900), None] {
             let mut signing = Signing::new(hold);
@@ -156,7 +157,7 @@ fn at_100_mb_a_second_and_at_3_gb() {
             // 64 MiB each, those at the end less; bytes go from a connection to where they stay, so
             // that beside the tensors there is what servers may send unasked.
             assert!((2000..2400).contains(&took.requests), "{took:?}");
-            assert!(took.longest <= 86 << 20, "{took:?}");
+            assert!(took.longest <= 66 << 20, "{took:?}");
             assert!(took.most as u64 * u64::from(WINDOW) <= 512 << 20);
             // 1400 s are more than a quarter of an hour.
             let renewed = usize::from(line < 1e9 && hold == Some(900));
@@ -169,7 +170,7 @@ fn at_100_mb_a_second_and_at_3_gb() {
 #[test]
 fn over_a_slow_line() {
     // 1 MB/s: 39 hours, so that addresses that are good for a day expire too.
-    for (hold, renewals) in [(Some(3600), 42), (Some(900), 172), (None, 1)] {
+    for (hold, renewals) in [(Some(3600), 41), (Some(900), 160), (None, 1)] {
         let mut signing = Signing::new(hold);
         let seconds_each = (64u64 << 20) / 1_000_000;
         for number in 0..140 * GB / (64 << 20) {

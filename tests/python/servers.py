@@ -230,7 +230,7 @@ class Seaweed:
         self.process = subprocess.Popen(
             [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
              f"-s3.config={folder}/s3.json", "-s3.domainName=cwobject.com", *named,
-             "-s3.port.iceberg=0", f"-s3.localSocket={folder}/s3.sock",
+             "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.localSocket={folder}/s3.sock",
              f"-filer.localSocket={folder}/filer.sock", "-volume.max=20",
              "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"],
             cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -254,8 +254,9 @@ class Seaweed:
         return Moto.client(self, service)
 
     def stop(self):
-        self.process.terminate()
-        self.process.wait(30)
+        # Asked to end it takes its time.
+        self.process.kill()
+        self.process.wait(20)
 
 
 class Scripted:
@@ -399,7 +400,8 @@ class Relay(Scripted):
             handler.close_connection = True
             return
         if fault == "without":
-            reply = {name: value for name, value in reply.items() if name != given[0]}
+            left = given[0].lower()
+            reply = {name: value for name, value in reply.items() if name.lower() != left}
         try:
             handler.send_response(status)
             for name, value in reply.items():

@@ -18,7 +18,7 @@ SMALL = {"a": torch.arange(10)}
 #: Keys that need care in addresses and signatures.
 KEYS = [
     "f.tensors", "folder/f.tensors", "with space+plus.tensors", "per%20cent%", "ümlaut/&=;.t",
-    "a~b!c*d'(e)@f,g:h$.tensors", "日本/語.tensors", "two//slashes.tensors",
+    "a~b!c*d'(e)@f,g:h$.tensors", "日本/語.tensors",
 ]  # fmt: skip
 KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
 
@@ -40,8 +40,7 @@ def test_written_and_read(weed, key):
     address = f"s3://bucket/{key}"
     tensorizer.save(SMALL, address)
     found = weed.client().list_objects_v2(Bucket="bucket", Prefix=key[:4])["Contents"]
-    # This server has one slash for two.
-    assert key.replace("//", "/") in [one["Key"].replace("//", "/") for one in found]
+    assert key in [one["Key"] for one in found]
     check(tensorizer.load(address, verify_hash=True))
     check(ops.load(address))
 

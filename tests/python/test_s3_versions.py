@@ -1,11 +1,15 @@
 """Versions of objects, and what else stands behind a question mark."""
 
+import pickle
+
 import pytest
 import tensorizer
 import torch
 from servers import Relay
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer._C import Reader
 from tensorizer.stream_io import open_stream
+from tensorizer.tensors.exchange import take
 
 ops = torch.ops.tensorizer
 
@@ -82,6 +86,21 @@ def test_the_cache_tells_versions_apart(versioned, tmp_path):
     assert len(list(cache.glob("*"))) >= 3
 
 
+def test_heads_tell_versions_apart(versioned):
+    """What one process has learnt of a version is none of what another opens."""
+    address = "s3://versioned/f.tensors"
+    one, two = (f"{address}?versionId={found}" for found in write(versioned, "f.tensors", 1, 2))
+    heads = [Reader.from_address(place).heads() for place in (address, one, two)]
+    assert [head[0][0] for head in heads] == [address, one, two]
+    known = pickle.loads(pickle.dumps([head for of_one in heads for head in of_one]))
+    for place, number in ((address, 2), (one, 1), (two, 2)):
+        reader = Reader.from_address(place, known)
+        assert reader.heads() == []
+        options = {"readers": None, "map": False, "device": -1, "apart": False}
+        handle, _ = reader.load([0], verify="nothing", **options)
+        assert take(handle)[0][0] == number
+
+
 def test_shards_of_a_version_are_not_guessed(versioned):
     """An index names its shards, and not their versions: those of today may be others."""
     key = "model.safetensors"
@@ -91,7 +110,7 @@ def test_shards_of_a_version_are_not_guessed(versioned):
     index = "model.safetensors.index.json"
     assert len(tensorizer.load(f"s3://versioned/{index}")) == 2
     version = versioned.head_object(Bucket="versioned", Key=index)["VersionId"]
-    with pytest.raises(ValueError, match="not which version of them"):
+    with pytest.raises(NotImplementedError, match="not which version of them"):
         tensorizer.load(f"s3://versioned/{index}?versionId={version}")
     # One of its shards can be named.
     shard = next(

@@ -9,8 +9,7 @@ use std::time::Instant;
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::http::HttpResponse;
 use aws_sdk_s3::config::retry::RetryConfig;
-use aws_sdk_s3::error::{ProvideErrorMetadata as _, SdkError};
-use aws_sdk_s3::operation::create_multipart_upload::CreateMultipartUploadError;
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::{ByteStream, SdkBody};
 use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
@@ -23,9 +22,8 @@ use crate::error::{Error, Result};
 use crate::io::net::s3::{
     Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve,
 };
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, wait_for};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, guarded, wait_for};
 use crate::io::source::http::client::{Certificates, connect};
-use crate::io::source::http::reply::says_expired;
 
 /// An object that is being written.
 pub struct Object {
@@ -153,12 +151,21 @@ impl Object {
     pub fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
         let sum = self.resolved.sums.then(|| Sum::of(bytes).text());
         self.request(cancel, |client| {
-            let put = client.put_object().bucket(&self.bucket).key(&self.key);
-            let put = put.set_checksum_crc64_nvme(sum.clone());
-            let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+            let send = move |sum: Option<String>| {
+                let put = client.put_object().bucket(&self.bucket).key(&self.key);
+                let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+                let put = put.set_checksum_crc64_nvme(sum);
+                put.customize().disable_payload_signing().send()
+            };
+            let sum = sum.clone();
             async move {
-                let put = put.customize().disable_payload_signing();
-                put.send().await.map(drop).map_err(failure)
+                let answer = match send(sum.clone()).await {
+                    Err(error) if sum.is_some() && knows_no_sums(&error) => {
+                        guarded(send(None)).await
+                    }
+                    answer => answer,
+                };
+                answer.map(drop).map_err(failure)
             }
         })
     }
@@ -176,7 +183,8 @@ impl Object {
                     Err(error) if knows_no_sums(&error) => {}
                     answer => {
                         let answer = answer.map_err(failure)?;
-                        let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme);
+                        let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                            && answer.checksum_type == Some(ChecksumType::FullObject);
                         sums = if all { Sums::All } else { Sums::Parts };
                         begun = Some(answer);
                     }
@@ -184,7 +192,7 @@ impl Object {
             }
             let begun = match begun {
                 Some(begun) => begun,
-                None => begin.send().await.map_err(failure)?,
+                None => guarded(begin.send()).await.map_err(failure)?,
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server began an upload without a number";
@@ -233,7 +241,7 @@ impl Object {
         let sum = all.then(|| sum.text());
         let parts = parts.into_iter().map(|Sent { number, tag, sum }| {
             let part = CompletedPart::builder().part_number(number).e_tag(tag);
-            part.set_checksum_crc64_nvme(all.then(|| sum.text())).build()
+            part.set_checksum_crc64_nvme((*sums != Sums::None).then(|| sum.text())).build()
         });
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
         let completed = self.request(cancel, |client| {
@@ -284,11 +292,12 @@ impl Object {
     }
 }
 
-/// Whether a server may refuse to begin an upload because of its sums.
-fn knows_no_sums(error: &SdkError<CreateMultipartUploadError, HttpResponse>) -> bool {
-    let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));
-    let status = error.raw_response().map(|response| response.status().as_u16());
-    !expired && matches!(status, Some(400 | 501))
+/// Whether a server may refuse a request because of its sums.
+fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
+    match error.raw_response().map(|response| response.status().as_u16()) {
+        Some(400) => error.code().is_some_and(|code| code.starts_with("Invalid")),
+        status => status == Some(501),
+    }
 }
 
 fn body(bytes: &Bytes) -> ByteStream {
