@@ -33,5 +33,5 @@ def test_a_compiled_package_loads_from_a_server(tmp_path):
         made = run_python(CODE, server.url, package, timeout=250)
         assert made.returncode == 0, made.stderr
         # Threads of ours ask for the GIL, to look into the environment, while the caller has it.
-        done = run_python(RUN, server.url, package, timeout=60)
+        done = run_python(RUN, server.url, package, timeout=150)
     assert (done.returncode, done.stdout) == (0, "16000001.0\n"), done.stderr
