@@ -1,4 +1,4 @@
-"""A machine of Google: run in a network of its own, it has the metadata server of such machines, and
+"""A machine of Google: in a network of its own it has the metadata server of such machines, and
 loads a file of a server that wants tokens. Prints what went well.
 """
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import tensorizer
@@ -62,6 +63,8 @@ def serve(address, handler):
 
 
 def load():
+    # An answer serves for a tenth of a second.
+    time.sleep(0.2)
     return tensorizer.load("gs://bucket/f.tensors")
 
 

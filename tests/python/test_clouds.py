@@ -11,8 +11,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from emulators import Azurite, Doorman, Google, Tokens, Tunnel
-from servers import Relay, free_port, make_certificates, need
+from emulators import Azurite, Doorman, Front, Google, Tokens, Tunnel
+from servers import free_port, make_certificates, need
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -126,8 +126,8 @@ class TestReading:
         """The second load asks for nothing but whether the file is the same; no secret is kept."""
         cloud.put("kept.tensors", data)
         address = f"{cloud.address}/kept.tensors"
-        with Relay(f"127.0.0.1:{cloud.port}") as relay:
-            place = f"http://{relay.host}/{Azurite.account}"
+        with Front(cloud) as relay:
+            place = f"{relay.url}/{Azurite.account}"
             use(STORAGE_EMULATOR_HOST=relay.host, AZURE_STORAGE_ENDPOINT=place)
             check(tensorizer.load(address, cache_dir=tmp_path))
             assert relay.sent >= len(data)
