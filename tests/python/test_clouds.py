@@ -460,7 +460,7 @@ class TestAzure:
     def test_other_clouds_of_connection_strings(self, use):
         """The end of their hosts is that of the account's server."""
         string = "AccountName=x;AccountKey=aGlkZGVu;EndpointSuffix=core.usgovcloudapi.net"
-        with Tunnel(free_port()) as tunnel:
+        with Tokens() as plain, Tunnel(plain.port) as tunnel:
             use(AZURE_STORAGE_CONNECTION_STRING=string, HTTPS_PROXY=f"http://{tunnel.host}")
             with pytest.raises(OSError):
                 tensorizer.load("az://c/b")
