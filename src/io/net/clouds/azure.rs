@@ -60,36 +60,8 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
     let yes = |key| value(&given, key).is_some_and(says_yes);
     let emulator = yes(AzureConfigKey::UseEmulator);
     let (name, account) = account(object, &given, &place)?;
-    let server = match &account.endpoint {
-        _ if emulator => {
-            let found = place.texts().find(|(name, _)| *name == EMULATOR_URL);
-            let found = found.map_or(EMULATOR.1, |(_, text)| text);
-            format!("{}/{name}", found.trim_end_matches('/'))
-        }
-        Some(named) => named.clone(),
-        None => {
-            let fabric = yes(AzureConfigKey::UseFabricEndpoint);
-            let usual = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
-            let ending = object.account.as_ref().map_or(usual, |(_, ending)| ending);
-            format!("https://{name}.blob.{ending}")
-        }
-    };
-    let mut builder = MicrosoftAzureBuilder::new().with_retry(once()).with_use_emulator(emulator);
-    for key in TOLD {
-        if let Some(text) = value(&given, key) {
-            builder = builder.with_config(key, checked(key, text)?);
-        }
-    }
-    if let Some(key) = &account.key {
-        builder = builder.with_access_key(key);
-    }
-    if let Some(signature) = &account.signature {
-        if signature.len() > LONGEST_SIGNATURE {
-            let what = format!("a shared access signature of more than {LONGEST_SIGNATURE} bytes");
-            return Err(Error::InvalidArgument(what));
-        }
-        builder = builder.with_config(AzureConfigKey::SasKey, signature);
-    }
+    let server = server(object, &name, &account, &given, &place);
+    let builder = told(&given, &account)?.with_use_emulator(emulator);
     let of_the_account = account.key.is_some() || account.signature.is_some();
     let mut naming = TOLD.into_iter().filter(|key| !OF_AUTHORITIES.contains(key));
     let who = if yes(AzureConfigKey::SkipSignature) {
@@ -99,14 +71,8 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
     } else {
         Who::Machine
     };
-    let kind = value(&given, AzureConfigKey::CredentialType);
-    let others = of_the_account || BEFORE_CLI.iter().any(|key| value(&given, *key).is_some());
-    let cli = yes(AzureConfigKey::UseAzureCli) && kind.is_none() && !others && !emulator;
-    if who != Who::Anybody && (cli || kind == Some("azure_cli")) {
-        let what = "Azure's command line is not asked for tokens: set AZURE_STORAGE_TOKEN to what `az \
-                    account get-access-token --resource https://storage.azure.com/ --query \
-                    accessToken --output tsv` prints";
-        return Err(Error::InvalidArgument(what.to_owned()));
+    if who != Who::Anybody && !emulator {
+        not_the_cli(&given, of_the_account)?;
     }
     let builder = builder.with_account(&name).with_container_name(&object.bucket);
     let asks = Asks { identity: identity(&place)?, ..Asks::default() };
@@ -117,6 +83,59 @@ pub fn settings(object: &Object, net: &NetOptions) -> Result<Settings> {
     let connector = OnDemand::new(net, who == Who::Machine, asks);
     let keys = Keys::new(place, connector, Arc::new(build));
     Ok(Settings { endpoint: endpoint(&server)?, account: name, who, keys })
+}
+
+/// The server of an account.
+fn server(
+    object: &Object,
+    name: &str,
+    account: &Account,
+    given: &Given<'_>,
+    place: &Place,
+) -> String {
+    let yes = |key| value(given, key).is_some_and(says_yes);
+    if yes(AzureConfigKey::UseEmulator) {
+        let found = place.texts().find(|(name, _)| *name == EMULATOR_URL);
+        let found = found.map_or(EMULATOR.1, |(_, text)| text);
+        return format!("{}/{name}", found.trim_end_matches('/'));
+    }
+    let fabric = yes(AzureConfigKey::UseFabricEndpoint);
+    let usual = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
+    let ending = object.account.as_ref().map_or(usual, |(_, ending)| ending);
+    account.endpoint.clone().unwrap_or_else(|| format!("https://{name}.blob.{ending}"))
+}
+
+/// What the chain is told.
+fn told(given: &Given<'_>, account: &Account) -> Result<MicrosoftAzureBuilder> {
+    let mut builder = MicrosoftAzureBuilder::new().with_retry(once());
+    for key in TOLD {
+        if let Some(text) = value(given, key) {
+            builder = builder.with_config(key, checked(key, text)?);
+        }
+    }
+    if let Some(key) = &account.key {
+        builder = builder.with_access_key(key);
+    }
+    let Some(signature) = &account.signature else { return Ok(builder) };
+    if signature.len() > LONGEST_SIGNATURE {
+        let what = format!("a shared access signature of more than {LONGEST_SIGNATURE} bytes");
+        return Err(Error::InvalidArgument(what));
+    }
+    Ok(builder.with_config(AzureConfigKey::SasKey, signature))
+}
+
+/// Refuses what only the command line of Azure could answer.
+fn not_the_cli(given: &Given<'_>, of_the_account: bool) -> Result<()> {
+    let kind = value(given, AzureConfigKey::CredentialType);
+    let others = of_the_account || BEFORE_CLI.iter().any(|key| value(given, *key).is_some());
+    let asked = value(given, AzureConfigKey::UseAzureCli).is_some_and(says_yes);
+    if kind != Some("azure_cli") && (!asked || kind.is_some() || others) {
+        return Ok(());
+    }
+    let what = "Azure's command line is not asked for tokens: set AZURE_STORAGE_TOKEN to what `az \
+                account get-access-token --resource https://storage.azure.com/ --query \
+                accessToken --output tsv` prints";
+    Err(Error::InvalidArgument(what.to_owned()))
 }
 
 /// The account of a container, that of its address or of the environment, and what is known of it.
