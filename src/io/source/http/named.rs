@@ -155,7 +155,8 @@ impl Named {
     }
 }
 
-#[cfg(all(test, any(feature = "clouds", feature = "s3")))]
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::io::ErrorKind;
