@@ -148,7 +148,8 @@ fn account(object: &Object, given: &Given<'_>, place: &Place) -> Result<(String,
         endpoint: text(AzureConfigKey::Endpoint),
     };
     let string = place.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
-    let string = string.map(|(_, text)| Account::of_string(text)).transpose()?.unwrap_or_default();
+    let string =
+        string.map_or_else(|| Ok(Account::default()), |(_, text)| Account::of_string(text))?;
     // Variables that do not say whose they are go with those that do.
     let owner = mine.owner().or_else(|| string.owner()).map(|(name, _)| name);
     let mine = Account { name: owner.clone(), ..mine };

@@ -113,7 +113,8 @@ impl OnDemand {
         let request = Request::try_from(request.map(body)).map_err(of_reqwest)?;
         let asked = async {
             let mut response = client.execute(request).await?;
-            if is_somebody(response.status()) {
+            let google = response.headers().contains_key("metadata-flavor");
+            if is_somebody(response.status(), google) {
                 self.somebody.store(true, Ordering::Relaxed);
             }
             let mut body = Vec::new();
@@ -169,9 +170,10 @@ fn is_on_the_machine(host: &str) -> bool {
 }
 
 /// Whether an answer is that of a server of tokens, rather than of a machine of somebody else, where
-/// there is no such thing.
-fn is_somebody(status: StatusCode) -> bool {
-    status.is_success() || status == StatusCode::FORBIDDEN || may_pass(status)
+/// there is no such thing, or where it is forbidden to ask. Google's says that it is Google's.
+fn is_somebody(status: StatusCode, google: bool) -> bool {
+    let may_be_google = google && status == StatusCode::FORBIDDEN;
+    status.is_success() || may_be_google || may_pass(status)
 }
 
 /// Whether another try may help.
@@ -242,11 +244,12 @@ mod tests {
 
     #[test]
     fn who_answers() {
-        for status in [200, 403, 408, 410, 429, 500, 503] {
-            assert!(is_somebody(StatusCode::from_u16(status).unwrap()), "{status}");
+        assert!(is_somebody(StatusCode::FORBIDDEN, true));
+        for status in [200, 408, 410, 429, 500, 503] {
+            assert!(is_somebody(StatusCode::from_u16(status).unwrap(), false), "{status}");
         }
-        for status in [302, 400, 401, 404, 405] {
-            assert!(!is_somebody(StatusCode::from_u16(status).unwrap()), "{status}");
+        for status in [302, 400, 401, 403, 404, 405] {
+            assert!(!is_somebody(StatusCode::from_u16(status).unwrap(), false), "{status}");
         }
         assert!(
             is_on_the_machine("169.254.169.254") && is_on_the_machine("metadata.google.internal")
