@@ -82,7 +82,8 @@ class Azurite:
     def __init__(self, folder, tls=False):
         self.folder = Path(folder)
         self.port = free_port()
-        address = f"localhost:{self.port}" if tls else f"127.0.0.1:{self.port}"
+        self.host = f"127.0.0.1:{self.port}"
+        address = f"localhost:{self.port}" if tls else self.host
         self.url = f"{'https' if tls else 'http'}://{address}"
         more = []
         if tls:
@@ -198,13 +199,24 @@ class Tunnel(Forwarder):
         return socket.create_connection(("127.0.0.1", self.port)), None
 
 
-class Doorman(Relay):
+class Front(Relay):
+    """Hands requests on to another server, and counts them."""
+
+    def __init__(self, server):
+        super().__init__(server.host)
+        self.url = f"http://{self.host}"
+
+    def answer(self, handler):
+        handler.headers.replace_header("Host", self.to)
+        super().answer(handler)
+
+
+class Doorman(Front):
     """Lets requests through to another server that say ``Bearer`` and a token that is good."""
 
     def __init__(self, server, good=lambda token, number: True):
         self.good, self.shown = good, []
-        super().__init__(server.host)
-        self.url = f"http://{self.host}"
+        super().__init__(server)
 
     def answer(self, handler):
         shown = handler.headers.get("Authorization", "")
@@ -216,5 +228,4 @@ class Doorman(Relay):
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return
-        handler.headers.replace_header("Host", self.to)
         super().answer(handler)

@@ -2,17 +2,17 @@
 
 import base64
 import json
-import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from emulators import Azurite, Doorman, Google, Tokens, Tunnel
-from servers import free_port, make_certificates, need, silent
+from emulators import Azurite, Doorman, Front, Google, Tokens, Tunnel
+from servers import free_port, make_certificates, need
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -122,12 +122,19 @@ class TestReading:
             with pytest.raises(OSError, match="changed since it was opened"):
                 reader["big"]
 
-    def test_kept(self, cloud, data, tmp_path):
+    def test_kept(self, cloud, data, tmp_path, use):
         """The second load asks for nothing but whether the file is the same; no secret is kept."""
         cloud.put("kept.tensors", data)
         address = f"{cloud.address}/kept.tensors"
-        for _ in range(2):
+        with Front(cloud) as relay:
+            place = f"{relay.url}/{Azurite.account}"
+            use(STORAGE_EMULATOR_HOST=relay.host, AZURE_STORAGE_ENDPOINT=place)
             check(tensorizer.load(address, cache_dir=tmp_path))
+            assert relay.sent >= len(data)
+            before, relay.sent = len(relay.requests), 0
+            check(tensorizer.load(address, cache_dir=tmp_path))
+            assert len(relay.requests) == before + 1
+            assert relay.sent < len(data) / 10
         kept = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in kept) >= len(data)
         for path in kept:
@@ -154,7 +161,7 @@ class TestReading:
     "address",
     ["gs://bucket", "gs:///key", "gs://a@bucket/key", "gs://bucket/a/../key", "az://container",
      "az://container/blob?sig=hidden", "abfss://container@host.example.org/blob",
-     "abfss://container@account/blob"],
+     "abfss://container@account/blob", "gs://bucket/.\t./other/key", "az://container/a\nb"],
 )  # fmt: skip
 def test_addresses_that_are_none(address, use):
     use(AZURE_STORAGE_ACCOUNT_NAME="account")
@@ -323,13 +330,55 @@ class TestGoogle:
         check(tensorizer.load(saved))
         assert time.monotonic() - begun < 1.5
 
-    def test_a_machine_that_says_nothing(self, google, saved, use):
-        with silent() as proxy:
-            use(HTTP_PROXY=f"http://{proxy}", NO_PROXY="127.0.0.1", GOOGLE_BASE_URL=google.url)
-            begun = time.monotonic()
+    def test_a_metadata_server_that_was_named(self, google, saved, use):
+        """No other is asked, whatever becomes of it, nor by what its variable is changed to."""
+        with Tokens(status=503) as tokens, Doorman(google) as door, Tokens() as other:
+            use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
+            # Whoever is asked besides is behind this.
+            use(HTTP_PROXY=f"http://{other.host}", NO_PROXY="127.0.0.1")
+            with pytest.raises(OSError, match="`127.0.0.1` answered 503"):
+                tensorizer.load(saved)
+            assert (other.given, door.shown) == (0, [])
+
+    def test_a_folder_without_credentials(self, google, saved, use, tmp_path):
+        """Those of the usual one are not taken instead."""
+        folder = tmp_path / ".config/gcloud"
+        folder.mkdir(parents=True)
+        (folder / "application_default_credentials.json").write_text("{}")
+        use(CLOUDSDK_CONFIG=tmp_path, GOOGLE_BASE_URL=google.url)
+        with pytest.raises(
+            ValueError, match="the folder of CLOUDSDK_CONFIG has no application_def"
+        ):
+            tensorizer.load(saved)
+
+    def test_variables_of_others(self, google, saved, use):
+        """``SERVICE_ACCOUNT`` is not Google's."""
+        with Doorman(google) as door:
+            use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given", SERVICE_ACCOUNT="builder")
             check(tensorizer.load(saved))
-            # By its name, and by its address.
-            assert 3 < time.monotonic() - begun < 20
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"GCE_METADATA_HOST": "a b"}, {"GCE_METADATA_HOST": ""}, {"GCE_METADATA_IP": "a/b"},
+         {"GOOGLE_BEARER_TOKEN": "hid\nden"}, {"GOOGLE_BASE_URL": "127.0.0.1:9"}],
+    )  # fmt: skip
+    def test_variables_that_are_not_well_formed(self, use, bad):
+        use(**{"GOOGLE_BASE_URL": "http://127.0.0.1:9"} | bad)
+        with pytest.raises(ValueError, match="expected ") as raised:
+            tensorizer.load("gs://bucket/f.tensors")
+        assert "hid" not in str(raised.value)
+
+    def test_the_metadata_server_of_a_machine(self, tmp_path, data):
+        """In a network of its own: see ``machine.py``."""
+        unshare = [need("unshare"), "--map-root-user", "--net"]
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+            pytest.skip("the kernel lets nobody here make networks")
+        (tmp_path / "f.tensors").write_bytes(data)
+        script = Path(__file__).parent / "machine.py"
+        run = subprocess.run([*unshare, sys.executable, script, tmp_path / "f.tensors"],
+                             capture_output=True, text=True, timeout=100)  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.split() == ["retried", "renewed", "kept", "refused", "nobody"]
 
     def test_anybody(self, google, saved, use):
         with Doorman(google) as door:
@@ -354,7 +403,8 @@ class TestAzure:
         check(tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors"))
         check(tensorizer.load("az://bucket@account.blob.core.windows.net/f.tensors"))
         monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-        check(tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors"))
+        with pytest.raises(ValueError, match="does not say of which account"):
+            tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors")
         with pytest.raises(ValueError, match="whose container\\? Set AZURE_STORAGE_ACCOUNT_NAME"):
             tensorizer.load(saved)
 
@@ -368,6 +418,82 @@ class TestAzure:
             AZURE_STORAGE_CONNECTION_STRING=f"AccountName={azure.account};AccountKey={azure.key};"
             f"BlobEndpoint={azure.url}/{azure.account};"
         )
+        check(tensorizer.load(saved))
+
+    @pytest.mark.parametrize(
+        "string",
+        ["AccountName=account;SharedAccessSignature=hidden;BlobEndpoint={server}/account",
+         "BlobEndpoint=https://account.blob.core.windows.net;SharedAccessSignature=hidden",
+         "AccountName=account;AccountKey=aGlkZGVu;DefaultEndpointsProtocol=http"],
+    )  # fmt: skip
+    def test_connection_strings_of_another_account(self, use, string):
+        """Neither their servers nor their signatures are used for the account that was named."""
+        with Tokens() as server, Tokens(status=403) as tokens:
+            url = f"http://{server.host}"
+            use(AZURE_STORAGE_CONNECTION_STRING=string.format(server=url))
+            use(IDENTITY_ENDPOINT=f"http://{tokens.host}/id", HTTPS_PROXY=url, HTTP_PROXY=url)
+            use(NO_PROXY="127.0.0.1")
+            with pytest.raises(PermissionError, match="finding credentials"):
+                tensorizer.load("abfss://c@other.dfs.core.windows.net/f.tensors")
+            use(AZURE_STORAGE_ACCOUNT_NAME="other")
+            with pytest.raises(PermissionError, match="finding credentials"):
+                tensorizer.load("az://c/f.tensors")
+            # The same name in another cloud is another account.
+            if "{server}" not in string:
+                with pytest.raises(PermissionError, match="finding credentials"):
+                    tensorizer.load("abfss://c@account.dfs.core.usgovcloudapi.net/f.tensors")
+            assert server.asked == []
+
+    @pytest.mark.parametrize(
+        ("string", "what"),
+        [("UseDevelopmentStorage=true", "AZURE_STORAGE_USE_EMULATOR=true"),
+         ("BlobEndpoint=http://127.0.0.1:9/x;SharedAccessSignature=hidden", "of which account"),
+         ("AccountName=x;Unknown=hidden", "not known"), ("hidden", "without `=`")],
+    )  # fmt: skip
+    def test_connection_strings_that_are_none(self, use, string, what):
+        use(AZURE_STORAGE_CONNECTION_STRING=string)
+        for address in ("az://c/b", "abfss://c@other.dfs.core.windows.net/b"):
+            with pytest.raises(ValueError, match=what) as raised:
+                tensorizer.load(address)
+            assert "hidden" not in str(raised.value)
+
+    def test_other_clouds_of_connection_strings(self, use):
+        """The end of their hosts is that of the account's server."""
+        string = "AccountName=x;AccountKey=aGlkZGVu;EndpointSuffix=core.usgovcloudapi.net"
+        with Tokens() as plain, Tunnel(plain.port) as tunnel:
+            use(AZURE_STORAGE_CONNECTION_STRING=string, HTTPS_PROXY=f"http://{tunnel.host}")
+            with pytest.raises(OSError):
+                tensorizer.load("az://c/b")
+            assert set(tunnel.asked) == {"x.blob.core.usgovcloudapi.net:443"}
+
+    @pytest.mark.parametrize("name", ["AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_ENDPOINT"])
+    def test_what_is_of_no_account(self, use, name):
+        use(**{name: "http://127.0.0.1:9/mine?sig=hidden"})
+        with pytest.raises(ValueError, match="does not say of which account") as raised:
+            tensorizer.load("abfss://c@other.dfs.core.windows.net/b")
+        assert "hidden" not in str(raised.value)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"AZURE_STORAGE_TOKEN": "hid\nden"}, {"IDENTITY_ENDPOINT": "host:1/x"},
+         {"IDENTITY_HEADER": "hid\nden"}, {"AZURE_TENANT_ID": "a b"},
+         {"AZURE_AUTHORITY_HOST": "a b"}, {"AZURE_STORAGE_ENDPOINT": "127.0.0.1:9"},
+         {"AZURE_STORAGE_SAS_TOKEN": "sig=" + "hidden" * 2000}],
+        ids=lambda bad: next(iter(bad)),
+    )  # fmt: skip
+    def test_variables_that_are_not_well_formed(self, use, bad):
+        use(**{"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:9"})
+        use(**bad)
+        with pytest.raises(ValueError) as raised:
+            tensorizer.load("az://c/b")
+        assert "hid" not in str(raised.value)
+
+    def test_the_command_line_of_azure_is_not_asked(self, azure, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account, AZURE_USE_AZURE_CLI="true")
+        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}")
+        with pytest.raises(ValueError, match="set AZURE_STORAGE_TOKEN to what `az account get-acc"):
+            tensorizer.load(saved)
+        use(AZURE_STORAGE_ACCOUNT_KEY=azure.key)
         check(tensorizer.load(saved))
 
     def test_another_key(self, azure, saved, use):
@@ -491,14 +617,17 @@ class TestTokensOfAzure:
             self.load()
             assert tokens.asked[0].startswith("/identity?")
 
-    def test_the_command_line_of_azure(self, use, tmp_path):
-        program = tmp_path / "az"
-        said = {"accessToken": bearer(1), "expiresOn": "2100-01-01 00:00:00.000000",
-                "tokenType": "Bearer"}  # fmt: skip
-        program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
-        program.chmod(0o755)
-        use(AZURE_USE_AZURE_CLI="true", PATH=f"{tmp_path}:{os.environ['PATH']}")
-        self.load()
+    def test_a_token_that_no_header_can_hold(self, use):
+        with Tokens(make=lambda _: "to\nken") as tokens:
+            use(IDENTITY_ENDPOINT=f"http://{tokens.host}/identity")
+            with pytest.raises(OSError, match="a token that is not well-formed"):
+                self.load()
+
+    def test_a_token_that_is_good_for_ever(self, use):
+        with Tokens(make=bearer, lifetime=10**15) as tokens:
+            use(IDENTITY_ENDPOINT=f"http://{tokens.host}/identity")
+            with pytest.raises(OSError, match="good for ever"):
+                self.load()
 
     def test_tokens_that_have_expired(self, use):
         """The server says so, and the next one is good."""

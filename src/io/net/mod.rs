@@ -29,6 +29,13 @@ pub(crate) fn show_text(address: &str) -> &str {
     address.split(['?', '#']).next().unwrap_or(address)
 }
 
+/// Whether an address can hold the name of an object as it is. Parsers of addresses drop tabs and ends
+/// of lines, and what is left may lead elsewhere.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) fn can_be_sent(key: &str) -> bool {
+    !key.contains(char::is_control) && !key.split('/').any(|part| matches!(part, "." | ".."))
+}
+
 /// Libraries that find credentials look into the environment whenever they are polled.
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) async fn guarded<T>(work: impl Future<Output = T>) -> T {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use object_store::azure::{AzureAuthorizer, AzureCredential};
 use object_store::client::{HttpRequest, HttpRequestBody};
-use reqwest::header::AUTHORIZATION;
+use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Request, Url};
 
 use super::http::client::{Authorize, Target};
@@ -15,10 +15,12 @@ use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::clouds::{Cloud, Credential, Keys, Object, Resolved, resolve};
-use crate::io::net::{Failure, NetOptions, wait_for};
+use crate::io::net::{Failure, NetOptions, can_be_sent, wait_for};
 
 /// How long a chain is not asked again: it has a new token minutes before one expires.
 const VALID: Duration = Duration::from_secs(30);
+/// Bytes of the longest name: the clouds take 1024 characters. A request's address has an end.
+const LONGEST_KEY: usize = 4096;
 /// What Azure is told of how to understand a request where nobody signs it.
 const AZURE_VERSION: (&str, &str) = ("x-ms-version", "2023-11-03");
 
@@ -57,6 +59,9 @@ pub fn shown(uri: &str) -> Option<String> {
 
 /// The address of an object.
 fn address(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
+    if !can_be_sent(key) || key.len() > LONGEST_KEY {
+        return Err(format!("{key:?} is no name of an object"));
+    }
     let mut url = bucket.clone();
     let path = url.path_segments_mut();
     path.map_err(|()| format!("`{bucket}` is no address of a server"))?.extend(key.split('/'));
@@ -97,6 +102,10 @@ impl Sign for Signer {
         self.keys.refused(used);
     }
 
+    fn shows_tokens(&self) -> bool {
+        true
+    }
+
     fn name(&self) -> String {
         format!("{:?} {} {}", self.object.cloud, self.bucket, self.object.key)
     }
@@ -122,6 +131,7 @@ impl Signer {
             Credential::Google(found) => {
                 // A service account for emulators has none.
                 if !found.bearer.is_empty() {
+                    check_token(&found.bearer)?;
                     headers.push(("authorization".to_owned(), format!("Bearer {}", found.bearer)));
                 }
                 Target::new(url, headers)
@@ -136,6 +146,12 @@ impl Signer {
     }
 }
 
+/// Refuses what no header can hold.
+fn check_token(token: &str) -> std::result::Result<(), Failure> {
+    let odd = |_| Failure::lasting(ErrorKind::InvalidData, "a token that is not well-formed");
+    HeaderValue::from_str(token).map(drop).map_err(odd)
+}
+
 /// Azure's keys sign what else a request says.
 struct ByAzure {
     credential: Arc<AzureCredential>,
@@ -145,6 +161,9 @@ struct ByAzure {
 impl Authorize for ByAzure {
     fn authorize(&self, request: &mut Request) -> std::result::Result<(), Failure> {
         let odd = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
+        if let AzureCredential::BearerToken(token) = &*self.credential {
+            check_token(token)?;
+        }
         let mut asked = HttpRequest::new(HttpRequestBody::empty());
         *asked.uri_mut() =
             request.url().as_str().parse().map_err(|_| odd("not an address".to_owned()))?;

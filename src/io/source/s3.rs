@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::io::net::s3::{
     DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, resolve,
 };
-use crate::io::net::{Failure, NetOptions, guarded, wait_for};
+use crate::io::net::{Failure, NetOptions, can_be_sent, guarded, wait_for};
 
 /// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
@@ -71,6 +71,10 @@ impl Sign for Signer {
 
     fn refused(&self, used: Instant) {
         self.keys.refused(used);
+    }
+
+    fn shows_tokens(&self) -> bool {
+        false
     }
 
     fn name(&self) -> String {
@@ -133,6 +137,10 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
             format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");
         Error::InvalidArgument(what)
     };
+    if !can_be_sent(key) {
+        let what = format!("{uri:?}: without credentials its name cannot be asked for");
+        return Err(Error::InvalidArgument(what));
+    }
     let mut url: Url = resolved.endpoint.clone();
     if !resolved.path_style {
         url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| bad())?;

@@ -2,6 +2,7 @@
 //! and files stay as they are. The chain itself asks again before something expires.
 
 use std::io::{self, ErrorKind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use object_store::RetryConfig;
 use object_store::azure::{AzureCredential, AzureCredentialProvider};
 use object_store::gcp::{GcpCredential, GcpCredentialProvider};
 
+use super::connector::OnDemand;
 use crate::environment::reading;
 use crate::io::net::place::{Place, Places, locked};
 use crate::io::net::{Failure, guarded};
@@ -17,9 +19,21 @@ use crate::io::net::{Failure, guarded};
 const NONE_HOLDS: Duration = Duration::from_secs(60);
 
 /// What a cloud is told of who asks.
+#[derive(Clone)]
 pub enum Credential {
     Google(Arc<GcpCredential>),
     Azure(Arc<AzureCredential>),
+}
+
+impl Credential {
+    /// Whether it is the same answer of a chain.
+    fn is(&self, other: &Credential) -> bool {
+        match (self, other) {
+            (Credential::Google(one), Credential::Google(other)) => Arc::ptr_eq(one, other),
+            (Credential::Azure(one), Credential::Azure(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
 }
 
 /// A cloud's chain.
@@ -39,12 +53,13 @@ impl Provider {
 }
 
 /// Makes a chain that has asked nobody yet.
-pub type Build = Arc<dyn Fn() -> object_store::Result<Provider> + Send + Sync>;
+pub type Build = Arc<dyn Fn(OnDemand) -> object_store::Result<Provider> + Send + Sync>;
 
 /// Who asks.
 #[derive(Clone)]
 pub struct Keys {
     place: Arc<Place>,
+    connector: OnDemand,
     build: Build,
 }
 
@@ -53,6 +68,10 @@ pub struct Keys {
 struct Known {
     /// With the time at which it was made.
     provider: Mutex<Option<(Provider, Instant)>>,
+    /// The last credential, and when it was found: it serves where no other is to be had.
+    last: Mutex<Option<(Credential, Instant)>>,
+    /// A server of tokens has answered.
+    somebody: Arc<AtomicBool>,
     /// When a machine was found to be nobody.
     nobody: Mutex<Option<Instant>>,
 }
@@ -65,42 +84,72 @@ pub fn once() -> RetryConfig {
 }
 
 impl Keys {
-    pub fn new(place: Place, build: Build) -> Self {
-        Keys { place: Arc::new(place), build }
+    pub fn new(place: Place, connector: OnDemand, build: Build) -> Self {
+        Keys { place: Arc::new(place), connector, build }
     }
 
-    /// The present ones.
+    /// The present ones. If they cannot be had, the last ones serve until a server refuses them.
     pub async fn get(&self) -> Result<Credential, Failure> {
-        guarded(self.provider().map_err(failure)?.get()).await.map_err(failure)
+        let known = KNOWN.of(&self.place);
+        let asked = match self.provider(&known) {
+            Ok(provider) => guarded(provider.get()).await,
+            Err(error) => Err(error),
+        };
+        known.keep(asked)
     }
 
-    /// Whether a machine is somebody.
+    /// Whether a machine is somebody: once a server of tokens has answered it stays that.
     pub async fn are_there(&self) -> bool {
         let known = KNOWN.of(&self.place);
+        if known.somebody.load(Ordering::Relaxed) {
+            return true;
+        }
         if locked(&known.nobody).is_some_and(|since| since.elapsed() < NONE_HOLDS) {
             return false;
         }
-        let found = self.get().await.is_ok();
+        let got = self.get().await.is_ok();
+        // One that answers and gives none is an error, after all tries of whoever reads.
+        let found = got || known.somebody.load(Ordering::Relaxed);
         *locked(&known.nobody) = (!found).then(Instant::now);
         found
     }
 
     /// A server has refused those that were used at that time: they are asked for anew.
     pub fn refused(&self, used: Instant) {
-        let known = KNOWN.of(&self.place);
-        // Somebody else may have asked again since.
-        locked(&known.provider).take_if(|(_, since)| *since <= used);
+        KNOWN.of(&self.place).refused(used);
     }
 
-    fn provider(&self) -> object_store::Result<Provider> {
-        let known = KNOWN.of(&self.place);
+    fn provider(&self, known: &Known) -> object_store::Result<Provider> {
         if let Some((provider, _)) = locked(&known.provider).as_ref() {
             return Ok(provider.clone());
         }
+        let connector = self.connector.clone().noting(&known.somebody);
         // Without the lock, which whoever holds the guard of the environment may wait for.
-        let provider = reading(|| (self.build)())?;
+        let provider = reading(|| (self.build)(connector))?;
         let mut found = locked(&known.provider);
         Ok(found.get_or_insert_with(|| (provider, Instant::now())).0.clone())
+    }
+}
+
+impl Known {
+    /// Takes note of an answer.
+    fn keep(&self, answer: object_store::Result<Credential>) -> Result<Credential, Failure> {
+        let mut last = locked(&self.last);
+        match answer {
+            Ok(found) => {
+                if !last.as_ref().is_some_and(|(before, _)| before.is(&found)) {
+                    *last = Some((found.clone(), Instant::now()));
+                }
+                Ok(found)
+            }
+            Err(error) => last.as_ref().map(|(old, _)| old.clone()).ok_or_else(|| failure(error)),
+        }
+    }
+
+    fn refused(&self, used: Instant) {
+        // Somebody else may have asked again since.
+        locked(&self.provider).take_if(|(_, since)| *since <= used);
+        locked(&self.last).take_if(|(_, since)| *since <= used);
     }
 }
 
@@ -128,4 +177,36 @@ fn failure(error: object_store::Error) -> Failure {
         cause = found.source();
     }
     Failure::lasting(ErrorKind::PermissionDenied, format!("finding credentials: {error}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_one_serves_until_it_is_refused() {
+        let known = Known::default();
+        let token = |bearer: &str| {
+            Ok(Credential::Google(Arc::new(GcpCredential { bearer: bearer.to_owned() })))
+        };
+        let failed = || {
+            let source = Box::new(io::Error::new(ErrorKind::TimedOut, "it does not answer"));
+            Err(object_store::Error::Generic { store: "test", source })
+        };
+        let bearer = |answer| match known.keep(answer) {
+            Ok(Credential::Google(found)) => Ok(found.bearer.clone()),
+            Ok(_) => panic!("another cloud's"),
+            Err(failure) => Err(failure),
+        };
+        assert_eq!(bearer(failed()).unwrap_err().error.kind(), ErrorKind::TimedOut);
+        let before = Instant::now();
+        assert_eq!(bearer(token("one")).unwrap(), "one");
+        assert_eq!(bearer(failed()).unwrap(), "one");
+        assert_eq!(bearer(token("two")).unwrap(), "two");
+        known.refused(before);
+        assert_eq!(bearer(failed()).unwrap(), "two");
+        known.refused(Instant::now());
+        assert!(bearer(failed()).is_err());
+    }
 }

@@ -1,5 +1,6 @@
 //! What is found out before an object of Google Cloud Storage or a blob of Azure is read.
 
+mod account;
 mod azure;
 mod connector;
 mod google;

@@ -2,6 +2,7 @@
 //! `abfss://container@account.dfs.core.windows.net/blob`.
 
 use crate::error::{Error, Result};
+use crate::io::net::can_be_sent;
 
 /// Hosts of accounts of Azure end with these: nobody else gets to see who asks.
 const HOSTS: [&str; 4] =
@@ -53,8 +54,8 @@ impl Object {
         if place.is_empty() || key.is_empty() {
             return bad("");
         }
-        if key.split('/').any(|part| matches!(part, "." | "..")) {
-            return bad(": `.` and `..` are no parts of names");
+        if !can_be_sent(key) {
+            return bad(": `.`, `..` and control characters are no parts of names");
         }
         let (bucket, account) = match (place.split_once('@'), cloud) {
             (None, _) => (place, None),
@@ -85,7 +86,7 @@ impl Object {
 }
 
 /// The account of `account.dfs.core.windows.net`, and what the host ends with.
-fn account_of(host: &str) -> Option<(String, String)> {
+pub fn account_of(host: &str) -> Option<(String, String)> {
     let host = host.to_ascii_lowercase();
     let (account, rest) = host.split_once('.').filter(|(account, _)| is_word(account))?;
     let ending = rest.strip_prefix("dfs.").or_else(|| rest.strip_prefix("blob."))?;
@@ -126,6 +127,9 @@ mod tests {
             "gs://b/",
             "gs:///k",
             "gs://b/a/../k",
+            "gs://b/.\t./k",
+            "gs://b/a\r\nb",
+            "az://b/.\n./k",
             "gs://a@b/k",
             "gs://b c/k",
             "gs://b/k?generation=1",

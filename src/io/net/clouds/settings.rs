@@ -32,11 +32,12 @@ pub fn says_yes(value: &str) -> bool {
     matches!(lower.as_str(), "1" | "true" | "on" | "yes" | "y")
 }
 
-/// The address of a server that a variable names.
+/// The address of a server that a variable names. It says whether to encrypt: who asks is sent there.
 pub fn endpoint(text: &str) -> Result<Url> {
     let shown = show_text(text);
-    let with = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-    let found = Url::parse(&with).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+    let found = Some(text).filter(|text| text.contains("://") && !text.contains(char::is_control));
+    let found = found.and_then(|text| Url::parse(text).ok());
+    let found = found.filter(|url| matches!(url.scheme(), "http" | "https"));
     // Nothing secret is in what tells one server from another.
     let bare =
         |url: &Url| url.username().is_empty() && url.password().is_none() && url.query().is_none();
@@ -47,4 +48,47 @@ pub fn endpoint(text: &str) -> Result<Url> {
         );
         Error::InvalidArgument(what)
     })
+}
+
+/// The name of a server, with or without a port.
+pub fn host<'t>(variable: &str, text: &'t str) -> Result<&'t str> {
+    let fine = text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:[]".contains(&b))
+        && !text.ends_with(':')
+        && Url::parse(&format!("http://{text}/")).is_ok();
+    let what = format!("{variable}: expected the name of a server, found `{}`", show_text(text));
+    Some(text).filter(|_| fine).ok_or(Error::InvalidArgument(what))
+}
+
+/// What is sent in a header as it is.
+pub fn printable<'t>(variable: &str, text: &'t str) -> Result<&'t str> {
+    let what = format!("{variable}: expected printable ASCII, found other characters");
+    let fine = text.bytes().all(|b| (b' '..=b'~').contains(&b));
+    Some(text).filter(|_| fine).ok_or(Error::InvalidArgument(what))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers() {
+        for good in ["https://host", "http://127.0.0.1:9/account", "HTTPS://[::1]:80/"] {
+            assert!(endpoint(good).is_ok(), "{good}");
+        }
+        for bad in ["host", "host:1/x", "ftp://host", "https://", "https://a@b", "http://h\n/"] {
+            assert!(endpoint(bad).is_err(), "{bad}");
+        }
+        for good in ["host", "127.0.0.1:9", "[::1]:9", "metadata.google.internal"] {
+            assert_eq!(host("V", good).unwrap(), good);
+        }
+        for bad in ["", "a b", "a/b", "a:b", "a:", "user@a", "a:99999", " a", "a?b", "a#b"] {
+            assert!(host("V", bad).is_err(), "{bad}");
+        }
+        assert!(printable("V", "a token").is_ok());
+        for bad in ["a\nb", "ü", "a\x7f"] {
+            let error = printable("V", bad).unwrap_err().to_string();
+            assert!(error.contains('V') && !error.contains(bad), "{error}");
+        }
+    }
 }

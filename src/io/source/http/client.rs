@@ -11,7 +11,7 @@ use bytes::Bytes;
 use reqwest::header::{
     ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, IF_MATCH, LOCATION, RANGE,
 };
-use reqwest::{Client, Method, Request, RequestBuilder, Response, Url};
+use reqwest::{Client, ClientBuilder, Method, Request, RequestBuilder, Response, Url};
 
 use super::reply::{Identity, Range};
 use crate::environment::reading;
@@ -197,7 +197,14 @@ impl Clients {
 
 /// A client with the options of a source or a sink.
 pub fn connect(options: &NetOptions, certificates: &Certificates) -> reqwest::Result<Client> {
-    let builder = Client::builder()
+    let builder = builder(options, certificates);
+    // Proxies.
+    reading(|| builder.build())
+}
+
+/// What makes one. It reads the environment when it does.
+pub fn builder(options: &NetOptions, certificates: &Certificates) -> ClientBuilder {
+    Client::builder()
         .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(options.connect)
@@ -206,9 +213,7 @@ pub fn connect(options: &NetOptions, certificates: &Certificates) -> reqwest::Re
         .pool_max_idle_per_host(1)
         .http2_initial_stream_window_size(WINDOW)
         .http2_initial_connection_window_size(WINDOW)
-        .tls_backend_preconfigured(certificates.tls.config());
-    // Proxies.
-    reading(|| builder.build())
+        .tls_backend_preconfigured(certificates.tls.config())
 }
 
 /// Whom to believe.

@@ -25,6 +25,9 @@ pub trait Sign: Send + Sync {
     /// What was signed with at that time has expired, says a server.
     fn refused(&self, used: Instant);
 
+    /// Whether 401 says that what was signed with has expired, as of tokens.
+    fn shows_tokens(&self) -> bool;
+
     /// What tells its object from all others, without secrets.
     fn name(&self) -> String;
 
@@ -140,9 +143,10 @@ impl Named {
         };
         let (target, mut response) = client.follow(&from, range, opened).await?;
         let status = response.status();
-        // Of these the first says by itself that a token is not good any more.
         let refusals = [StatusCode::UNAUTHORIZED, StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN];
-        if refusals.contains(&status) && matches!(self, Named::Signed { .. }) {
+        if let Named::Signed { signer, .. } = self
+            && refusals.contains(&status)
+        {
             let mut said = Vec::new();
             while said.len() < LONGEST_REFUSAL {
                 match client.chunk(&mut response, tries).await? {
@@ -151,7 +155,8 @@ impl Named {
                 }
             }
             let what = format!("the server answered {status}");
-            let expired = status == StatusCode::UNAUTHORIZED || says_expired(&said);
+            let expired = says_expired(&said)
+                || (status == StatusCode::UNAUTHORIZED && signer.shows_tokens());
             if expired {
                 self.refused(since);
             }
@@ -188,6 +193,10 @@ mod tests {
         }
 
         fn refused(&self, _used: Instant) {}
+
+        fn shows_tokens(&self) -> bool {
+            true
+        }
 
         fn name(&self) -> String {
             String::new()
