@@ -407,6 +407,8 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
         lambda: load(address, "cpu", slices={"a": (0, 0, 5)}, verify_hash=True),
         lambda: TensorDeserializer(address, "cpu", verify_hash=True),
         lambda: list(tensorizer.iterate(address, verify_hash=True)),
+        lambda: load_module(address),
+        lambda: load(address, "cpu", mmap=True, verify_hash=True),
     ]
     for call in calls:
         with pytest.raises(DamagedFileError) as raised:
@@ -416,6 +418,64 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
     if wrong != "f.pt":
         with pytest.raises(RuntimeError, match="failed SHA256 verification"):
             ops.load(address, verify=True)
+
+
+def module_like(found):
+    module = torch.nn.Module()
+    for name, tensor in found.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor)))
+    return module
+
+
+def load_module(address):
+    module = module_like(tensors())
+    with TensorDeserializer(address, "cpu", lazy_load=True) as file:
+        try:
+            file.load_into_module(module, verify_hash=True)
+        finally:
+            assert not module.a.any()
+
+
+def test_verified_on_a_device(hub, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    found = tensors()
+    data = save(found)
+    hub.repo("org/repo", {"model.safetensors": data})
+    assert_all(load("hf://org/repo", "cpu", verify_hash=True), found)
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(DamagedFileError):
+        load("hf://org/repo", "cpu", verify_hash=True)
+    tensorizer.release_pinned()
+
+
+def test_a_group_verifies_before_it_exchanges(hub, ranks, tmp_path):
+    """Each rank compares the whole file, once."""
+    data = save(tensors())
+    hub.repo("org/repo", {"model.safetensors": data})
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+    assert ranks.run("groups.verified", 2, "hf://org/repo", env=env) == [None, None]
+    assert sum(method == "HEAD" for method, _ in hub.asked()) == 1 + 2
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    for kind, said in ranks.run("groups.verified", 2, "hf://org/repo", env=env):
+        assert kind == "DamagedFileError"
+        assert sha256(data) in said
+
+
+@pytest.mark.parametrize("command", [["cp"], ["cp", "--verify"]])
+def test_copies_are_verified(hub, tmp_path, command, capsys):
+    """With --verify also the source, where its hub publishes a hash."""
+    data, small = save(tensors()), save(tensors(1))
+    repo = hub.repo("org/repo", {"model.safetensors": data, "small.safetensors": small})
+    repo.small.add("small.safetensors")
+    target = tmp_path / "f.tensors"
+    for name in ("model", "small"):
+        assert main([*command, f"hf://org/repo/{name}.safetensors", str(target)]) == 0
+        target.unlink()
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    verified = "--verify" in command
+    assert main([*command, "hf://org/repo", str(target)]) == (2 if verified else 0)
+    assert target.exists() != verified
+    assert ("failed SHA256 verification" in capsys.readouterr().err) == verified
 
 
 def test_the_command_verifies(hub, capsys):
