@@ -99,7 +99,7 @@ pub enum Error {
     },
     /// The bytes of a file are not those of which its hub publishes the hash.
     #[error(
-        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}"
+        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{kept}"
     )]
     FileHashMismatch {
         /// The address.
@@ -108,6 +108,8 @@ pub enum Error {
         expected: String,
         /// The hash of the bytes read.
         found: String,
+        /// Where they are kept, and what cures that; empty if they came from the hub.
+        kept: String,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

@@ -268,6 +268,12 @@ impl Reader {
         self.file.is_seekable()
     }
 
+    /// Whether all of it is in files of this machine.
+    #[getter]
+    fn local(&self) -> bool {
+        self.file.sources().iter().all(|source| source.file().is_some())
+    }
+
     fn __len__(&self) -> usize {
         self.file.entries().len()
     }
