@@ -105,11 +105,11 @@ pub enum Error {
         /// The address.
         uri: String,
         /// The hash that is published.
-        expected: String,
+        expected: Box<str>,
         /// The hash of the bytes read.
-        found: String,
+        found: Box<str>,
         /// Where they are kept, and what cures that; empty if they came from the hub.
-        kept: String,
+        kept: Box<str>,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

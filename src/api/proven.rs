@@ -157,11 +157,12 @@ impl<'s> Proof<'s> {
         }
         Err(Error::FileHashMismatch {
             uri: self.source.uri().to_owned(),
-            expected: hex(&self.expected),
-            found: hex(&found),
-            kept: self.source.copy().map_or_else(String::new, |path| {
+            expected: hex(&self.expected).into(),
+            found: hex(&found).into(),
+            kept: self.source.copy().map_or_else(Box::default, |path| {
                 let path = path.display();
-                format!("; they are kept in `{path}`: remove that file to have it downloaded again")
+                let what = "remove that file to have it downloaded again";
+                format!("; they are kept in `{path}`: {what}").into()
             }),
         })
     }
