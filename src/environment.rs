@@ -107,8 +107,8 @@ impl Text {
 
     /// Whether it says yes.
     pub fn is_true(&self) -> bool {
-        let value = self.value().unwrap_or_default().to_ascii_uppercase();
-        ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes)
+        let value = self.value().map(|value| value.to_ascii_uppercase());
+        value.is_some_and(|value| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes))
     }
 }
 

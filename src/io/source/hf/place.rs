@@ -51,7 +51,8 @@ impl Place {
             Some(rest) => rest.split_at_checked(end_of_revision(rest)).unwrap_or((rest, "")),
             None => (MAIN, rest),
         };
-        let revision = percent_decode_str(revision).decode_utf8().unwrap_or_default().into_owned();
+        let revision = percent_decode_str(revision).decode_utf8();
+        let revision = revision.map_or_else(|_| String::new(), |text| text.into_owned());
         if !are_steps(&revision) {
             return Err(wrong("with the name of a branch or tag, or a commit, as revision"));
         }
@@ -127,8 +128,8 @@ fn are_steps(text: &str) -> bool {
 /// Where a revision ends: those of pull requests and conversions are written with their slashes.
 fn end_of_revision(rest: &str) -> usize {
     let special = rest.starts_with("refs/pr/") || rest.starts_with("refs/convert/");
-    let slashes = rest.match_indices('/').map(|(at, _)| at);
-    slashes.skip(if special { 2 } else { 0 }).next().unwrap_or(rest.len())
+    let mut slashes = rest.match_indices('/').map(|(at, _)| at);
+    slashes.nth(if special { 2 } else { 0 }).unwrap_or(rest.len())
 }
 
 #[cfg(test)]
