@@ -87,20 +87,56 @@ impl Text {
         reading(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
     }
 
+    /// This variable, or the other where this one is not set.
+    pub fn or<'t>(&'t self, other: &'t Text) -> &'t Text {
+        if self.value().is_some() { self } else { other }
+    }
+
     /// The same as a path, of which `~` is the user's own folder.
     pub fn path(&self) -> Option<PathBuf> {
-        let path = PathBuf::from(self.value()?);
-        match path.strip_prefix("~") {
-            Ok(rest) => Some(home()?.join(rest)),
-            Err(_) => Some(path),
-        }
+        below_home(self.value()?.into())
+    }
+
+    /// The same, with the values of variables that are named in it, as `$NAME` or `${NAME}`.
+    pub fn expanded(&self) -> Option<PathBuf> {
+        let path = below_home(self.value()?.into())?;
+        let value = |name: &str| reading(|| std::env::var(name)).ok();
+        let expanded = path.to_str().map(|text| PathBuf::from(expand(text, value)));
+        Some(expanded.unwrap_or(path))
     }
 
     /// Whether it says yes.
     pub fn is_true(&self) -> bool {
-        let yes = |value: OsString| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes);
-        self.value().is_some_and(|value| yes(value.to_ascii_uppercase()))
+        let value = self.value().map(|value| value.to_ascii_uppercase());
+        value.is_some_and(|value| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes))
     }
+}
+
+fn below_home(path: PathBuf) -> Option<PathBuf> {
+    match path.strip_prefix("~") {
+        Ok(rest) => Some(home()?.join(rest)),
+        Err(_) => Some(path),
+    }
+}
+
+/// A text with values in the place of names; those without a value stay.
+fn expand(text: &str, value: impl Fn(&str) -> Option<String>) -> String {
+    let mut parts = text.split('$');
+    let mut found = parts.next().unwrap_or("").to_owned();
+    for part in parts {
+        let is_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+        let (name, rest) = match part.strip_prefix('{').and_then(|part| part.split_once('}')) {
+            Some(braced) => braced,
+            None => part
+                .split_at_checked(part.find(|letter: char| !is_name(letter)).unwrap_or(part.len()))
+                .unwrap_or(("", part)),
+        };
+        match value(name).filter(|_| !name.is_empty()) {
+            Some(value) => found.push_str(&(value + rest)),
+            None => found.extend(["$", part]),
+        }
+    }
+    found
 }
 
 /// The user's own folder.
@@ -131,6 +167,9 @@ texts! {
     HF_CACHE = "HF_HUB_CACHE", "`$HF_HOME/hub`",
         "what that client has downloaded, which is read and never changed";
     HF_OFFLINE = "HF_HUB_OFFLINE", "0", "1: the hub is not asked, and only what is there is read";
+    OLD_TOKEN = "HUGGING_FACE_HUB_TOKEN", "none", "the same as `HF_TOKEN`, where that is not set";
+    OLD_CACHE = "HUGGINGFACE_HUB_CACHE", "none", "the same as `HF_HUB_CACHE`, where that is not set";
+    OLD_OFFLINE = "TRANSFORMERS_OFFLINE", "0", "the same as `HF_HUB_OFFLINE`, where that is not set";
     XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "where `huggingface` is the default of `HF_HOME`";
 }
 
@@ -198,6 +237,19 @@ variables! {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_in_a_path() {
+        let value = |name: &str| (name == "A_1").then(|| "$v".to_owned());
+        for (text, expected) in [
+            ("/a/$A_1/b", "/a/$v/b"),
+            ("${A_1}x$A_1", "$vx$v"),
+            ("$A_1x $B ${B} $ $$ ${A_1", "$A_1x $B ${B} $ $$ ${A_1"),
+            ("", ""),
+        ] {
+            assert_eq!(expand(text, value), expected);
+        }
+    }
 
     #[test]
     fn the_readme_has_the_table() {

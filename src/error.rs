@@ -99,15 +99,17 @@ pub enum Error {
     },
     /// The bytes of a file are not those of which its hub publishes the hash.
     #[error(
-        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}"
+        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{kept}"
     )]
     FileHashMismatch {
         /// The address.
         uri: String,
         /// The hash that is published.
-        expected: String,
+        expected: Box<str>,
         /// The hash of the bytes read.
-        found: String,
+        found: Box<str>,
+        /// Where they are kept, and what cures that; empty if they came from the hub.
+        kept: Box<str>,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

@@ -15,6 +15,7 @@ mod pickled;
 mod reader;
 mod sink;
 mod source;
+mod verification;
 mod watch;
 mod writer;
 

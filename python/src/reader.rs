@@ -16,7 +16,7 @@ use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::source::{MemorySource, PipeSource};
-use tensorizer::{LoadOptions, Opening, Verify, load, matches_header, read_headers};
+use tensorizer::{LoadOptions, Opening, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -32,6 +32,7 @@ use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
+use crate::verification::verification;
 use crate::watch::Loads;
 
 /// How files are opened for Python.
@@ -268,6 +269,12 @@ impl Reader {
         self.file.is_seekable()
     }
 
+    /// Whether all of it is in files of this machine.
+    #[getter]
+    fn local(&self) -> bool {
+        self.file.sources().iter().all(|source| source.file().is_some())
+    }
+
     fn __len__(&self) -> usize {
         self.file.entries().len()
     }
@@ -436,12 +443,4 @@ impl Reader {
 /// Bytes of data; what a file claims may be any number.
 fn sum<'e>(entries: impl Iterator<Item = &'e Entry>) -> u64 {
     entries.fold(0, |sum, entry| sum.saturating_add(entry.data_len))
-}
-
-fn verification(name: &str) -> Verify {
-    match name {
-        "nothing" => Verify::Nothing,
-        "crc32" => Verify::Crc32,
-        _ => Verify::All,
-    }
 }

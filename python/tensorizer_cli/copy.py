@@ -6,7 +6,15 @@ import argparse
 import time
 from typing import Any
 
-from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorType, save
+from tensorizer import (
+    DamagedFileError,
+    DecryptionParams,
+    EncryptionParams,
+    FormatError,
+    HashMismatchError,
+    TensorType,
+    save,
+)
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_safetensors import is_meant
 
@@ -61,6 +69,8 @@ def _run(
             raise ValueError(
                 f"--verify reads {source.shown} a second time, and it comes front to back only"
             )
+        if options.verify:
+            _prove(source)
         if options.drop_metadata:
             source.metadata = {}
         if encryption is not None and not options.clear_metadata:
@@ -100,6 +110,17 @@ def _run(
         **checked,
     )
     return _DIFFERENT if found else 0
+
+
+def _prove(source: File) -> None:
+    """Compare a file's bytes with the hash that its hub publishes of it, if it does."""
+    try:
+        source.load([], "all")
+    except DamagedFileError:
+        raise
+    except HashMismatchError:
+        # Neither it nor its server has any.
+        return
 
 
 def _refuse_to_disclose(source: File) -> None:

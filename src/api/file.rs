@@ -25,7 +25,7 @@ pub struct TensorFile {
     own: Option<Arc<Own>>,
     heads: Arc<[KnownHead]>,
     /// Its bytes have the hashes that its hub publishes, or need not have them.
-    proven: Arc<AtomicBool>,
+    proven: Arc<Mutex<bool>>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -97,7 +97,8 @@ impl TensorFile {
 
     /// What its servers have said, where [`Opening::keeps_heads`] has asked for it: of each file that can
     /// be read at positions what others need to open it without a request. The index of shards comes
-    /// first, if there is one, then the files in their order. No local files are in it.
+    /// first, if there is one, then the files in their order. Local files are in it only if they are of a
+    /// hub: they name its commit, without any bytes.
     ///
     /// The bytes of a head are all that come before the tensors; of archives of `torch.save`, whose
     /// directory is at their end, they are the few by which the format is told.
@@ -109,7 +110,7 @@ impl TensorFile {
     }
 
     /// Whether its bytes are not to be compared, or compared again, with what its hub publishes.
-    pub(super) fn proven(&self) -> &AtomicBool {
+    pub(super) fn proven(&self) -> &Mutex<bool> {
         &self.proven
     }
 
@@ -196,8 +197,8 @@ impl TensorFile {
     pub fn close(&self) {
         let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
         let closed = sources.iter().map(|source| {
-            let uri = source.uri().to_owned();
-            Arc::new(ClosedSource { uri }) as Arc<dyn ReadAt>
+            let (uri, of_hub) = (source.uri().to_owned(), source.is_of_hub());
+            Arc::new(ClosedSource { uri, of_hub }) as Arc<dyn ReadAt>
         });
         *sources = closed.collect();
     }
@@ -237,12 +238,12 @@ impl TensorFile {
     /// Refuses to verify a format that has nothing to verify against.
     #[doc(hidden)]
     pub fn check_hashes(&self) -> Result<()> {
-        if self.format().has_hashes() { Ok(()) } else { Err(self.no_hashes("")) }
+        if self.format().has_hashes() { Ok(()) } else { Err(self.no_hashes(&self.uri, "")) }
     }
 
-    /// That its format has nothing to verify against, nor what is said here.
-    pub(super) fn no_hashes(&self, elsewhere: &'static str) -> Error {
-        let (uri, format) = (self.uri.clone(), self.format().name());
+    /// That the format of a file has nothing to verify against, nor what is said here.
+    pub(super) fn no_hashes(&self, uri: &str, elsewhere: &'static str) -> Error {
+        let (uri, format) = (uri.to_owned(), self.format().name());
         Error::NoHashes { uri, format, elsewhere }
     }
 

@@ -2,10 +2,10 @@
 //! handed out.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::file::TensorFile;
-use crate::cancel::{Cancel, POLL};
+use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::workers::{self, Crew};
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
 use crate::mem::Buffers;
 
-/// Bytes that are read and hashed at once.
-const PIECE: u64 = 8 << 20;
+/// The most bytes that a reader asks for at once, and keeps until those before them are hashed.
+const PIECE: u64 = 16 << 20;
 /// Files that are read at once: each is hashed by one core at a time.
 const AT_ONCE: usize = 8;
 /// Files whose hashes are asked for at once.
@@ -32,30 +32,51 @@ impl TensorFile {
         let own = self.format().has_hashes();
         let rest = if own { verify } else { Verify::Nothing };
         let enough = verify == Verify::Nothing || (own && verify != Verify::All);
-        if enough || self.proven().load(Ordering::Relaxed) {
-            return Ok(rest);
+        if !enough {
+            let mut proven = turn(self.proven(), cancel)?;
+            if !*proven {
+                self.prove_all(own, readers, cancel)?;
+                *proven = true;
+            }
         }
+        Ok(rest)
+    }
+
+    /// The same for all of its files. Those with hashes of their own, as `own` says, need no others.
+    fn prove_all(&self, own: bool, readers: Option<usize>, cancel: &dyn Cancel) -> Result<()> {
         let sources = self.sources();
+        if !sources.iter().any(|source| source.is_of_hub()) {
+            return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
+        }
         let mut files = Vec::with_capacity(sources.len());
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
-            let expected = match published {
-                Published::Sha256(expected) => expected,
-                _ if own => {
-                    self.proven().store(true, Ordering::Relaxed);
-                    return Ok(rest);
+            let why = match published {
+                Published::Sha256(expected) => {
+                    files.push(Proof::new(source, expected)?);
+                    continue;
                 }
-                Published::Nowhere => return Err(self.no_hashes("")),
-                Published::Otherwise => {
-                    return Err(self.no_hashes(", and its hub publishes no SHA-256 of it"));
-                }
+                _ if own => return Ok(()),
+                Published::Nowhere => "",
+                Published::Otherwise => ", and its hub publishes no SHA-256 of it",
+                Published::NotAsked => ", and with HF_HUB_OFFLINE its hub is not asked for one",
             };
-            files.push(Proof::new(source, expected)?);
+            return Err(self.no_hashes(source.uri(), why));
         }
         for some in files.chunks(AT_ONCE) {
             compare(some, readers, cancel)?;
         }
-        self.proven().store(true, Ordering::Relaxed);
-        Ok(rest)
+        Ok(())
+    }
+}
+
+/// Waits until nobody else compares the same files.
+fn turn<'m>(proven: &'m Mutex<bool>, cancel: &dyn Cancel) -> Result<MutexGuard<'m, bool>> {
+    loop {
+        match proven.try_lock() {
+            Ok(guard) => return Ok(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => cancel::sleep(POLL, cancel)?,
+        }
     }
 }
 
@@ -82,6 +103,8 @@ fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<Published
 struct Proof<'s> {
     source: &'s dyn ReadAt,
     len: u64,
+    /// Bytes of each piece but the last.
+    piece: u64,
     expected: [u8; 32],
     /// How many pieces were hashed, and their hash.
     hashed: Mutex<(u64, Sha256)>,
@@ -90,7 +113,8 @@ struct Proof<'s> {
 
 impl<'s> Proof<'s> {
     fn new(source: &'s dyn ReadAt, expected: [u8; 32]) -> Result<Self> {
-        let len = source.traits().len.ok_or_else(|| {
+        let traits = source.traits();
+        let len = traits.len.ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` cannot be verified: its server sends it front to back only, and it would have \
                  to be read twice",
@@ -98,17 +122,18 @@ impl<'s> Proof<'s> {
             ))
         })?;
         let hashed = Mutex::new((0, Sha256::default()));
-        Ok(Proof { source, len, expected, hashed, turn: Condvar::new() })
+        let piece = traits.request_len.clamp(1, PIECE);
+        Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
     }
 
     fn pieces(&self) -> u64 {
-        self.len.div_ceil(PIECE)
+        self.len.div_ceil(self.piece)
     }
 
     /// Reads a piece, and hashes it when those before it were.
     fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &dyn Cancel) -> Result<()> {
-        let start = number * PIECE;
-        let len = usize::try_from(PIECE.min(self.len - start)).unwrap_or(0);
+        let start = number * self.piece;
+        let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         buffer.resize(len, 0);
         let what = || "its hash".to_owned();
         read_exact_at(self.source, start, &mut Buffers::of(buffer), &what, control)?;
@@ -132,8 +157,13 @@ impl<'s> Proof<'s> {
         }
         Err(Error::FileHashMismatch {
             uri: self.source.uri().to_owned(),
-            expected: hex(&self.expected),
-            found: hex(&found),
+            expected: hex(&self.expected).into(),
+            found: hex(&found).into(),
+            kept: self.source.copy().map_or_else(Box::default, |path| {
+                let path = path.display();
+                let what = "remove that file to have it downloaded again";
+                format!("; they are kept in `{path}`: {what}").into()
+            }),
         })
     }
 }

@@ -85,6 +85,10 @@ class Hub(Scripted):
         self.renamed = {}
         #: How many requests are answered that there is no time for them.
         self.busy = 0
+        #: Where all requests are redirected to, if they are.
+        self.elsewhere = None
+        #: What is sent as authorization, and is of nobody.
+        self.unknown = set()
         self.files = Files()
 
     def __exit__(self, *exc):
@@ -117,6 +121,11 @@ class Hub(Scripted):
         self.watch(method, path)
         if busy:
             return send(handler, 503, {"Retry-After": "0"}, b"busy")
+        if self.elsewhere is not None:
+            return send(handler, 301, {"Location": self.elsewhere + path}, b"")
+        if handler.headers.get("Authorization") in self.unknown:
+            said = "Invalid credentials in Authorization header"
+            return send(handler, 401, {"X-Error-Message": said}, b"no")
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         about = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path)
         named = found or about

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def shards(found, prefix=""):
 
 @pytest.fixture
 def hub(no_settings_of_the_machine, monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("HF_")] + ["XDG_CACHE_HOME"]:
-        monkeypatch.delenv(name, raising=False)
+    ours = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME")
+    for name in [name for name in os.environ if name.startswith(ours)]:
+        monkeypatch.delenv(name)
     with Hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -263,6 +265,56 @@ def test_another_name_and_a_busy_hub(hub, monkeypatch):
     hub.busy = 1
     assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(1, 1000)["a"]})
     assert hub.asked()[-1][0] == "HEAD"
+    # It is not taken for one that cannot be reached at once.
+    hub.repos["new/name"].commit(shards(tensors(2, 1000)))
+    hub.busy = 2
+    assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(2, 1000)["a"]})
+
+
+def test_a_server_that_redirects_everything(hub, monkeypatch):
+    """Such as that of the same name without TLS: whether there is a file it does not say."""
+    hub.repo("org/repo", shards(tensors(1, 1000)))
+    with Hub() as other:
+        other.elsewhere = hub.endpoint
+        monkeypatch.setenv("HF_ENDPOINT", other.endpoint)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        with pytest.raises(OSError, match=f"redirects to {hub.endpoint}, .* set HF_ENDPOINT"):
+            load("hf://org/repo")
+    assert hub.asked() == []
+
+
+def test_a_token_that_is_of_nobody(hub, monkeypatch):
+    hub.repo("org/repo", shards(tensors(1, 1000)))
+    hub.unknown = {OURS}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(PermissionError, match="it is wrong, or has expired") as raised:
+        load("hf://org/repo")
+    assert TOKEN not in str(raised.value)
+    assert "no repository" not in str(raised.value)
+
+
+def test_names_that_the_hubs_own_client_knows_too(hub, monkeypatch, tmp_path):
+    old = tensors(1, 1000)
+    repo = hub.repo("org/repo", shards(old))
+    repo.readers = {OURS}
+    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", TOKEN)
+    assert_all(load("hf://org/repo", "cpu"), old)
+    monkeypatch.setenv("BASE", str(tmp_path))
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "${BASE}/old")
+    download(*repo.commits[repo.refs["main"]])
+    assert (tmp_path / "old").is_dir()
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    hub.asked()
+    assert_all(load("hf://org/repo", "cpu"), old)
+    monkeypatch.setenv("HF_HUB_CACHE", "$BASE/old")
+    assert_all(load("hf://org/repo", "cpu"), old)
+    assert hub.asked() == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN")
+    monkeypatch.setenv("HF_TOKEN_PATH", "$BASE/a token")
+    (tmp_path / "a token").write_text(TOKEN)
+    assert_all(load("hf://org/repo", "cpu"), old)
+    assert len(hub.asked()) == 1
 
 
 def test_the_example_of_the_document(hub):
@@ -407,6 +459,8 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
         lambda: load(address, "cpu", slices={"a": (0, 0, 5)}, verify_hash=True),
         lambda: TensorDeserializer(address, "cpu", verify_hash=True),
         lambda: list(tensorizer.iterate(address, verify_hash=True)),
+        lambda: load_module(address),
+        lambda: load(address, "cpu", mmap=True, verify_hash=True),
     ]
     for call in calls:
         with pytest.raises(DamagedFileError) as raised:
@@ -416,6 +470,105 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
     if wrong != "f.pt":
         with pytest.raises(RuntimeError, match="failed SHA256 verification"):
             ops.load(address, verify=True)
+
+
+def module_like(found):
+    module = torch.nn.Module()
+    for name, tensor in found.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor)))
+    return module
+
+
+def load_module(address):
+    module = module_like(tensors())
+    with TensorDeserializer(address, "cpu", lazy_load=True) as file:
+        try:
+            file.load_into_module(module, verify_hash=True)
+        finally:
+            assert not module.a.any()
+
+
+def test_verified_on_a_device(hub, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    found = tensors()
+    data = save(found)
+    hub.repo("org/repo", {"model.safetensors": data})
+    assert_all(load("hf://org/repo", "cpu", verify_hash=True), found)
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(DamagedFileError):
+        load("hf://org/repo", "cpu", verify_hash=True)
+    tensorizer.release_pinned()
+
+
+def test_verified_after_the_file_was_closed(hub, tmp_path):
+    """A file of no hub is verified by its own hashes; that of a hub can be read no more."""
+    found = tensors(1, 1000)
+    module = module_like(found)
+    module.load_state_dict(found)
+    with TensorSerializer(tmp_path / "f.tensors") as writer:
+        writer.write_module(module)
+    module = module_like(found)
+    TensorDeserializer(tmp_path / "f.tensors", "cpu").load_into_module(module, verify_hash=True)
+    assert_all(dict(module.named_parameters()), found)
+    hub.repo("org/repo", {"model.safetensors": save(found)})
+    with pytest.raises(tensorizer.ClosedError):
+        TensorDeserializer("hf://org/repo", "cpu").load_into_module(module, verify_hash=True)
+    file = TensorDeserializer("hf://org/repo", "cpu", verify_hash=True)
+    file.load_into_module(module, verify_hash=True)
+
+
+def test_threads_verify_once(hub):
+    found = tensors(size=3_000_000)
+    hub.repo("org/repo", {"model.safetensors": save(found)})
+    with TensorFile("hf://org/repo", verify_hash=True) as file, ThreadPoolExecutor(3) as threads:
+        loads = [threads.submit(file.read, [n], torch.device("cpu")) for n in range(3)]
+        for number, done in enumerate(loads):
+            ((tensor,), _) = done.result()
+            assert_same(tensor, found[file.reader.name(number)])
+    assert sum(method == "HEAD" for method, _ in hub.asked()) == 2
+
+
+def test_a_group_verifies_before_it_exchanges(hub, ranks, tmp_path):
+    """Each rank compares the whole file, once."""
+    data = save(tensors())
+    hub.repo("org/repo", {"model.safetensors": data})
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+    assert ranks.run("groups.verified", 2, "hf://org/repo", env=env) == [None, None]
+    assert sum(method == "HEAD" for method, _ in hub.asked()) == 1 + 2
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    for kind, said in ranks.run("groups.verified", 2, "hf://org/repo", env=env):
+        assert kind == "DamagedFileError"
+        assert sha256(data) in said
+
+
+def test_files_of_the_hubs_own_client_are_local(hub):
+    """Ranks of one machine read them each for itself, and are told their names alone."""
+    repo = hub.repo("org/repo", shards(tensors(1, 1000)))
+    with TensorFile("hf://org/repo", heads=[]) as file:
+        assert not file.is_local
+        assert all(first for *_, first in file.heads)
+    download(*repo.commits[repo.refs["main"]])
+    with TensorFile("hf://org/repo", heads=[]) as file:
+        assert file.is_local
+        assert len(file.heads) == 4
+        assert not any(first for *_, first in file.heads)
+
+
+@pytest.mark.parametrize("command", [["cp"], ["cp", "--verify"]])
+def test_copies_are_verified(hub, tmp_path, command, capsys):
+    """With --verify also the source, where its hub publishes a hash."""
+    data, small = save(tensors()), save(tensors(1))
+    repo = hub.repo("org/repo", {"model.safetensors": data, "small.safetensors": small})
+    repo.small.add("small.safetensors")
+    target = tmp_path / "f.tensors"
+    for name in ("model", "small"):
+        assert main([*command, f"hf://org/repo/{name}.safetensors", str(target)]) == 0
+        target.unlink()
+    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    verified = "--verify" in command
+    assert main([*command, "hf://org/repo", str(target)]) == (2 if verified else 0)
+    assert target.exists() != verified
+    assert ("failed SHA256 verification" in capsys.readouterr().err) == verified
 
 
 def test_the_command_verifies(hub, capsys):
@@ -445,7 +598,7 @@ def test_verified_once(hub):
     assert len(heads) == 2
 
 
-def test_a_damaged_copy_of_the_hubs_own_client(hub):
+def test_a_damaged_copy_of_the_hubs_own_client(hub, monkeypatch):
     found = tensors()
     repo = hub.repo("org/repo", shards(found))
     commit = repo.refs["main"]
@@ -456,8 +609,11 @@ def test_a_damaged_copy_of_the_hubs_own_client(hub):
     blob.write_bytes(data)
     address = f"hf://org/repo@{commit}"
     said = rf"{address}/model-c.safetensors` failed SHA256.*{sha256(save({'c': found['c']}))}"
-    with pytest.raises(DamagedFileError, match=said):
+    with pytest.raises(DamagedFileError, match=said) as raised:
         load(address, "cpu", verify_hash=True)
+    assert f"kept in `{blob}`: remove that file" in str(raised.value)
+    blob.unlink()
+    assert_all(load(address, "cpu", verify_hash=True), found)
     # A file that is no link is asked for by its hash.
     path = paths["model-a.safetensors"]
     kept = path.read_bytes()
@@ -466,6 +622,10 @@ def test_a_damaged_copy_of_the_hubs_own_client(hub):
     hub.asked()
     assert_all(load(f"{address}/model-a.safetensors", "cpu", verify_hash=True), {"a": found["a"]})
     assert hub.asked() == [("HEAD", f"/org/repo/resolve/{commit}/model-a.safetensors")]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HashMismatchError, match="with HF_HUB_OFFLINE its hub is not asked"):
+        load(f"{address}/model-a.safetensors", "cpu", verify_hash=True)
+    assert hub.asked() == []
 
 
 def test_files_without_a_sha256(hub):
@@ -481,6 +641,10 @@ def test_files_without_a_sha256(hub):
         (path,) = download("model.safetensors")
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
     assert path.resolve().name == blob
+    # Of many files the one is named.
+    hub.repo("org/many", shards(tensors(1, 1000))).small.add("model-b.safetensors")
+    with pytest.raises(HashMismatchError, match=r"/model-b.safetensors` cannot be verified"):
+        load("hf://org/many", "cpu", verify_hash=True)
 
 
 def test_a_cache_of_our_own(hub, tmp_path):
@@ -497,6 +661,14 @@ def test_a_cache_of_our_own(hub, tmp_path):
     (entry,) = folder.glob("*.cached")
     name = f"{hub.endpoint}/org/repo/resolve/{repo.refs['main']}/model.safetensors"
     assert name.encode() in entry.read_bytes()
+    with entry.open("r+b") as kept:
+        kept.seek(len(data) - 1)
+        kept.write(bytes([data[-1] ^ 1]))
+    with pytest.raises(DamagedFileError) as raised:
+        load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True)
+    assert f"kept in `{entry}`: remove that file" in str(raised.value)
+    entry.unlink()
+    assert_all(load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True), found)
 
 
 def test_local_addresses(tmp_path):

@@ -53,7 +53,7 @@ def load(
             tuples of keys and indices, or in their stored form: U+001E and a JSON array.
         dtype: Cast floating-point tensors.
         verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
-            one only.
+            one only. For files of a hub see :class:`TensorDeserializer`.
         num_readers: Threads that read at once.
         mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
         encryption: What an encrypted file is decrypted with.

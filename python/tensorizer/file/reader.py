@@ -56,7 +56,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         num_readers: Threads that read at once. None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
             fails, and so does a file of a format without hashes. ``"crc32"`` compares the CRC-32
-            only, which finds damage by accident and costs little.
+            only, which finds damage by accident and costs little. With True, the bytes of files of
+            a hub (``hf://``) are compared before with the SHA-256 that it publishes; they are read
+            twice then, and the second transfer, of which the tensors come, is not hashed again.
         encryption: What an encrypted file is decrypted with.
         mmap: Whether to use tensors in place in a private mapping of their file instead of
             reading them into memory of their own. Opening then costs nothing, and bytes come

@@ -103,7 +103,7 @@ class TensorFile:
             self.heads = (
                 self.reader.heads() if by_address and heads is not None and not heads else []
             )
-            self.is_local = _is_local(opened)
+            self.is_local = _is_local(opened) or self.reader.local
             told = None if progress is None else progress.part()
             if told is not None:
                 self.reader.watch(told)

@@ -107,6 +107,9 @@ def fill_together(
         for number in empty:
             tensors[number].detach().zero_()
         whole = (verify or file.verify) != "nothing"
+        # What a hub publishes is compared before others wait for a batch of this member.
+        if whole:
+            file.read([], torch.device("cpu"), verify)
         most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
         all_wanted = [_wanted(file, number, ends, whole) for number, ends in rows.items()]
         total = sum(one.nbytes for one in all_wanted)

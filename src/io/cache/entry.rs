@@ -124,6 +124,7 @@ pub enum Found {
 /// An open entry, which nobody removes meanwhile.
 pub struct Entry {
     file: File,
+    path: PathBuf,
     identity: Identity,
     complete: bool,
     /// Nothing more is written: the disk is full or broken.
@@ -196,7 +197,8 @@ impl Entry {
         file.set_modified(SystemTime::now())?;
         let complete = count(&file, identity)? == identity.chunks();
         let (given_up, written) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Some(Entry { file, identity: identity.clone(), complete, given_up, written }))
+        let (path, identity) = (path.to_owned(), identity.clone());
+        Ok(Some(Entry { file, path, identity, complete, given_up, written }))
     }
 
     /// What one is, without using it; None for what is none.
@@ -216,6 +218,10 @@ impl Entry {
 
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     pub fn len(&self) -> u64 {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -34,7 +35,8 @@ pub fn before(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Arc<
         && let Ok(file) = entry.file().try_clone()
     {
         let here = FileSource::beginning(file, server.uri().to_owned(), entry.len());
-        return Arc::new(WholeSource { here: Box::new(here), server });
+        let path = entry.path().into();
+        return Arc::new(WholeSource { here: Box::new(here), path, server });
     }
     Arc::new(CachedSource { server, entry, patience, impatient: AtomicBool::new(false) })
 }
@@ -42,6 +44,8 @@ pub fn before(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Arc<
 /// A server's file that is here as a whole. What the disk does not give comes from the server.
 struct WholeSource {
     here: Box<dyn ReadAt>,
+    /// The entry of the cache.
+    path: Arc<Path>,
     server: Arc<dyn ReadAt>,
 }
 
@@ -68,7 +72,8 @@ impl ReadAt for WholeSource {
 
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
         let here = self.here.for_one_reader()?;
-        Some(Box::new(WholeSource { here, server: Arc::clone(&self.server) }))
+        let (path, server) = (Arc::clone(&self.path), Arc::clone(&self.server));
+        Some(Box::new(WholeSource { here, path, server }))
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
@@ -81,6 +86,10 @@ impl ReadAt for WholeSource {
 
     fn known_head(&self) -> Option<KnownHead> {
         self.server.known_head()
+    }
+
+    fn copy(&self) -> Option<PathBuf> {
+        Some(self.path.to_path_buf())
     }
 
     fn file(&self) -> Option<&File> {
@@ -240,5 +249,9 @@ impl ReadAt for CachedSource {
 
     fn known_head(&self) -> Option<KnownHead> {
         self.server.known_head()
+    }
+
+    fn copy(&self) -> Option<PathBuf> {
+        (!self.entry.is_given_up()).then(|| self.entry.path().to_owned())
     }
 }

@@ -9,6 +9,8 @@ use crate::mem::Buffers;
 pub struct ClosedSource {
     /// The path or address that it was.
     pub uri: String,
+    /// Whether it was one of a hub.
+    pub of_hub: bool,
 }
 
 impl ReadAt for ClosedSource {
@@ -34,6 +36,10 @@ impl ReadAt for ClosedSource {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         Err(self.refusal())
+    }
+
+    fn is_of_hub(&self) -> bool {
+        self.of_hub
     }
 
     fn published(&self, _cancel: &dyn Cancel) -> Result<Published> {

@@ -27,6 +27,7 @@ pub use memory::MemorySource;
 pub use pipe::{Opener, Pipe, PipeSource, Stream};
 pub use prefixed::Prefixed;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::cancel::Cancel;
@@ -76,6 +77,8 @@ pub enum Published {
     Sha256([u8; 32]),
     /// Something else than that.
     Otherwise,
+    /// Its hub was not asked, and is not to be.
+    NotAsked,
 }
 
 /// Random access to bytes.
@@ -113,9 +116,19 @@ pub trait ReadAt: Send + Sync {
         None
     }
 
+    /// Whether it is a file of a hub, which may publish something of its bytes.
+    fn is_of_hub(&self) -> bool {
+        false
+    }
+
     /// What its hub publishes of its bytes.
     fn published(&self, _cancel: &dyn Cancel) -> Result<Published> {
         Ok(Published::Nowhere)
+    }
+
+    /// Where its bytes are kept, if that is a copy that is made again once it is removed.
+    fn copy(&self) -> Option<PathBuf> {
+        None
     }
 
     /// The file behind it, where it is a local regular file that can be mapped.

@@ -352,3 +352,12 @@ def many_batches(folder):
             names = ["t0", "t5", "t7", "half", "bool"] if size < 1 << 30 else list(made)
             found = tensorizer.load(uri, group=dist.group.WORLD, names=names)
             same(found, {name: made[name] for name in names}, size)
+
+
+def verified(address):
+    """Load from a hub in many batches, and verify; return what each rank says."""
+    fetch_together(1 << 18)
+    with group():
+        return caught(
+            lambda: tensorizer.load(address, "cpu", group=dist.group.WORLD, verify_hash=True)
+        )

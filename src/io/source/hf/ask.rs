@@ -4,13 +4,13 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
-use reqwest::header::HeaderMap;
+use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{StatusCode, Url};
 
 use super::local::hf_home;
 use super::place::{Place, is_commit};
 use crate::cancel::Cancel;
-use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH};
+use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
 use crate::io::source::{Published, http};
@@ -19,6 +19,11 @@ use crate::io::source::{Published, http};
 const ENDPOINT: &str = "https://huggingface.co";
 /// How long it may take to say something where there is a copy here.
 const SOON: Duration = Duration::from_secs(10);
+
+/// What a file of LFS is known by.
+const LINKED: &str = "x-linked-etag";
+/// What the hub says of a token that is none of its own.
+const BAD_TOKEN: &str = "Invalid credentials in Authorization header";
 
 /// A server with repositories.
 pub struct Hub {
@@ -84,26 +89,43 @@ impl Hub {
     pub fn ask(&self, place: &Place, soon: bool, cancel: &dyn Cancel) -> Result<Said> {
         let mut options = self.options();
         if soon {
-            options.attempts = 1;
+            options.total = options.total.min(SOON);
             options.connect = options.connect.min(SOON);
             options.stall = options.stall.min(SOON);
         }
         let shown = place.show();
         let (status, headers) = http::fields(self.url(place), &shown, &options, cancel)?;
-        let here = status.is_success() || status.is_redirection();
         let commit = text(&headers, "x-repo-commit").filter(|text| is_commit(text));
         let commit = commit.map(str::to_owned);
+        // A redirect to another host may be that of every address.
+        let known = commit.is_some() || headers.contains_key(LINKED);
+        let here = status.is_success() || (status.is_redirection() && known);
         let code = text(&headers, "x-error-code").unwrap_or("");
         let missing =
             code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
         let refusal = (!here && !missing).then(|| {
-            let (kind, what) = self.refusal(place, status, code);
+            let (kind, what) = self.refusal(place, status, &headers);
             Error::io("asking for", &shown, io::Error::new(kind, what))
         });
         Ok(Said { here, commit, published: published(&headers), refusal })
     }
 
-    fn refusal(&self, place: &Place, status: StatusCode, code: &str) -> (ErrorKind, String) {
+    fn refusal(
+        &self,
+        place: &Place,
+        status: StatusCode,
+        headers: &HeaderMap,
+    ) -> (ErrorKind, String) {
+        if status.is_redirection() {
+            let to = text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
+            let to = to.map_or_else(String::new, |url| url.origin().ascii_serialization());
+            let what = format!(
+                "its server redirects to {to}, where no token is sent: set HF_ENDPOINT to the \
+                 address of the hub itself"
+            );
+            return (ErrorKind::InvalidData, what);
+        }
+        let code = text(headers, "x-error-code").unwrap_or("");
         let kind = match status {
             StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,
@@ -114,7 +136,13 @@ impl Hub {
             None => "set HF_TOKEN to a token of somebody who has access to it",
         };
         let (repo, revision) = (&place.repo, &place.revision);
+        let bad_token = text(headers, "x-error-message") == Some(BAD_TOKEN);
         let what = match (code, status) {
+            (_, StatusCode::UNAUTHORIZED) if bad_token && self.token.is_some() => {
+                "the hub does not know the token of HF_TOKEN, or of the login: it is wrong, or has \
+                 expired; without one, public repositories can be read"
+                    .to_owned()
+            }
             ("RevisionNotFound", _) => format!("`{repo}` has no revision `{revision}`"),
             ("GatedRepo", _) => format!(
                 "`{repo}` is gated: its page on the hub says how to ask for access; {token}"
@@ -135,10 +163,12 @@ fn token() -> Result<Option<String>> {
     if HF_NO_TOKEN.is_true() {
         return Ok(None);
     }
-    if let Some(token) = HF_TOKEN.value().as_ref().and_then(|text| clean(text.to_str()?)) {
+    if let Some(token) =
+        HF_TOKEN.or(&OLD_TOKEN).value().as_ref().and_then(|text| clean(text.to_str()?))
+    {
         return Ok(Some(token));
     }
-    let Some(path) = HF_TOKEN_PATH.path().or_else(|| Some(hf_home()?.join("token"))) else {
+    let Some(path) = HF_TOKEN_PATH.expanded().or_else(|| Some(hf_home()?.join("token"))) else {
         return Ok(None);
     };
     match fs::read_to_string(&path) {
@@ -154,7 +184,7 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
 
 /// Files of LFS are known by the SHA-256 of their bytes, others by another hash.
 fn published(headers: &HeaderMap) -> Published {
-    let tag = text(headers, "x-linked-etag").or_else(|| text(headers, "etag"));
+    let tag = text(headers, LINKED).or_else(|| text(headers, "etag"));
     tag.map_or(Published::Otherwise, |tag| of_tag(tag.trim_start_matches("W/").trim_matches('"')))
 }
 

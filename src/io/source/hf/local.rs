@@ -4,12 +4,12 @@ use std::fs;
 use std::path::PathBuf;
 
 use super::place::{Place, is_commit};
-use crate::environment::{HF_CACHE, HF_HOME, XDG_CACHE, home};
+use crate::environment::{HF_CACHE, HF_HOME, OLD_CACHE, XDG_CACHE, home};
 
 /// The folder where that client keeps what is its own.
 pub fn hf_home() -> Option<PathBuf> {
-    HF_HOME.path().or_else(|| {
-        let caches = XDG_CACHE.path().or_else(|| Some(home()?.join(".cache")))?;
+    HF_HOME.expanded().or_else(|| {
+        let caches = XDG_CACHE.expanded().or_else(|| Some(home()?.join(".cache")))?;
         Some(caches.join("huggingface"))
     })
 }
@@ -21,7 +21,7 @@ pub struct Local(Option<PathBuf>);
 impl Local {
     /// The one that the environment names.
     pub fn from_environment() -> Self {
-        Local(HF_CACHE.path().or_else(|| Some(hf_home()?.join("hub"))))
+        Local(HF_CACHE.or(&OLD_CACHE).expanded().or_else(|| Some(hf_home()?.join("hub"))))
     }
 
     fn folder(&self, place: &Place) -> Option<PathBuf> {

@@ -7,11 +7,12 @@ mod place;
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use super::{FileSource, KnownHead, KnownHeads, Published, ReadAt, Traits, http};
 use crate::cancel::Cancel;
-use crate::environment::HF_OFFLINE;
+use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
 use crate::mem::Buffers;
@@ -30,7 +31,7 @@ pub fn open(
     let wanted = Place::parse(uri)?;
     let repo = Arc::new(Repo {
         local: Local::from_environment(),
-        offline: HF_OFFLINE.is_true(),
+        offline: HF_OFFLINE.or(&OLD_OFFLINE).is_true(),
         hub: OnceLock::new(),
         options,
         known: known.clone(),
@@ -207,15 +208,24 @@ impl ReadAt for HfSource {
         Some(KnownHead { uri, len, tag: None, modified: None, headers: Vec::new(), first })
     }
 
+    fn is_of_hub(&self) -> bool {
+        true
+    }
+
     fn published(&self, cancel: &dyn Cancel) -> Result<Published> {
         let tag = self.repo.local.tag(&self.place).filter(|_| self.here);
         match tag.map(|tag| (ask::of_tag(&tag), tag.len())) {
             Some((found @ Published::Sha256(_), _)) => Ok(found),
             // The hash of what is in git itself.
             Some((_, 40)) => Ok(Published::Otherwise),
-            _ if self.repo.offline => Ok(Published::Otherwise),
+            _ if self.repo.offline => Ok(Published::NotAsked),
             _ => Ok(self.repo.hub()?.ask(&self.place, false, cancel)?.granted()?.published),
         }
+    }
+
+    fn copy(&self) -> Option<PathBuf> {
+        let here = self.here.then(|| self.repo.local.file(&self.place)).flatten();
+        here.map(|link| link.canonicalize().unwrap_or(link)).or_else(|| self.inner.copy())
     }
 
     fn file(&self) -> Option<&File> {

@@ -52,10 +52,10 @@ impl Place {
             None => (MAIN, rest),
         };
         let revision = percent_decode_str(revision).decode_utf8();
-        let Some(revision) = revision.ok().filter(|revision| are_steps(revision)) else {
+        let revision = revision.map_or_else(|_| String::new(), |text| text.into_owned());
+        if !are_steps(&revision) {
             return Err(wrong("with the name of a branch or tag, or a commit, as revision"));
-        };
-        let revision = revision.into_owned();
+        }
         let path = path.trim_start_matches('/');
         let folder = path.is_empty() || path.ends_with('/');
         let path = path.trim_end_matches('/').to_owned();
