@@ -139,13 +139,9 @@ mod tests {
         ] {
             assert_eq!(parse(OsStr::new(uri)).unwrap(), expected, "{uri}");
         }
-        for uri in [
-            "gcs://b/k",
-            "word+x.1-y://",
-            "file://host/a",
-            "file://a",
-            "file://localhosta/b",
-        ] {
+        for uri in
+            ["gcs://b/k", "word+x.1-y://", "file://host/a", "file://a", "file://localhosta/b"]
+        {
             assert!(matches!(parse(OsStr::new(uri)), Err(Error::InvalidArgument(_))), "{uri}");
         }
     }

@@ -138,7 +138,7 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
         Error::InvalidArgument(what)
     };
     if !can_be_sent(key) {
-        let what = format!("{uri:?}: without credentials its name cannot be asked for");
+        let what = format!("{:?}: without credentials its name cannot be asked for", name.shown());
         return Err(Error::InvalidArgument(what));
     }
     let mut url: Url = resolved.endpoint.clone();
