@@ -52,7 +52,7 @@ def nginx(root, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def settings(no_settings_of_the_machine, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "4")
 
 
 def hand_on(heads):
