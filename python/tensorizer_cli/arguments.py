@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tensorizer",
         description="Works on .tensors files, and reads those of safetensors, their shards and "
-        "torch.save: local paths, http(s)://, s3://, gs://, az://, hf:// and redis:// addresses. Keys "
-        "and passphrases come from files, environment variables or a prompt.",
+        "torch.save: local paths, http(s)://, s3://, gs://, az://, hf:// and redis:// addresses. "
+        "Keys and passphrases come from files, environment variables or a prompt.",
         epilog="It returns 0; 1 where tensors differ or are damaged; 2 for errors; 130 when "
         "Ctrl-C ends it.",
     )

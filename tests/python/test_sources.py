@@ -29,6 +29,22 @@ TENSORS = {
 WANTED = {name: torch.zeros(3, 2) if t.is_meta else t for name, t in TENSORS.items()}
 
 
+@contextlib.contextmanager
+def piped(data):
+    """Yield the end of a pipe from which data can be read."""
+    reading, writing = os.pipe()
+
+    def feed():
+        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as file:
+            file.write(data)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    with os.fdopen(reading, "rb") as file:
+        yield file
+    thread.join()
+
+
 class Sources:
     """Puts bytes where each kind of source finds them."""
 
@@ -70,17 +86,8 @@ class Sources:
         elif kind == "memory":
             yield io.BytesIO(data)
         elif kind == "pipe":
-            reading, writing = os.pipe()
-
-            def feed():
-                with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as file:
-                    file.write(data)
-
-            thread = threading.Thread(target=feed)
-            thread.start()
-            with os.fdopen(reading, "rb") as file:
+            with piped(data) as file:
                 yield file
-            thread.join()
         elif kind in ("http", "https", "no ranges"):
             (self.nginx.root / name).write_bytes(data)
             if kind == "https":
