@@ -1,9 +1,10 @@
 """Files behind addresses, as Python file objects.
 
 :func:`open_stream` opens local paths and ``http://``, ``https://``, ``s3://``, ``gs://``,
-``az://``, ``redis://`` and ``rediss://`` addresses. A stream that is handed to
-:class:`tensorizer.TensorDeserializer` or :class:`tensorizer.TensorSerializer` is not read or
-written through Python: tensors travel by parallel requests, straight into and out of their memory.
+``az://``, ``abfss://``, ``hf://``, ``redis://`` and ``rediss://`` addresses. A stream that is
+handed to :class:`tensorizer.TensorDeserializer` or :class:`tensorizer.TensorSerializer` is not read
+or written through Python: tensors travel by parallel requests, straight into and out of their
+memory.
 """
 
 from shutil import which as _which

@@ -125,7 +125,7 @@ def test_servers_that_know_no_sums(server, monkeypatch, status):
         assert not any("x-amz-checksum-crc64nvme" in fields for fields in relay.fields)
         before = len(relay.requests)
         save(relay, SMALL, "old.small.tensors", monkeypatch)
-        assert len(relay.requests) == before + 2
+        assert len(relay.requests) == before + 3
     check("old.tensors", LARGE)
     check("old.small.tensors", SMALL)
 
@@ -146,6 +146,54 @@ def test_servers_that_say_nothing_of_sums(server, monkeypatch):
     assert len(ends) == 1
     assert "x-amz-checksum-crc64nvme" not in ends[0]
     check("silent.tensors", LARGE)
+
+
+def test_servers_that_refuse_sums_of_parts(server, monkeypatch):
+    """They said nothing of them when the upload was begun."""
+    refused = []
+
+    class Silent(Relay):
+        def script_of(self, method, path, number):
+            if "uploads" in path:
+                return ("without", "x-amz-checksum-algorithm")
+            if method == "PUT" and "x-amz-checksum-crc64nvme" in self.fields[number]:
+                refused.append(path)
+                return ("status", 400, {}, UNKNOWN)
+            return None
+
+        def __init__(self):
+            super().__init__(server.host, self.script_of)
+
+    with Silent() as relay:
+        save(relay, LARGE, "parts.tensors", monkeypatch)
+    # Each with its sum twice, and then without.
+    assert refused and all(refused.count(path) == 2 for path in refused)
+    check("parts.tensors", LARGE)
+
+
+def test_a_refusal_of_bytes_that_were_spoiled(server, monkeypatch):
+    """Some servers call a sum that does not fit an invalid one: it is not left away for that."""
+    refused = []
+
+    class Strict(Relay):
+        def script_of(self, method, path, number):
+            if method == "PUT" and not refused:
+                refused.append(number)
+                return ("status", 400, {}, UNKNOWN)
+            return None
+
+        def __init__(self):
+            super().__init__(server.host, self.script_of)
+
+    with Strict() as relay:
+        save(relay, SMALL, "spoiled.tensors", monkeypatch)
+        puts = [
+            fields
+            for (method, _, _), fields in zip(relay.requests, relay.fields, strict=True)
+            if method == "PUT"
+        ]
+    assert ["x-amz-checksum-crc64nvme" in fields for fields in puts] == [True, True]
+    check("spoiled.tensors", SMALL)
 
 
 def test_without(server, monkeypatch):

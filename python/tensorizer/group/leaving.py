@@ -63,11 +63,23 @@ def watch(store: Any) -> Iterator[Callable[[], bool]]:
             thread.join(_PAUSE)
 
 
+def end() -> None:
+    """Wait a while for what is still being done, before the interpreter ends."""
+    until = time.monotonic() + 2 * _PAUSE
+    for thread in list(_running):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+_running: set[threading.Thread] = set()
+
+
 def _aside(work: Callable[[], None]) -> threading.Thread:
     def quietly() -> None:
         with contextlib.suppress(RuntimeError):
             work()
+        _running.discard(thread)
 
     thread = threading.Thread(target=quietly, name="tensorizer-left", daemon=True)
+    _running.add(thread)
     thread.start()
     return thread

@@ -354,3 +354,4 @@ def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
 @atexit.register
 def _close_last() -> None:
     _CALLS.clear()
+    leaving.end()

@@ -214,10 +214,17 @@ fn payer(value: Option<&OsStr>) -> Result<bool> {
 }
 
 /// Whether nobody has said who asks. A machine whose own service gives no answer is nobody, too:
-/// clouds other than AWS have another service in its place.
+/// clouds other than AWS have another service in its place. One that is busy will know.
 fn is_nobody(error: &CredentialsError) -> bool {
-    let of_machine = error.source().is_some_and(|cause| cause.is::<ImdsError>());
-    of_machine || matches!(error, CredentialsError::CredentialsNotLoaded(_))
+    let of_machine = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
+    match of_machine {
+        Some(ImdsError::ErrorResponse(answer)) => {
+            let status = answer.response().status().as_u16();
+            status < 500 && status != 429
+        }
+        Some(_) => true,
+        None => matches!(error, CredentialsError::CredentialsNotLoaded(_)),
+    }
 }
 
 /// The region that the environment or a profile names.

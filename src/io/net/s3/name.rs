@@ -41,8 +41,8 @@ impl ObjectName {
         if version == Some(None) {
             // What was found may be a secret.
             let what = format!(
-                "`{}`: nothing but ?{VERSION}... is expected behind the key; an object whose key has \
-                 `?` or `#` is read by a signed https:// address",
+                "`{}`: nothing but ?{VERSION}... is expected behind the key, which cannot have `?` or \
+                 `#` in it; tensorizer 2 left away what is behind them, and meant `s3://{place}`",
                 show_text(uri)
             );
             return Err(Error::InvalidArgument(what));

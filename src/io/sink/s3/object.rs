@@ -68,6 +68,8 @@ pub struct Sent {
     pub number: i32,
     tag: String,
     sum: Sum,
+    /// Whether the server was told the sum.
+    told: bool,
 }
 
 impl Object {
@@ -159,12 +161,13 @@ impl Object {
             };
             let sum = sum.clone();
             async move {
-                let answer = match send(sum.clone()).await {
-                    Err(error) if sum.is_some() && knows_no_sums(&error) => {
-                        guarded(send(None)).await
+                let mut answer = send(sum.clone()).await;
+                for again in again(&sum) {
+                    if !answer.as_ref().is_err_and(knows_no_sums) {
+                        break;
                     }
-                    answer => answer,
-                };
+                    answer = guarded(send(again)).await;
+                }
                 answer.map(drop).map_err(failure)
             }
         })
@@ -213,16 +216,30 @@ impl Object {
         let Begun { upload, sums } = begun;
         let sum = if *sums == Sums::None { Sum::default() } else { Sum::of(bytes) };
         self.request(cancel, |client| async move {
-            let part = client.upload_part().bucket(&self.bucket).key(&self.key);
-            let part = part.upload_id(upload).part_number(number).body(body(bytes));
-            let part = part.set_checksum_crc64_nvme((*sums != Sums::None).then(|| sum.text()));
-            let part = part.set_request_payer(self.resolved.payer());
-            let done = part.customize().disable_payload_signing().send().await.map_err(failure)?;
+            let send = |sum: Option<String>| {
+                let part = client.upload_part().bucket(&self.bucket).key(&self.key);
+                let part = part.upload_id(upload).part_number(number).body(body(bytes));
+                let part = part.set_checksum_crc64_nvme(sum);
+                let part = part.set_request_payer(self.resolved.payer());
+                part.customize().disable_payload_signing().send()
+            };
+            let text = (*sums != Sums::None).then(|| sum.text());
+            let mut told = text.is_some();
+            let mut answer = send(text.clone()).await;
+            // One that has agreed to sums is held to that.
+            for again in again(&text).into_iter().filter(|_| *sums == Sums::Parts) {
+                if !answer.as_ref().is_err_and(knows_no_sums) {
+                    break;
+                }
+                told = again.is_some();
+                answer = guarded(send(again)).await;
+            }
+            let done = answer.map_err(failure)?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server took a part and did not say its ETag";
                 Failure::passing(ErrorKind::InvalidData, what)
             })?;
-            Ok(Sent { number, tag, sum })
+            Ok(Sent { number, tag, sum, told })
         })
     }
 
@@ -239,9 +256,9 @@ impl Object {
         parts.sort_by_key(|part| part.number);
         let sum = parts.iter().fold(Sum::default(), |sum, part| sum.and(part.sum));
         let sum = all.then(|| sum.text());
-        let parts = parts.into_iter().map(|Sent { number, tag, sum }| {
+        let parts = parts.into_iter().map(|Sent { number, tag, sum, told }| {
             let part = CompletedPart::builder().part_number(number).e_tag(tag);
-            part.set_checksum_crc64_nvme((*sums != Sums::None).then(|| sum.text())).build()
+            part.set_checksum_crc64_nvme(told.then(|| sum.text())).build()
         });
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
         let completed = self.request(cancel, |client| {
@@ -290,6 +307,12 @@ impl Object {
             abort.upload_id(&begun.upload).send().await.map(drop).map_err(failure)
         })
     }
+}
+
+/// The sums of further tries of a request that was refused with one: the same, for bytes that were
+/// spoiled on their way are refused too, and then none.
+fn again(sum: &Option<String>) -> Vec<Option<String>> {
+    if sum.is_some() { vec![sum.clone(), None] } else { Vec::new() }
 }
 
 /// Whether a server may refuse a request because of its sums.

@@ -85,7 +85,7 @@ impl Target {
         let mut query = url::form_urlencoded::Serializer::new(String::new());
         for (key, value) in self.url.query_pairs() {
             match &*key {
-                "versionId" | "generation" | "versionid" => drop(query.append_pair(&key, &value)),
+                key if VERSIONS.contains(&key) => drop(query.append_pair(key, &value)),
                 other if is_signature(other) => {}
                 _ => return None,
             }
@@ -95,7 +95,7 @@ impl Target {
 
     /// Whether it is one version of its file.
     pub fn is_version(&self) -> bool {
-        self.url.query_pairs().any(|(key, _)| key == "versionId")
+        self.url.query_pairs().any(|(key, _)| VERSIONS.contains(&&*key))
     }
 
     /// Another file in the same folder, asked for in the same way.
@@ -140,6 +140,8 @@ impl Target {
     }
 }
 
+/// The fields of queries that name a version of a file: of S3, Google and Azure.
+const VERSIONS: [&str; 3] = ["versionId", "generation", "versionid"];
 /// What the fields of queries begin with by which S3 and Google sign.
 const SIGNING: [&str; 2] = ["x-amz-", "x-goog-"];
 /// Those by which Azure does.
