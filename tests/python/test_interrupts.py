@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, ROOT
 from servers import FaultServer, Relay, silent
+from tensorizer.file.file_writer import FileWriter
 
 CODE = """
 import os, sys, tensorizer, torch
@@ -255,3 +257,18 @@ def test_nothing_is_left_of_a_load_that_was_interrupted_near_its_end(tmp_path):
     assert hits > 5
     # A model takes 64 MiB.
     assert grown < 40
+
+
+def test_a_save_ends_its_file_before_memory_is_given_back(monkeypatch, tmp_path):
+    """Ctrl-C may come while that takes its time, and Python loses it in a ``__del__``."""
+    alive = []
+
+    def tensor():
+        made = torch.ones(1000)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(FileWriter, "__del__", lambda _: alive.append(alive[0]() is not None))
+    tensorizer.save({"a": tensor()}, tmp_path / "f")
+    assert alive[1:] == [True]
+    assert alive[0]() is None
