@@ -210,6 +210,6 @@ def save(
         return
     with told, opened() as file:
         file.write_leaves(*leaves)
-    # Here, and not when this call ends: a Ctrl-C that came while the memory of tensors is given back
+    # Here, and not when this call ends: a Ctrl-C that came while memory of tensors is given back
     # would be raised in the file's __del__, where Python loses it.
     del file
