@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import threading
 
 import pytest
 import redis
@@ -12,6 +11,7 @@ import torch
 from conftest import assert_same
 from emulators import Azurite, Google
 from hub import Hub
+from packing import feeding
 from servers import FaultServer, Nginx, Redis
 from tensorizer import TensorDeserializer
 from tensorizer.serialization import FormatError, HashMismatchError
@@ -27,22 +27,6 @@ TENSORS = {
     "last": torch.arange(1000),
 }
 WANTED = {name: torch.zeros(3, 2) if t.is_meta else t for name, t in TENSORS.items()}
-
-
-@contextlib.contextmanager
-def piped(data):
-    """Yield the end of a pipe from which data can be read."""
-    reading, writing = os.pipe()
-
-    def feed():
-        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as file:
-            file.write(data)
-
-    thread = threading.Thread(target=feed)
-    thread.start()
-    with os.fdopen(reading, "rb") as file:
-        yield file
-    thread.join()
 
 
 class Sources:
@@ -86,7 +70,7 @@ class Sources:
         elif kind == "memory":
             yield io.BytesIO(data)
         elif kind == "pipe":
-            with piped(data) as file:
+            with feeding(data) as reading, os.fdopen(reading, "rb", closefd=False) as file:
                 yield file
         elif kind in ("http", "https", "no ranges"):
             (self.nginx.root / name).write_bytes(data)
