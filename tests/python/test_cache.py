@@ -384,7 +384,7 @@ def test_threads_share_a_download(nginx, served, folder, tensors):
 
 def test_the_example_of_the_document(nginx, served, folder):
     name, size = served
-    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs/cache.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs/how-to/cache.md").read_text(), re.DOTALL)
     for text, meant in {
         "https://models.example.org/model.safetensors": f"{nginx.http}/{name}",
         "/var/tmp/tensorizer": str(folder),

@@ -100,7 +100,7 @@ def run(site, code=SHOW):
 
 
 def test_pip_replaces_one_by_the_other(wheels, site):
-    """As `pip install vllm[tensorizer]` does, and as docs/vllm.md undoes it."""
+    """As `pip install vllm[tensorizer]` does, and as docs/how-to/vllm.md undoes it."""
     ours, old = wheels
     install(site, ours)
     done = run(site)

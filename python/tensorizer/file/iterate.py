@@ -68,7 +68,7 @@ def iterate(
             where stderr is a terminal.
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/cache.md``.
+            ``docs/how-to/cache.md``.
 
     Raises:
         ValueError: ``buffer_bytes`` is not positive.

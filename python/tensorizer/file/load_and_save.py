@@ -86,7 +86,7 @@ def load(
             With a group, the bytes that this process reads count, and the others at the end.
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/cache.md``.
+            ``docs/how-to/cache.md``.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested

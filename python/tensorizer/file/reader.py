@@ -79,7 +79,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             waits for it. What it raises ends the load. True shows a bar where stderr is a terminal.
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/cache.md``.
+            ``docs/how-to/cache.md``.
 
     Raises:
         OSError: The file cannot be opened or read.
