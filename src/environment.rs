@@ -151,7 +151,7 @@ macro_rules! texts {
             pub static $constant: Text = Text { name: $name, default: $default, meaning: $meaning };
         )+
 
-        /// All of them. The README has the same table.
+        /// All of them. `docs/reference/environment.md` has the same table.
         pub static TEXTS: &[&Text] = &[$(&$constant),+];
     };
 }
@@ -201,7 +201,7 @@ macro_rules! variables {
                 Variable { known: Mutex::new(None), name: $name, default: $default, meaning: $meaning };
         )+
 
-        /// All of them. The README has the same table.
+        /// All of them. `docs/reference/environment.md` has the same table.
         pub static VARIABLES: &[&Variable] = &[$(&$constant),+];
     };
 }
@@ -252,9 +252,9 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_has_the_table() {
-        let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"));
-        let readme = readme.unwrap();
+    fn the_document_has_the_table() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/environment.md");
+        let document = std::fs::read_to_string(path).unwrap();
         let numbers = VARIABLES.iter().map(|Variable { name, default, meaning, .. }| {
             format!("| `{name}` | {default} | {meaning} |")
         });
@@ -262,7 +262,7 @@ mod tests {
             .iter()
             .map(|Text { name, default, meaning }| format!("| `{name}` | {default} | {meaning} |"));
         for line in numbers.chain(texts) {
-            assert!(readme.contains(&line), "{line}");
+            assert!(document.contains(&line), "{line}");
         }
     }
 }

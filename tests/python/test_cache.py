@@ -384,13 +384,14 @@ def test_threads_share_a_download(nginx, served, folder, tensors):
 
 def test_the_example_of_the_document(nginx, served, folder):
     name, size = served
-    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs/how-to/cache.md").read_text(), re.DOTALL)
-    for text, meant in {
+    text = (ROOT / "docs/how-to/cache.md").read_text()
+    (code,) = re.findall(r'```python title="with a cache"\n(.+?)```', text, re.DOTALL)
+    for said, meant in {
         "https://models.example.org/model.safetensors": f"{nginx.http}/{name}",
         "/var/tmp/tensorizer": str(folder),
     }.items():
-        assert text in code
-        code = code.replace(text, meant)
+        assert said in code
+        code = code.replace(said, meant)
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert nginx.sent(name) <= size + 2 * FIRST + MB // 8

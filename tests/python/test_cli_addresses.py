@@ -77,7 +77,9 @@ def write_shards(tensors, folder):
 
 
 @pytest.mark.usefixtures("bucket")
-@pytest.mark.parametrize("document", ["README.md", "docs/reference/command.md", "docs/how-to/encryption.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/reference/command.md", "docs/how-to/encryption.md"]
+)
 def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeypatch):
     text = (ROOT / document).read_text().replace("redis://cache.example", server.address)
     lines = re.findall(r"^    tensorizer (.+)$", text, re.MULTILINE)

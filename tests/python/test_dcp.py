@@ -186,7 +186,7 @@ def test_s3(ranks, s3):
 
 def test_the_examples_of_the_document(ranks, tmp_path):
     text = (ROOT / "docs/how-to/distributed.md").read_text()
-    first, second = re.findall(r"```python title="train.py"\n(.+?)```", text, re.DOTALL)
+    first, second = re.findall(r'```python title="train.py"\n(.+?)```', text, re.DOTALL)
     (tmp_path / "train.py").write_text(first)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -231,7 +231,7 @@ def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
 def test_the_examples_of_the_document(nginx):
     """With torchrun, in the folder of the server."""
     text = (ROOT / "docs/how-to/distributed.md").read_text()
-    blocks = re.findall(r"```python title="example.py"\n(.+?)```", text, re.DOTALL)
+    blocks = re.findall(r'```python title="example.py"\n(.+?)```', text, re.DOTALL)
     assert len(blocks) == 5 and "https://models.example" in text
     example = "\n".join(blocks).replace("https://models.example", nginx.http)
     (nginx.root / "example.py").write_text(example)

@@ -20,12 +20,12 @@ from servers import FaultServer, Redis
 from tensorizer import serialization, stream_io
 
 OLD = json.loads(Path(__file__).with_name("old_names.json").read_text())
-README = Path(__file__).resolve().parents[2] / "README.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/how-to/migrate.md"
 
 
 def listed():
     """Return the names that the table of differences speaks of on the side of the old package."""
-    table = README.read_text().partition("## Where it differs")[2].partition("\n## ")[0]
+    table = DOCUMENT.read_text().partition("## All differences")[2].partition("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
     code = " ".join(found for row in rows for found in re.findall(r"`([^`]*)`", row))
     return set(re.findall(r"\w+", code))
