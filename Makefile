@@ -207,7 +207,7 @@ $(STAMPS)/lint: $(STAMPS)/torch
 $(STAMPS)/docs:
 	@mkdir -p $(STAMPS)
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet mkdocs==1.6.* mkdocs-material==9.8.* "mkdocstrings[python]==1.0.*"
+	$(DOCS)/bin/python -m pip install --quiet mkdocs==1.6.* mkdocs-material==9.8.* "mkdocstrings[python]==1.0.*" ruff==0.17.*
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

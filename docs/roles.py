@@ -8,8 +8,17 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`([\w.]+)`")
-#: Where names without a path are looked for, after the object's own class and module.
-PUBLIC = ("tensorizer", "tensorizer.torch_compat", "tensorizer.safetensors", "tensorizer.stream_io")
+
+
+def meant(name: str, obj: griffe.Object) -> str:
+    """Return the path of what an object's docstring calls by this name."""
+    if name.startswith("tensorizer."):
+        return name
+    owner = obj if obj.is_class else obj.parent
+    for scope in (owner, obj.module):
+        if scope is not None and name in scope.members:
+            return f"{scope.path}.{name}"
+    return f"tensorizer.{name}"
 
 
 class Roles(griffe.Extension):
@@ -19,5 +28,12 @@ class Roles(griffe.Extension):
         """Called by griffe with everything that it has read."""
         if obj.docstring is None:
             return
-        text = ROLE.sub(lambda found: f"`{found[1]}`", obj.docstring.value)
+
+        def link(found: re.Match[str]) -> str:
+            # What is not on the page stays as it is.
+            path = meant(found[1], obj)
+            return f'<autoref identifier="{path}" optional><code>{found[1]}</code></autoref>'
+
+        text = ROLE.sub(link, obj.docstring.value)
+        text = re.sub(r"``docs/([\w-]+)/([\w-]+)\.md``", r"[\2](../\1/\2.md)", text)
         obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)

@@ -1,0 +1,154 @@
+"""The README and the pages under docs: their examples run, and what they name is there."""
+
+import importlib
+import re
+import shlex
+import urllib.parse
+
+import pytest
+from conftest import ROOT, run_python
+from servers import Redis
+from tensorizer_cli.arguments import parse
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+TEXTS += [path for path in [ROOT / "SECURITY.md"] if path.exists()]
+#: Titles of blocks that need ranks or a server of their own, and the tests that run them.
+ELSEWHERE = {
+    "example.py": "test_group.py",
+    "train.py": "test_dcp.py",
+    "from the hub": "test_hf.py",
+    "with a cache": "test_cache.py",
+}
+#: The modules of which every public name is in the reference.
+MODULES = ("", ".distributed", ".safetensors", ".stream_io", ".torch_compat", ".utils")
+
+
+def named(paths):
+    return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
+
+
+def blocks(page):
+    """Return the examples of a page that run in one process."""
+    return re.findall(r"^```python\n(.+?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def shell(text):
+    """Return the commands that a text shows, in lines of their own."""
+    joined = text.replace("\\\n", " ")
+    found = re.findall(r"^```sh\n(.+?)^```", joined, re.DOTALL | re.MULTILINE)
+    lines = [line for block in found for line in block.splitlines()]
+    return lines + re.findall(r"^    (\S.*)$", joined, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", **named([page for page in PAGES if blocks(page)]))
+def test_examples(page, tmp_path, request):
+    """One after another, in an empty folder."""
+    code = "\n".join(blocks(page))
+    if "s3://" in code:
+        host = request.getfixturevalue("s3").host
+        code = code.replace('"storage.example:9000"', f'"{host}", force_http=True')
+    server = None
+    if "cache.example" in code:
+        (tmp_path / "redis").mkdir()
+        server = Redis(tmp_path / "redis")
+        code = code.replace('"cache.example"', f'"127.0.0.1", {server.port}')
+        code = code.replace("//cache.example", f"//127.0.0.1:{server.port}")
+    (tmp_path / "empty").mkdir()
+    # From a file: TorchScript and spawned processes look for the source.
+    script = tmp_path / "page.py"
+    script.write_text(code)
+    run = "import runpy, sys; runpy.run_path(sys.argv[1])"
+    try:
+        done = run_python(run, script, cwd=tmp_path / "empty", timeout=200)
+    finally:
+        if server:
+            server.stop()
+    assert done.returncode == 0, done.stderr
+
+
+def test_examples_that_run_elsewhere():
+    titles = {
+        title
+        for page in PAGES
+        for title in re.findall(r'^```python title="(.+)"$', page.read_text(), re.MULTILINE)
+    }
+    assert titles == set(ELSEWHERE)
+    for title, test in ELSEWHERE.items():
+        assert f'title="{title}"' in (ROOT / "tests/python" / test).read_text()
+    for page in PAGES:
+        every = re.findall(r"^ *```python.*$", page.read_text(), re.MULTILINE)
+        here = [line for line in every if line == "```python" or "title=" in line]
+        assert every == here, page
+
+
+@pytest.mark.parametrize("page", **named(TEXTS))
+def test_commands(page):
+    """Those of the command are taken by it; files and targets that others name are there."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = page.read_text()
+    for line in shell(text):
+        if line.startswith("tensorizer ") and "…" not in line:
+            try:
+                parse(shlex.split(line, comments=True)[1:])
+            except SystemExit as ended:
+                assert ended.code == 0, line
+        for path in re.findall(r"(?<!/)\b(?:benchmarks|examples|tests)/[\w/.-]+\w", line):
+            assert (ROOT / path).exists(), line
+    made = re.findall(r"^    make ([\w-]+)|`make ([\w-]+)", text, re.MULTILINE)
+    assert {name for pair in made for name in pair if name} <= targets
+
+
+def anchors(path):
+    """Return those of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", **named(TEXTS))
+def test_links(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        address = urllib.parse.urlsplit(link)
+        if address.scheme:
+            # Nobody is asked whether it is there.
+            assert address.scheme == "https" and "." in address.netloc, link
+            continue
+        target = page.parent / address.path if address.path else page
+        assert target.is_file(), link
+        assert not address.fragment or address.fragment in anchors(target), link
+    for path in re.findall(r"`((?:src|csrc|python|tests|benchmarks|examples|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_figures(monkeypatch):
+    """They are those of the records."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report = importlib.import_module("report")
+    for path, text in report.texts(ROOT / "benchmarks/records/2-core-x86_64").items():
+        assert path.read_text() == text, f"{path}: run python benchmarks/report.py"
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs/reference/python.md").read_text()
+    shown = set(re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE))
+    public = {
+        f"tensorizer{module}.{name}"
+        for module in MODULES
+        for name in importlib.import_module(f"tensorizer{module}").__all__
+        if not name.startswith("_")
+    }
+    modules = {f"tensorizer{module}" for module in (*MODULES, ".serialization")}
+    #: What a module gives on is shown where most programs import it from.
+    assert {name for name in public - modules - shown if name.count(".") == 1} == set()
+    last = {name.rpartition(".")[2] for name in shown}
+    assert {name for name in public - modules if name.rpartition(".")[2] not in last} == set()
+
+
+def test_the_header_is_in_the_reference():
+    header = (ROOT / "python/tensorizer/include/tensorizer/tensorizer.h").read_text()
+    names = re.findall(r"^inline \S+ (\w+)\(|^  std::optional<.+> (\w+);|^  bool (\w+) ", header, re.M)
+    found = {name for each in names for name in each if name}
+    assert found >= {"load", "load_into", "names", "save", "device", "verify", "num_readers", "key"}
+    reference = (ROOT / "docs/reference/cpp.md").read_text()
+    assert {name for name in found if not re.search(rf"`{name}[`(]", reference)} == set()
