@@ -97,7 +97,9 @@ def summary(machines: dict[str, dict], rows: list[dict]) -> str:
         ours = next(engine for engine in next(c for c in CASES if c.name == name).engines)
         old = next((engine for engine in mine if "2.12.1" in engine), None)
         safe = next((engine for engine in mine if engine.startswith("safetensors")), None)
-        others = {e: s for e, s in mine.items() if not e.startswith("ours") and e not in {old, safe}}
+        others = {
+            e: s for e, s in mine.items() if not e.startswith("ours") and e not in {old, safe}
+        }
         other = min(others, key=lambda engine: others[engine], default=None)
         least = min(mine.values())
         cells = [
