@@ -184,12 +184,12 @@ def plot(rows: list[dict], path: Path) -> None:
         for name in ("read", "mapped", "load-3k", "load-20k", "cold", "http")
         if any(r["case"] == name for r in rows)
     ]
-    figure, axes = pyplot.subplots(2, 3, figsize=(10.8, 5.2))
+    figure, axes = pyplot.subplots(3, 2, figsize=(8.4, 8.4))
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
         mine = [row for row in rows if row["case"] == name]
-        labels = [LIMITS.get(r["engine"], r["engine"]) if r["limit"] else r["engine"] for r in mine]
+        labels = [f"limit: {r['engine']}" if r["limit"] else r["engine"] for r in mine]
         rates = [row["bytes"] / row["median"] / 1e9 for row in mine]
         colors = [
             "#bbbbbb" if r["limit"] else "#d62728" if "ours" in r["engine"] else "#1f77b4"
@@ -197,7 +197,7 @@ def plot(rows: list[dict], path: Path) -> None:
         ]
         axis.barh(labels, rates, color=colors)
         axis.invert_yaxis()
-        axis.set_title(next(case.title for case in CASES if case.name == name), fontsize=9)
+        axis.set_title(next(c.title for c in CASES if c.name == name), fontsize=9, loc="right")
         axis.set_xlabel("GB/s", fontsize=8)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Docstrings name other things as ``:class:`load```: here these become links, and ``::`` a colon."""
+"""Docstrings name other things by roles: here these become links, and ``::`` a colon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Roles(griffe.Extension):
     """Rewrites docstrings before they are parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called by griffe with everything that it has read."""
+        """Change the docstring of whatever griffe has read."""
         if obj.docstring is None:
             return
 
