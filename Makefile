@@ -1,5 +1,5 @@
-# make demo, make test, make lint, make bench, make wheels: each sets up all that it needs.
-# Needed beforehand: Rust, a C++20 compiler, Python 3.10 or newer.
+# make demo, make test, make lint, make docs, make bench, make wheels: each sets up all that it
+# needs. Needed beforehand: Rust, a C++20 compiler, Python 3.10 or newer.
 
 PYTHON ?= python3
 TORCH ?= torch==2.11.0

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py [--quick] [--rounds N] [--only CASE ...] [--record]
 
-``--record`` keeps the figures under ``benchmarks/records`` and renews the table and the plot of
-the README. ``--quick`` uses toy sizes, to try the programs.
+``--record`` keeps the figures under ``benchmarks/records`` and renews the tables and the plot of
+the documents. ``--quick`` uses toy sizes, to try the programs.
 """
 
 from __future__ import annotations
