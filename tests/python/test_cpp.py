@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -212,3 +213,14 @@ def test_the_example_server(form, server, exported, tmp_path):
     done = answer(exported / "weights.tensors", "1 2 x\n")
     assert done.returncode == 1
     assert "expected 16 numbers" in done.stderr
+
+
+def test_the_tutorial_shows_the_example():
+    text = (ROOT / "docs/tutorial/cpp.md").read_text()
+    files = ("server.cpp", "CMakeLists.txt")
+    example = "".join((ROOT / "examples/cpp-server" / name).read_text() for name in files)
+    shown = re.findall(r"```(?:cpp|cmake)\n(.+?)```", text, re.DOTALL)
+    assert len(shown) == 3
+    for block in shown:
+        for part in block.strip().split("\n\n"):
+            assert part in example, part

@@ -1,9 +1,10 @@
-"""Modules take files of other formats, which name tensors as state dicts do."""
+"""Modules take saved state dicts, of every format, by the names that these give their tensors."""
 
 import json
 import warnings
 
 import pytest
+import tensorizer
 import torch
 from conftest import assert_same
 from safetensors.torch import save_file, save_model
@@ -50,18 +51,23 @@ def check(module, state=STATE):
         assert_same(module.state_dict()[name], tensor)
 
 
+@pytest.fixture(params=["safetensors", "tensors"])
+def path(request, tmp_path):
+    return tmp_path / f"f.{request.param}"
+
+
 @pytest.fixture(params=["eager", "lazy"])
-def load(request, tmp_path):
+def load(request, path):
     """Save tensors, by name, and load them into a module."""
 
     def load(module, tensors=None, *, verify_hash=None, **options):
         if tensors is not None:
-            save_file(tensors, tmp_path / "f.safetensors")
-        file = TensorDeserializer(tmp_path / "f.safetensors", "cpu", lazy_load=lazy)
+            tensorizer.save({name: tensor.clone() for name, tensor in tensors.items()}, path)
+        file = TensorDeserializer(path, "cpu", lazy_load=lazy)
         return file.load_into_module(module, verify_hash=verify_hash, **options)
 
     lazy = request.param == "lazy"
-    load.path, load.lazy = tmp_path / "f.safetensors", lazy
+    load.path, load.lazy = path, lazy
     return load
 
 
@@ -74,8 +80,11 @@ def no_warnings():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_one_of_two_tied_weights(load, strict):
-    """As the library saves modules: of tied weights the file has one."""
-    save_model(MODEL, load.path)
+    """As the library of safetensors saves modules: of tied weights the file has one."""
+    if load.path.suffix == ".safetensors":
+        save_model(MODEL, load.path)
+    else:
+        tensorizer.save(without("b.weight"), load.path)
     other = Model()
     before = {name: (t, t.data_ptr()) for name, t in tensors_of(other).items()}
     scratch = other.scratch.clone()
@@ -217,21 +226,43 @@ def test_a_filter_takes_names_of_the_file(load):
     assert load(Model(), rest, filter_func=lambda name: not name.startswith("head")) == len(STATE)
 
 
-def test_there_are_no_hashes(load):
-    save_file(STATE, load.path)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_there_are_no_hashes(tmp_path, lazy):
+    path = tmp_path / "f.safetensors"
+    save_file(STATE, path)
     other = Model()
     scale = other.scale.detach().clone()
     with pytest.raises(HashMismatchError, match="safetensors files hold no hashes"):
-        with TensorDeserializer(load.path, "cpu", lazy_load=load.lazy, verify_hash=True) as file:
+        with TensorDeserializer(path, "cpu", lazy_load=lazy, verify_hash=True) as file:
             file.load_into_module(other)
     assert_same(other.scale.detach(), scale)
 
 
-@pytest.mark.parametrize("tensors", [{}, {"scale": torch.ones(3)}], ids=["none", "one"])
-def test_files_with_few_tensors(load, tensors):
+def test_what_is_saved_as_a_state_dict_has_hashes(tmp_path):
+    tensorizer.save(MODEL.state_dict(), tmp_path / "f.tensors")
     other = Model()
-    assert load(other, tensors) == len(tensors)
-    check(other, tensors)
+    del other.scratch
+    file = TensorDeserializer(tmp_path / "f.tensors", "cpu", lazy_load=True)
+    assert not file.verify_module(other)[0]
+    assert file.load_into_module(other, verify_hash=True, strict=True) == len(STATE)
+    check(other)
+    file = TensorDeserializer(tmp_path / "f.tensors", "cpu")
+    same, found = file.verify_module(other)
+    assert same, found
+    assert {name for name, _ in found} >= {".scale", "norm.weight", *TIED}
+    with torch.no_grad():
+        other.scale += 1
+    assert [name for name, fine in file.verify_module(other)[1] if not fine] == [".scale"]
+
+
+def test_files_with_few_tensors(load, tmp_path):
+    other = Model()
+    assert load(other, {"scale": torch.ones(3)}) == 1
+    check(other, {"scale": torch.ones(3)})
+    # A .tensors file without tensors is refused before there is a module.
+    save_file({}, tmp_path / "none.safetensors")
+    assert TensorDeserializer(tmp_path / "none.safetensors", "cpu").load_into_module(other) == 0
+    check(other, {"scale": torch.ones(3)})
 
 
 def test_modules_are_mapped(tmp_path):
@@ -274,7 +305,7 @@ def test_a_module_of_two_names(tmp_path, kind):
     assert module.a.weight.eq(1).all()
 
 
-def test_extra_state_is_passed_over(tmp_path):
+def test_extra_state_is_passed_over(path):
     class Extra(torch.nn.Linear):
         def get_extra_state(self):
             return torch.tensor([1, 2])
@@ -283,11 +314,9 @@ def test_extra_state_is_passed_over(tmp_path):
             raise AssertionError("not by a load of tensors")
 
     module = Extra(2, 2)
-    save_file(module.state_dict(), tmp_path / "f.safetensors")
+    tensorizer.save(module.state_dict(), path)
     with pytest.warns(UserWarning, match="_extra_state is not loaded"):
-        count = TensorDeserializer(tmp_path / "f.safetensors", "cpu").load_into_module(
-            module, strict=False
-        )
+        count = TensorDeserializer(path, "cpu").load_into_module(module, strict=False)
     assert count == 2
     assert not list(module.buffers())
 

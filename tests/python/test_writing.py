@@ -189,6 +189,7 @@ def test_state_dicts(tmp_path):
         ({1: torch.ones(1)}, TypeError, "keys must be str, found 1"),
         (cycle, ValueError, "contains itself"),
         (torch.ones(1), TypeError, "expected a mapping or a sequence"),
+        (torch.nn.Linear(1, 1), TypeError, r"not Linear: save its state_dict\(\)"),
         ("text", TypeError, "expected a mapping or a sequence"),
     ]:
         with TensorSerializer(io.BytesIO()) as serializer, pytest.raises(error, match=text):

@@ -27,7 +27,9 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
 
     """
     if not _is_container(state_dict):
-        raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
+        is_module = isinstance(state_dict, torch.nn.Module)
+        hint = ": save its state_dict()" if is_module else ""
+        raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}{hint}")
     if isinstance(state_dict, Mapping):
         rest = {}
         for key, value in state_dict.items():

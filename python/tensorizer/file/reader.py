@@ -418,7 +418,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
-        In a file of another format, they are found by the names that ``state_dict()`` gives them.
+        Those of a saved ``state_dict()``, and of a file of another format, are found by the names
+        that it gives them.
 
         The module's parameters and buffers stay the objects that they are, with their class,
         their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
@@ -454,24 +455,22 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 ``strict``, also where one has a tensor that the other has not. Nothing has been
                 changed.
             ValueError: A name has no dot, so that no module owns it.
-            NotImplementedError: The file holds a state dict, or the module tensors that are made of
-                others, or ``DTensor`` whose placement is neither ``Shard`` nor ``Replicate``.
+            NotImplementedError: The file holds a nested structure, or the module tensors that are
+                made of others, or ``DTensor`` whose placement is neither ``Shard`` nor
+                ``Replicate``.
 
         """
         verify = self._verification(verify_hash)
         name_of = self._file.reader.name
         chosen = [n for n in self._selection if filter_func is None or filter_func(name_of(n))]
-        kinds = self._file.reader.kinds()
+        kinds = [TensorType(kind) for kind in self._file.reader.kinds()]
+        chosen = state.without_extra_state(
+            chosen, [name_of(n) for n in chosen], [kinds[n] for n in chosen]
+        )
         names = [name_of(n) for n in chosen]
-        if self._file.reader.format == "tensors":
-            places = [
-                state.Place.find(m, name, TensorType(kinds[n]))
-                for name, n in zip(names, chosen, strict=True)
-            ]
-        else:
-            chosen = state.without_extra_state(chosen, names)
-            names = [name_of(n) for n in chosen]
-            places = [state.Place.find_in_state_dict(m, name) for name in names]
+        places = [
+            state.Place.find(m, name, kinds[n]) for name, n in zip(names, chosen, strict=True)
+        ]
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
         state.check(m, places, [str(name) for name in names], shapes, everything)
@@ -511,7 +510,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Returns:
             Whether all match, and ``(name, matches)`` for every tensor of the file and every
-            tensor that only the module has.
+            tensor that only the module has, by the names of :meth:`TensorSerializer.write_module`.
 
         Raises:
             RuntimeError: The file was closed before the tensors' headers were read.
@@ -519,7 +518,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         """
         own = state.tensors_of(m)
+        kinds = self._file.reader.kinds()
         chosen = [(n, str(self._file.reader.name(n))) for n in self._selection]
+        chosen = [
+            (n, state.with_dot(name) if kinds[n] == TensorType.STATE_DICT else name)
+            for n, name in chosen
+        ]
         common = [(n, name) for n, name in chosen if name in own]
         handle = lend([own[name] for _, name in common])
         matches = self._file.reader.matches(handle, [n for n, _ in common])

@@ -30,28 +30,15 @@ class Place:
             KeyError, ValueError, NotImplementedError: See ``load_into_module``.
 
         """
-        if not isinstance(name, str) or kind is TensorType.STATE_DICT:
-            raise NotImplementedError(
-                f"{name!r} is part of a state dict, not of a module: use tree() or the mapping"
-            )
-        return Place._of(root, name, kind)
-
-    @staticmethod
-    def find_in_state_dict(root: torch.nn.Module, name: Name) -> Place:
-        """Find the place of a tensor that a state dict names; nothing is changed.
-
-        Raises:
-            KeyError, NotImplementedError: See ``load_into_module``.
-
-        """
         if not isinstance(name, str):
             raise NotImplementedError(
                 f"{name!r} is part of a nested structure, not of a module: use tree()"
             )
+        if kind is not TensorType.STATE_DICT:
+            return Place._of(root, name, kind)
         if not name.rpartition(".")[2]:
             raise KeyError(f"the module has no tensor {name!r}: the name ends with its module")
-        # A tensor of the root has a name without a dot there.
-        place = Place._of(root, name if "." in name else f".{name}", TensorType.PARAM)
+        place = Place._of(root, with_dot(name), TensorType.PARAM)
         # A state dict does not say what its tensors are; what the module lacks becomes a buffer.
         is_parameter = place.module._parameters.get(place.attribute) is not None
         return place if is_parameter else replace(place, kind=TensorType.BUFFER)
@@ -108,6 +95,11 @@ class Place:
             and not tensor.is_conj()
             and not tensor.is_neg()
         )
+
+
+def with_dot(name: str) -> str:
+    """Return the name that a module's tensor has here of the one that a state dict gives it."""
+    return name if "." in name else f".{name}"
 
 
 def without_overlaps(
@@ -189,11 +181,14 @@ def check(
         )
 
 
-def without_extra_state(numbers: Sequence[int], names: Sequence[Name]) -> list[int]:
-    """Leave out what modules have saved of themselves, which is no tensor of theirs."""
+def without_extra_state(
+    numbers: Sequence[int], names: Sequence[Name], kinds: Sequence[TensorType]
+) -> list[int]:
+    """Leave out what modules have put of themselves into a state dict: no tensor of theirs."""
     kept = []
-    for number, name in zip(numbers, names, strict=True):
-        if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state":
+    for number, name, kind in zip(numbers, names, kinds, strict=True):
+        extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+        if extra and kind is TensorType.STATE_DICT:
             warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=3)
         else:
             kept.append(number)
