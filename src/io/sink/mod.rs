@@ -3,16 +3,16 @@
 mod alike;
 mod file;
 mod hidden;
-#[cfg(feature = "s3")]
-mod s3;
 mod temporary;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod upload;
 mod write_at;
 
 use std::ffi::OsStr;
 
 pub use file::FileSink;
-#[cfg(feature = "s3")]
-pub use s3::S3Sink;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub use upload::UploadSink;
 pub use write_at::{Unclosed, WriteAt, write_all_at};
 
 use crate::cancel::Cancel;
@@ -31,7 +31,7 @@ pub fn create(uri: &str, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
         #[cfg(feature = "s3")]
         "s3" => {
             let options = NetOptions::from_environment()?;
-            Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options, cancel)?))
+            Ok(Box::new(UploadSink::s3(uri, &S3Options::default(), options, cancel)?))
         }
         scheme => {
             let _ = cancel;
