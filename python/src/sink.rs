@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
-use tensorizer::sink::{FileSink, UploadSink, Unclosed, WriteAt, write_all_at};
+use tensorizer::sink::{FileSink, Unclosed, UploadSink, WriteAt, write_all_at};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -67,6 +67,15 @@ impl Sink {
         let options = options.into();
         let sink = gil::without(py, || -> Result<_> {
             UploadSink::s3(&uri, &options, certificates.options()?, &signals)
+        })?;
+        Ok(Sink { sink: Some(sink) })
+    }
+
+    /// The same for an object of Google Cloud Storage or a blob of Azure.
+    #[staticmethod]
+    fn clouds(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
+        let sink = gil::without(py, || -> Result<_> {
+            UploadSink::clouds(&uri, certificates.options()?, &signals)
         })?;
         Ok(Sink { sink: Some(sink) })
     }

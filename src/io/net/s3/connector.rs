@@ -126,10 +126,8 @@ async fn send(
     let odd =
         |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
     let request = request.try_into_http1x().map_err(|e| odd(&e))?;
-    let request = Request::try_from(
-        request.map(|body| Body::wrap(Counted::new(body, sent))),
-    )
-    .map_err(of_reqwest)?;
+    let request = Request::try_from(request.map(|body| Body::wrap(Counted::new(body, sent))))
+        .map_err(of_reqwest)?;
     let mut response = client.execute(request).await.map_err(of_reqwest)?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let headers = response.headers().clone();

@@ -6,6 +6,12 @@
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
+#[cfg(feature = "clouds")]
+mod azure;
+#[cfg(feature = "clouds")]
+mod clouds;
+#[cfg(feature = "clouds")]
+mod google;
 mod memory;
 mod object;
 mod plan;
@@ -26,11 +32,19 @@ use super::{Unclosed, WriteAt};
 use crate::cancel::{Cancel, Never, detached};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
+#[cfg(feature = "clouds")]
+use crate::io::net::clouds::Cloud;
 #[cfg(feature = "s3")]
 use crate::io::net::s3::S3Options;
 use crate::sys::process::Maker;
+#[cfg(feature = "clouds")]
+use azure::Blob;
+#[cfg(feature = "clouds")]
+use clouds::CloudObject;
+#[cfg(feature = "clouds")]
+use google::GoogleObject;
 use memory::{Budget, Memory};
-use object::{Begun, Object, Sent};
+use object::{Object, Sent};
 use plan::Plan;
 #[cfg(feature = "s3")]
 use s3::S3Object;
@@ -49,7 +63,7 @@ struct Upload {
     state: Mutex<State>,
     memory: Memory,
     /// What the server knows it by, once it has begun.
-    begun: Mutex<Option<Begun>>,
+    begun: Mutex<Option<Arc<str>>>,
     /// Whether a request was given up, because the call was to end: then it ends soon.
     interrupted: AtomicBool,
 }
@@ -78,14 +92,22 @@ impl UploadSink {
     /// An object of S3. Finds the endpoint and the credentials; nothing is sent before a part is
     /// complete.
     #[cfg(feature = "s3")]
-    pub fn s3(
-        uri: &str,
-        s3: &S3Options,
-        options: NetOptions,
-        cancel: &dyn Cancel,
-    ) -> Result<Self> {
+    pub fn s3(uri: &str, s3: &S3Options, options: NetOptions, cancel: &dyn Cancel) -> Result<Self> {
         let budget = Budget::new(&options)?;
         Ok(Self::over(Arc::new(S3Object::new(uri, s3, options, cancel)?), budget))
+    }
+
+    /// An object of Google Cloud Storage, or a blob of Azure. Finds out where it is and who writes it;
+    /// nothing is sent before a part is complete.
+    #[cfg(feature = "clouds")]
+    pub fn clouds(uri: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Self> {
+        let budget = Budget::new(&options)?;
+        let at = CloudObject::new(uri, options, cancel)?;
+        let object: Arc<dyn Object> = match at.cloud {
+            Cloud::Google => Arc::new(GoogleObject::new(at)?),
+            Cloud::Azure => Arc::new(Blob::new(at)),
+        };
+        Ok(Self::over(object, budget))
     }
 
     fn over(object: Arc<dyn Object>, budget: Budget) -> Self {
@@ -174,7 +196,7 @@ impl Upload {
     }
 
     /// The upload at the server; the first caller begins it.
-    fn begun(&self, cancel: &dyn Cancel) -> Result<Begun> {
+    fn begun(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),
@@ -284,7 +306,8 @@ impl Upload {
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
-                    self.object.shown(), part.filled
+                    self.object.shown(),
+                    part.filled
                 )));
             }
             part.bytes.truncate(usize::try_from(filled).unwrap_or(usize::MAX));

@@ -1,5 +1,6 @@
 //! What an upload asks of its server's protocol.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,9 +10,6 @@ use super::sum::Sum;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
 use crate::error::Result;
-
-/// The name of the metadata with the mark by which an object that was sent in parts is known again.
-pub const MARK: &str = "tensorizer-upload";
 
 /// A mark of an upload's own.
 pub fn new_mark() -> Result<String> {
@@ -31,43 +29,18 @@ pub trait Object: Send + Sync {
     /// Sends the whole object.
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()>;
 
-    /// Begins an object in parts.
-    fn begin(&self, cancel: &dyn Cancel) -> Result<Begun>;
+    /// Begins an object in parts; the server knows this upload by what is returned.
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>>;
 
     /// Sends a part; the first has the number 1.
-    fn part(&self, begun: &Begun, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent>;
+    fn part(&self, upload: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent>;
 
     /// Makes the object, of `len` bytes, of its parts, which are in the order of their numbers. What
     /// was done, and of which the answer was lost, is recognised.
-    fn complete(
-        &self,
-        begun: &Begun,
-        parts: &[Sent],
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()>;
+    fn complete(&self, upload: &str, parts: &[Sent], len: u64, cancel: &dyn Cancel) -> Result<()>;
 
     /// Has the server forget the parts.
-    fn abort(&self, begun: &Begun, cancel: &dyn Cancel) -> Result<()>;
-}
-
-/// An upload that the server has begun.
-#[derive(Debug, Clone)]
-pub struct Begun {
-    /// Its number.
-    pub upload: String,
-    pub sums: Sums,
-}
-
-/// What a server makes of sums of what is sent to it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sums {
-    /// It is not told any.
-    None,
-    /// It is told those of parts, and may not look at them.
-    Parts,
-    /// It compares those of parts, and that of the object.
-    All,
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()>;
 }
 
 /// A part that the server has.
@@ -75,6 +48,6 @@ pub struct Sent {
     pub number: u64,
     /// What the server calls it.
     pub tag: String,
-    /// The sum that it was told.
+    /// The sum that it was told, if it compares that of the object too.
     pub sum: Option<Sum>,
 }

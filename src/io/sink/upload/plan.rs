@@ -122,7 +122,11 @@ impl Plan {
 
     fn next_len(&self, start: u64) -> u64 {
         let (until, len) = self.announced;
-        let len = if start < until { len } else { self.limits.rounded((2 * start).div_ceil(self.left())) };
+        let len = if start < until {
+            len
+        } else {
+            self.limits.rounded((2 * start).div_ceil(self.left()))
+        };
         len.max(self.longest())
     }
 
@@ -154,7 +158,9 @@ mod tests {
             let part = plan.part(at).unwrap();
             assert_eq!((part.number, plan.head_len + part.start), (number, at));
             assert!(
-                part.len >= PART_LEN && part.len <= S3.longest && part.len.is_multiple_of(PART_UNIT)
+                part.len >= PART_LEN
+                    && part.len <= S3.longest
+                    && part.len.is_multiple_of(PART_UNIT)
             );
             assert_eq!(plan.part(at + part.len - 1), Some(part));
             at += part.len;

@@ -1,7 +1,7 @@
 //! `s3://bucket/key`: the calls of the SDK.
 
 use std::io::ErrorKind;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use aws_sdk_s3::Client;
@@ -12,7 +12,7 @@ use aws_sdk_s3::primitives::{ByteStream, SdkBody};
 use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
 
-use super::object::{Begun, MARK, Object, Sent, Sums, new_mark};
+use super::object::{Object, Sent, new_mark};
 use super::plan::Limits;
 use super::requests::Requests;
 use super::sum::Sum;
@@ -34,6 +34,22 @@ pub struct S3Object {
     resolved: Resolved,
     /// By which the object is known again.
     mark: String,
+    /// What the server has agreed to when the upload began.
+    sums: OnceLock<Sums>,
+}
+
+/// The name of the metadata with the mark of an object that was sent in parts.
+const MARK: &str = "tensorizer-upload";
+
+/// What a server makes of sums of what is sent to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sums {
+    /// It is not told any.
+    None,
+    /// It is told those of parts, and may not look at them.
+    Parts,
+    /// It compares those of parts, and that of the object.
+    All,
 }
 
 impl S3Object {
@@ -59,7 +75,12 @@ impl S3Object {
             key: name.key,
             resolved,
             mark: new_mark()?,
+            sums: OnceLock::new(),
         })
+    }
+
+    fn sums(&self) -> Sums {
+        self.sums.get().copied().unwrap_or(Sums::None)
     }
 
     fn request<T, F: Future<Output = Result<T, Failure>>>(
@@ -128,7 +149,7 @@ impl Object for S3Object {
     }
 
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let sum = self.resolved.sums.then(|| Sum::of(bytes).text());
+        let sum = self.resolved.sums.then(|| Sum::of(bytes).for_s3());
         self.request(cancel, |client| {
             let send = move |sum: Option<String>| {
                 let put = client.put_object().bucket(&self.bucket).key(&self.key);
@@ -150,7 +171,7 @@ impl Object for S3Object {
         })
     }
 
-    fn begin(&self, cancel: &dyn Cancel) -> Result<Begun> {
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
         self.request(cancel, |client| async move {
             let begin = client.create_multipart_upload().bucket(&self.bucket).key(&self.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
@@ -177,20 +198,15 @@ impl Object for S3Object {
                 let what = "the server began an upload without a number";
                 Failure::lasting(ErrorKind::InvalidData, what)
             })?;
-            Ok(Begun { upload, sums })
+            let _ = self.sums.set(sums);
+            Ok(upload.into())
         })
     }
 
-    fn part(
-        &self,
-        begun: &Begun,
-        number: u64,
-        bytes: &Bytes,
-        cancel: &dyn Cancel,
-    ) -> Result<Sent> {
-        let Begun { upload, sums } = begun;
+    fn part(&self, upload: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent> {
+        let sums = self.sums();
         let in_protocol = number_of(number)?;
-        let sum = (*sums != Sums::None).then(|| Sum::of(bytes));
+        let sum = (sums != Sums::None).then(|| Sum::of(bytes));
         self.request(cancel, |client| async move {
             let send = |sum: Option<String>| {
                 let part = client.upload_part().bucket(&self.bucket).key(&self.key);
@@ -199,11 +215,11 @@ impl Object for S3Object {
                 let part = part.set_request_payer(self.resolved.payer());
                 part.customize().disable_payload_signing().send()
             };
-            let text = sum.map(Sum::text);
+            let text = sum.map(Sum::for_s3);
             let mut told = sum;
             let mut answer = send(text.clone()).await;
             // One that has agreed to sums is held to that.
-            for again in again(&text).into_iter().filter(|_| *sums == Sums::Parts) {
+            for again in again(&text).into_iter().filter(|_| sums == Sums::Parts) {
                 if !answer.as_ref().is_err_and(knows_no_sums) {
                     break;
                 }
@@ -219,20 +235,14 @@ impl Object for S3Object {
         })
     }
 
-    fn complete(
-        &self,
-        begun: &Begun,
-        parts: &[Sent],
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        let Begun { upload, sums } = begun;
-        let all = *sums == Sums::All;
+    fn complete(&self, upload: &str, parts: &[Sent], len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let sums = self.sums();
+        let all = sums == Sums::All;
         let sums = parts.iter().filter_map(|part| part.sum);
-        let sum = all.then(|| sums.fold(Sum::default(), Sum::and).text());
+        let sum = all.then(|| sums.fold(Sum::default(), Sum::and).for_s3());
         let parts = parts.iter().map(|Sent { number, tag, sum }| {
             let part = CompletedPart::builder().part_number(number_of(*number)?).e_tag(tag);
-            Ok(part.set_checksum_crc64_nvme(sum.map(Sum::text)).build())
+            Ok(part.set_checksum_crc64_nvme(sum.map(Sum::for_s3)).build())
         });
         let parts = parts.collect::<Result<_>>()?;
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
@@ -256,11 +266,11 @@ impl Object for S3Object {
         }
     }
 
-    fn abort(&self, begun: &Begun, cancel: &dyn Cancel) -> Result<()> {
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
         self.request(cancel, |client| async move {
             let abort = client.abort_multipart_upload().bucket(&self.bucket).key(&self.key);
             let abort = abort.set_request_payer(self.resolved.payer());
-            abort.upload_id(&begun.upload).send().await.map(drop).map_err(failure)
+            abort.upload_id(upload).send().await.map(drop).map_err(failure)
         })
     }
 }

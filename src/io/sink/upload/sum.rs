@@ -1,6 +1,7 @@
-//! The sum by which a server finds bytes that are not what was sent: CRC-64/NVME, of which those of
-//! parts give that of the object.
+//! The sums by which servers find bytes that are not what was sent: CRC-64/NVME, of which those of
+//! parts give that of the object, and CRC-32C.
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 
 /// The sum of some bytes; by default of none.
@@ -23,29 +24,45 @@ impl Sum {
     }
 
     /// As S3 has it: its bytes, the highest first, in base64.
-    pub fn text(self) -> String {
-        const DIGITS: &[u8; 64] =
-            b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-        // Eleven digits: the last has four bits of the sum, and two that are 0.
-        let bits = u128::from(self.value) << 2;
-        let digit = |place: u32| {
-            let digit = (bits >> (6 * place)) & 63;
-            usize::try_from(digit).ok().and_then(|at| DIGITS.get(at)).map(|&byte| char::from(byte))
-        };
-        (0..11).rev().filter_map(digit).chain(['=']).collect()
+    #[cfg(feature = "s3")]
+    pub fn for_s3(self) -> String {
+        BASE64_STANDARD.encode(self.value.to_be_bytes())
+    }
+
+    /// As Azure has it: its bytes, the lowest first, in base64.
+    #[cfg(feature = "clouds")]
+    pub fn for_azure(self) -> String {
+        BASE64_STANDARD.encode(self.value.to_le_bytes())
     }
 }
 
+/// The sum that Google looks at, CRC-32C, as it has it: its bytes, the highest first, in base64.
+#[cfg(feature = "clouds")]
+pub fn for_google(bytes: &[u8]) -> String {
+    let value = checksum(CrcAlgorithm::Crc32Iscsi, bytes);
+    BASE64_STANDARD.encode(u32::try_from(value).unwrap_or(0).to_be_bytes())
+}
+
 #[cfg(test)]
+#[cfg(feature = "s3")]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(feature = "clouds")]
+    fn sums_of_the_other_clouds() {
+        assert_eq!(Sum::of(b"123456789").for_azure(), "iJh5CoYUi64=");
+        // The check value of the catalogue is e3069283.
+        assert_eq!(for_google(b"123456789"), "4waSgw==");
+        assert_eq!(for_google(b""), "AAAAAA==");
+    }
 
     #[test]
     fn sums_of_parts_give_that_of_the_whole() {
         // The check value of the catalogue of CRCs.
         let whole = Sum::of(b"123456789");
-        assert_eq!((whole.value, &*whole.text()), (0xae8b_1486_0a79_9888, "rosUhgp5mIg="));
-        assert_eq!(Sum::default().text(), "AAAAAAAAAAA=");
+        assert_eq!((whole.value, &*whole.for_s3()), (0xae8b_1486_0a79_9888, "rosUhgp5mIg="));
+        assert_eq!(Sum::default().for_s3(), "AAAAAAAAAAA=");
         assert_eq!(Sum::default(), Sum::of(b""));
         for at in 0..=9 {
             let (one, other) = b"123456789".split_at(at);
