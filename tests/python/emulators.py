@@ -242,19 +242,19 @@ def crc32c(data, known={}):  # noqa: B006  # what is known is kept
     return known[data]
 
 
-def _table():
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        yield value
+def _of_byte(value):
+    for _ in range(8):
+        value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    return value
 
 
-_TABLE = list(_table())
+_TABLE = [_of_byte(value) for value in range(256)]
 
 
 class GoogleXml(Relay):
-    """Google's XML API, before a server of S3, which has the same requests by other names of fields:
-    no emulator of Google's has its uploads in parts. It checks tokens, and sums as far as asked.
+    """Google's XML API, before a server of S3, which has the same requests by other names.
+
+    No emulator of Google's knows uploads in parts. Tokens are checked here, and sums.
     """
 
     def __init__(self, server, good=lambda token, number: True, longest_sum=100_000):
