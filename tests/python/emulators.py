@@ -80,17 +80,17 @@ class Azurite:
     account = "account"
     key = base64.b64encode(b"a key of thirty-two bytes, surely").decode()
 
-    def __init__(self, folder, tls=False):
+    def __init__(self, folder, tls=False, any_version=False):
         self.folder = Path(folder)
         self.port = free_port()
         self.host = f"127.0.0.1:{self.port}"
         address = f"localhost:{self.port}" if tls else self.host
         self.url = f"{'https' if tls else 'http'}://{address}"
-        more = []
+        more = ["--skipApiVersionCheck"] if any_version else []
         if tls:
             make_certificates(self.folder)
             # Tokens are looked at only over TLS.
-            more = ["--oauth", "basic", "--cert", "server.pem", "--key", "server.key"]
+            more += ["--oauth", "basic", "--cert", "server.pem", "--key", "server.key"]
         self.process = subprocess.Popen(
             [installed("node_modules/.bin/azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort",
              str(self.port), "--inMemoryPersistence", "--silent", "--disableTelemetry", *more],

@@ -18,6 +18,7 @@ use crate::io::net::{Failure, NetOptions, wait_for};
 
 /// How long a chain is not asked again: it has a new token minutes before one expires.
 const VALID: Duration = Duration::from_secs(30);
+
 /// Opens an address. Files of which the heads are known are opened without a request.
 pub fn open(
     uri: &str,

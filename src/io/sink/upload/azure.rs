@@ -33,7 +33,7 @@ impl Blob {
         Blob { at }
     }
 
-    /// The error of who is not alone. `answer` is what the server said.
+    /// The error of who is not alone; `what` is what the server said.
     fn disturbed(&self, why: &str, what: &str) -> Error {
         let what = format!("the server answered 400: {what}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
@@ -77,7 +77,7 @@ impl Object for Blob {
     }
 
     fn part(&self, upload: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent> {
-        let tag = BASE64_STANDARD.encode(format!("{}-{number:05}", upload));
+        let tag = BASE64_STANDARD.encode(format!("{upload}-{number:05}"));
         let ask = Ask::new(Method::PUT, bytes)
             .query("comp", "block")
             .query("blockid", &*tag)
