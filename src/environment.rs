@@ -215,7 +215,7 @@ variables! {
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
         "how long the tries of one request may take together, and a second more for each 64 KiB of it";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
-        "memory for the parts of an upload to S3, in MiB: too little costs connections; 0: what they need";
+        "memory for the parts of an upload, in MiB: too little costs connections; 0: what they need";
     CACHE_GB = "TENSORIZER_CACHE_GB", 0,
         "how much that folder may hold, in GB: what was used least recently goes; 0: all but a twentieth of its disk";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,

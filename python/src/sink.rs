@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
-use tensorizer::sink::{FileSink, S3Sink, Unclosed, WriteAt, write_all_at};
+use tensorizer::sink::{FileSink, Unclosed, UploadSink, WriteAt, write_all_at};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -32,7 +32,7 @@ pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
 /// An object that appears whole, when it is published, or not at all.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Sink {
-    sink: Option<S3Sink>,
+    sink: Option<UploadSink>,
 }
 
 impl Drop for Sink {
@@ -49,7 +49,7 @@ impl Drop for Sink {
 
 impl Sink {
     /// The same object, for a writer.
-    pub fn shared(&self) -> Result<S3Sink> {
+    pub fn shared(&self) -> Result<UploadSink> {
         self.sink.clone().ok_or_else(|| Error::Closed("the object is closed".to_owned()))
     }
 }
@@ -66,7 +66,16 @@ impl Sink {
     ) -> Answer<Self> {
         let options = options.into();
         let sink = gil::without(py, || -> Result<_> {
-            S3Sink::create(&uri, &options, certificates.options()?, &signals)
+            UploadSink::s3(&uri, &options, certificates.options()?, &signals)
+        })?;
+        Ok(Sink { sink: Some(sink) })
+    }
+
+    /// The same for an object of Google Cloud Storage or a blob of Azure.
+    #[staticmethod]
+    fn clouds(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
+        let sink = gil::without(py, || -> Result<_> {
+            UploadSink::clouds(&uri, certificates.options()?, &signals)
         })?;
         Ok(Sink { sink: Some(sink) })
     }

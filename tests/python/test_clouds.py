@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same
 from emulators import Azurite, Doorman, Front, Google, Tokens, Tunnel
 from servers import free_port, make_certificates, need
-from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer import TensorDeserializer
 from tensorizer.stream_io import open_stream
 
 ops = torch.ops.tensorizer
@@ -141,20 +141,6 @@ class TestReading:
             for secret in (Azurite.key, "sig="):
                 assert secret not in path.name
                 assert secret.encode() not in path.read_bytes()
-
-    def test_writing_is_refused(self, cloud, tmp_path):
-        address = f"{cloud.address}/new.tensors"
-        for call in (
-            lambda: tensorizer.save(TENSORS, address),
-            lambda: TensorSerializer(address),
-            lambda: open_stream(address, "wb"),
-        ):
-            with pytest.raises(ValueError, match="cannot be written|only be opened for reading"):
-                call()
-        with pytest.raises(RuntimeError, match="cannot be written"):
-            ops.save(address, TENSORS)
-        with pytest.raises(FileNotFoundError):
-            tensorizer.load(address)
 
 
 @pytest.mark.parametrize(

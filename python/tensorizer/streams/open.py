@@ -30,6 +30,11 @@ _CLOUDS = ("gs", "az", "abfs", "abfss")
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
 
 
+def _check_writing(scheme: str, normal: str, mode: str) -> None:
+    if normal[0] not in "wa":
+        raise ValueError(f"{scheme}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
+
+
 class _S3Options(TypedDict):
     access_key: str | None
     secret_key: str | None
@@ -80,8 +85,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
 
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
-        mode: A binary mode. ``s3://`` can be read or written; ``"ab"`` does not append, but
-            writes a new object, as before. Other addresses are for reading. A local file that is
+        mode: A binary mode. ``s3://``, ``gs://`` and ``az://`` can be read or written; ``"ab"``
+            does not append, but writes a new object, as before. Other addresses are for reading. A local file that is
             opened with ``"wb"`` or ``"wb+"`` appears when it is closed; if a ``with`` block raises,
             or it is never closed, the old one stays.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
@@ -140,8 +145,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 return CURLStreamFile.over(
                     lambda: Source.s3(uri, options, trust), begin, end, buffer_size
                 )
-            if normal[0] not in "wa":
-                raise ValueError(f"s3:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
+            _check_writing(scheme, normal, mode)
             return UploadFile(Sink.s3(path_uri, options, trust))
         if scheme == "hf":
             if normal != "rb":
@@ -153,10 +157,11 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             uri, trust = path_uri, trust_of(certificate_handling)
             return CURLStreamFile.over(lambda: Source.hf(uri, trust), begin, end, buffer_size)
         if scheme in _CLOUDS:
-            if normal != "rb":
-                raise ValueError(f"{scheme}:// addresses can only be opened for reading: {mode!r}")
-            check_range(begin, end)
             uri, trust = path_uri, trust_of(certificate_handling)
+            if normal != "rb":
+                _check_writing(scheme, normal, mode)
+                return UploadFile(Sink.clouds(uri, trust))
+            check_range(begin, end)
             return CURLStreamFile.over(lambda: Source.clouds(uri, trust), begin, end, buffer_size)
         if scheme in ("redis", "rediss"):
             if normal != "rb":

@@ -9,11 +9,15 @@ mod place;
 mod retry;
 #[cfg(feature = "s3")]
 pub mod s3;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod sending;
 mod tls;
 
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub use options::{NetOptions, Trust};
 pub(crate) use retry::{Failure, Tries};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) use sending::{Counted, unless_silent};
 #[cfg(feature = "http")]
 pub(crate) use tls::Protocols;
 pub(crate) use tls::Tls;

@@ -3,22 +3,24 @@
 mod alike;
 mod file;
 mod hidden;
-#[cfg(feature = "s3")]
-mod s3;
 mod temporary;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod upload;
 mod write_at;
 
 use std::ffi::OsStr;
 
 pub use file::FileSink;
-#[cfg(feature = "s3")]
-pub use s3::S3Sink;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub use upload::UploadSink;
 pub use write_at::{Unclosed, WriteAt, write_all_at};
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+use crate::io::net::NetOptions;
 #[cfg(feature = "s3")]
-use crate::io::net::{NetOptions, s3::S3Options};
+use crate::io::net::s3::S3Options;
 use crate::io::source::address::{self, Address};
 
 /// Begins a file at an address or a local path, with the options of the environment.
@@ -31,7 +33,11 @@ pub fn create(uri: &str, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
         #[cfg(feature = "s3")]
         "s3" => {
             let options = NetOptions::from_environment()?;
-            Ok(Box::new(S3Sink::create(uri, &S3Options::default(), options, cancel)?))
+            Ok(Box::new(UploadSink::s3(uri, &S3Options::default(), options, cancel)?))
+        }
+        #[cfg(feature = "clouds")]
+        "gs" | "az" | "abfs" | "abfss" => {
+            Ok(Box::new(UploadSink::clouds(uri, NetOptions::from_environment()?, cancel)?))
         }
         scheme => {
             let _ = cancel;
@@ -45,11 +51,9 @@ pub fn unwritable(scheme: &str) -> Error {
     let instead = match scheme {
         "redis" | "rediss" => "TensorDeserializer.to_redis copies files there",
         "s3" => "this build has no S3",
+        "gs" | "az" | "abfs" | "abfss" => "this build has neither Google nor Azure",
         "hf" => "write a local file, and upload it with huggingface_hub",
-        "gs" | "az" | "abfs" | "abfss" => {
-            "write a local file, and upload it by the cloud's own tools"
-        }
-        _ => "upload a local file by other means, or write to s3://",
+        _ => "upload a local file by other means, or write to s3://, gs:// or az://",
     };
     Error::InvalidArgument(format!("`{scheme}://` addresses cannot be written: {instead}"))
 }

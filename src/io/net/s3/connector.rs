@@ -3,10 +3,8 @@
 
 use std::error::Error as _;
 use std::io::{self, ErrorKind};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
@@ -16,18 +14,13 @@ use aws_smithy_runtime_api::client::http::{
     HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
-use bytes::Bytes;
-use http_body::{Frame, SizeHint};
 use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{Body, Client, Request, StatusCode};
 
 use crate::error::Shown;
-use crate::io::net::{Failure, NetOptions, Trust};
+use crate::io::net::{Counted, Failure, NetOptions, Trust, unless_silent};
 use crate::io::source::http::client;
 use crate::io::source::http::reply::{refusal, says_expired};
-
-/// Bytes that are handed to a connection at a time, so that it shows how far it has come.
-const STEP: usize = 256 << 10;
 
 /// What servers say of bytes that are not what was sent.
 const SPOILED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
@@ -109,17 +102,12 @@ impl HttpConnector for Connector {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
         let Connector { client, stall, sent } = self.clone();
         HttpConnectorFuture::new(async move {
-            let mut answer = std::pin::pin!(send(&client, request, Arc::clone(&sent)));
-            loop {
-                let before = sent.load(Ordering::Relaxed);
-                if let Ok(answer) = tokio::time::timeout(stall, &mut answer).await {
-                    return answer;
-                }
-                if sent.load(Ordering::Relaxed) == before {
-                    let what = format!("the server said nothing for {} s", stall.as_secs());
-                    return Err(failed(io::Error::new(ErrorKind::TimedOut, what)));
-                }
-            }
+            let answer = send(&client, request, Arc::clone(&sent));
+            let silent = || {
+                let what = format!("the server said nothing for {} s", stall.as_secs());
+                Err(failed(io::Error::new(ErrorKind::TimedOut, what)))
+            };
+            unless_silent(stall, &sent, answer).await.unwrap_or_else(silent)
         })
     }
 }
@@ -127,50 +115,6 @@ impl HttpConnector for Connector {
 /// The kind says whether another try may help; see [`failure`].
 fn failed(error: io::Error) -> ConnectorError {
     ConnectorError::other(error.into(), None)
-}
-
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
-
-/// A body that counts what was taken from it.
-struct Counted {
-    body: SdkBody,
-    next: Bytes,
-    sent: Arc<AtomicU64>,
-}
-
-impl http_body::Body for Counted {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        if self.next.is_empty() {
-            match Pin::new(&mut self.body).poll_frame(context) {
-                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
-                    Ok(bytes) => self.next = bytes,
-                    Err(other) => return Poll::Ready(Some(Ok(other))),
-                },
-                other => return other,
-            }
-        }
-        let len = self.next.len().min(STEP);
-        let now = self.next.split_to(len);
-        self.sent.fetch_add(len as u64, Ordering::Relaxed);
-        Poll::Ready(Some(Ok(Frame::data(now))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.next.is_empty() && self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match (self.body.content_length(), self.next.len() as u64) {
-            (Some(len), next) => SizeHint::with_exact(len + next),
-            (None, _) => SizeHint::new(),
-        }
-    }
 }
 
 async fn send(
@@ -182,10 +126,8 @@ async fn send(
     let odd =
         |e: &dyn std::fmt::Display| failed(io::Error::new(ErrorKind::InvalidInput, e.to_string()));
     let request = request.try_into_http1x().map_err(|e| odd(&e))?;
-    let request = Request::try_from(
-        request.map(|body| Body::wrap(Counted { body, next: Bytes::new(), sent })),
-    )
-    .map_err(of_reqwest)?;
+    let request = Request::try_from(request.map(|body| Body::wrap(Counted::new(body, sent))))
+        .map_err(of_reqwest)?;
     let mut response = client.execute(request).await.map_err(of_reqwest)?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let headers = response.headers().clone();

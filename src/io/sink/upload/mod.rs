@@ -1,14 +1,23 @@
-//! `s3://bucket/key`: parts that are sent while others are still being written.
+//! Objects in parts, which are sent while others are still being written.
 //!
 //! The first part holds the prologue and the index, which are written last; it is kept until
 //! then. Any other part is sent by a thread that has just written. Nothing can be read under
-//! the key before the server has been told to put the parts together.
+//! the address before the server has been told to put the parts together.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
+#[cfg(feature = "clouds")]
+mod azure;
+#[cfg(feature = "clouds")]
+mod clouds;
+#[cfg(feature = "clouds")]
+mod google;
 mod memory;
 mod object;
 mod plan;
+mod requests;
+#[cfg(feature = "s3")]
+mod s3;
 mod sum;
 
 use std::collections::{HashMap, VecDeque};
@@ -23,27 +32,38 @@ use super::{Unclosed, WriteAt};
 use crate::cancel::{Cancel, Never, detached};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
+#[cfg(feature = "clouds")]
+use crate::io::net::clouds::Cloud;
+#[cfg(feature = "s3")]
 use crate::io::net::s3::S3Options;
 use crate::sys::process::Maker;
+#[cfg(feature = "clouds")]
+use azure::Blob;
+#[cfg(feature = "clouds")]
+use clouds::CloudObject;
+#[cfg(feature = "clouds")]
+use google::GoogleObject;
 use memory::{Budget, Memory};
-use object::{Begun, Object, Sent};
-use plan::{HEAD_PARTS, MAX_PARTS, Plan};
+use object::{Object, Sent};
+use plan::Plan;
+#[cfg(feature = "s3")]
+use s3::S3Object;
 
 /// How long a call that was interrupted waits for the server to take note of it.
 const SOON: Duration = Duration::from_millis(500);
 
 /// An object under construction. Clones are the same object.
 #[derive(Clone)]
-pub struct S3Sink(Arc<Upload>);
+pub struct UploadSink(Arc<Upload>);
 
 struct Upload {
     /// Who alone may send parts of it, end it, or give it up.
     maker: Maker,
-    object: Arc<Object>,
+    object: Arc<dyn Object>,
     state: Mutex<State>,
     memory: Memory,
     /// What the server knows it by, once it has begun.
-    begun: Mutex<Option<Begun>>,
+    begun: Mutex<Option<Arc<str>>>,
     /// Whether a request was given up, because the call was to end: then it ends soon.
     interrupted: AtomicBool,
 }
@@ -68,24 +88,37 @@ struct Part {
     filled: u64,
 }
 
-impl S3Sink {
-    /// Finds the endpoint and the credentials. Nothing is sent before a part is complete.
-    pub fn create(
-        uri: &str,
-        s3: &S3Options,
-        options: NetOptions,
-        cancel: &dyn Cancel,
-    ) -> Result<Self> {
+impl UploadSink {
+    /// An object of S3. Finds the endpoint and the credentials; nothing is sent before a part is
+    /// complete.
+    #[cfg(feature = "s3")]
+    pub fn s3(uri: &str, s3: &S3Options, options: NetOptions, cancel: &dyn Cancel) -> Result<Self> {
         let budget = Budget::new(&options)?;
-        let object = Arc::new(Object::new(uri, s3, options, cancel)?);
-        Ok(S3Sink(Arc::new(Upload {
+        Ok(Self::over(Arc::new(S3Object::new(uri, s3, options, cancel)?), budget))
+    }
+
+    /// An object of Google Cloud Storage, or a blob of Azure. Finds out where it is and who writes it;
+    /// nothing is sent before a part is complete.
+    #[cfg(feature = "clouds")]
+    pub fn clouds(uri: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<Self> {
+        let budget = Budget::new(&options)?;
+        let at = CloudObject::new(uri, options, cancel)?;
+        let object: Arc<dyn Object> = match at.cloud {
+            Cloud::Google => Arc::new(GoogleObject::new(at)?),
+            Cloud::Azure => Arc::new(Blob::new(at)),
+        };
+        Ok(Self::over(object, budget))
+    }
+
+    fn over(object: Arc<dyn Object>, budget: Budget) -> Self {
+        UploadSink(Arc::new(Upload {
             maker: Maker::this(),
             object,
             state: Mutex::default(),
             memory: Memory::new(budget),
             begun: Mutex::new(None),
             interrupted: AtomicBool::new(false),
-        })))
+        }))
     }
 
     /// Gives the object up: what was there before stays.
@@ -102,17 +135,22 @@ impl Upload {
 
     /// The state of an object that can still be written.
     fn usable(&self) -> Result<MutexGuard<'_, State>> {
-        self.maker.check(&self.object.shown)?;
+        self.maker.check(self.object.shown())?;
         let state = self.state();
         match state.over {
-            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown))),
+            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown()))),
             None => Ok(state),
         }
     }
 
+    /// The plan of an object of which the first bytes are to have so many, of so many in all.
+    fn plan(&self, head: u64, len: u64) -> Plan {
+        Plan::new(self.object.limits(), head, len)
+    }
+
     /// Bytes of the longest part so far.
     fn longest_part(&self) -> u64 {
-        self.state().plan.as_ref().map_or(Plan::new(0, 0).part_len, Plan::longest)
+        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, Plan::longest)
     }
 
     fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -130,7 +168,7 @@ impl Upload {
         if let Some(begun) = begun {
             let object = Arc::clone(&self.object);
             let limit =
-                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.options.stall };
+                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.stall() };
             let asked = Instant::now();
             let interrupted = OnceLock::new();
             let waits = || {
@@ -158,7 +196,7 @@ impl Upload {
     }
 
     /// The upload at the server; the first caller begins it.
-    fn begun(&self, cancel: &dyn Cancel) -> Result<Begun> {
+    fn begun(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         match &*begun {
             Some(begun) => Ok(begun.clone()),
@@ -171,17 +209,22 @@ impl Upload {
     }
 
     fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let number = i32::try_from(number).map_err(|_| self.too_many())?;
         let begun = self.begun(cancel)?;
         let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
         self.state().sent.push(sent);
         Ok(())
     }
 
+    /// The number of the first part behind the head.
+    fn first_part(&self) -> u64 {
+        self.object.limits().head_parts() + 1
+    }
+
     fn too_many(&self) -> Error {
         Error::InvalidArgument(format!(
-            "`{}` would have more than {MAX_PARTS} parts: write its tensors in fewer calls",
-            self.object.shown
+            "`{}` would have more than {} parts: write its tensors in fewer calls",
+            self.object.shown(),
+            self.object.limits().parts
         ))
     }
 
@@ -203,7 +246,7 @@ impl Upload {
         let too_large = |_| Error::Bug("a part beyond memory".to_owned());
         let (place, start, part) = {
             let mut state = self.usable()?;
-            let plan = state.plan.get_or_insert_with(|| Plan::new(0, 0));
+            let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
             let place = plan.part(offset).ok_or_else(|| self.too_many())?;
             let start = offset - plan.head_len - place.start;
             let start = usize::try_from(start).map_err(too_large)?;
@@ -236,7 +279,7 @@ impl Upload {
             let Some((number, part)) = next else { return cancel.check() };
             let (sending, part_len) = (self.memory.sending(), part.len());
             let part = Bytes::from(part);
-            self.send(HEAD_PARTS + 1 + number, &part, cancel)?;
+            self.send(self.first_part() + number, &part, cancel)?;
             // Nobody else has the memory any more, unless a request that was given up still does.
             sending.done(part_len, part.try_into_mut().ok().map(Vec::from));
         }
@@ -247,7 +290,7 @@ impl Upload {
         drop(self.usable()?);
         self.settle(cancel)?;
         let mut state = self.usable()?;
-        let plan = state.plan.take().unwrap_or_else(|| Plan::new(0, len));
+        let plan = state.plan.take().unwrap_or_else(|| self.plan(0, len));
         let head = std::mem::take(&mut state.head);
         let mut open: Vec<(u64, Arc<Mutex<Part>>)> = state.open.drain().collect();
         let sent = !state.sent.is_empty();
@@ -263,14 +306,15 @@ impl Upload {
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
-                    self.object.shown, part.filled
+                    self.object.shown(),
+                    part.filled
                 )));
             }
             part.bytes.truncate(usize::try_from(filled).unwrap_or(usize::MAX));
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
-            return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown)));
+            return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown())));
         }
         if !sent {
             let mut all = head;
@@ -280,30 +324,31 @@ impl Upload {
             return self.seen(self.object.put(&Bytes::from(all), cancel));
         }
         for (number, tail) in tails {
-            self.send(HEAD_PARTS + 1 + number, &Bytes::from(tail), cancel)?;
+            self.send(self.first_part() + number, &Bytes::from(tail), cancel)?;
         }
         let head = Bytes::from(head);
         let part_len = usize::try_from(plan.part_len).unwrap_or(usize::MAX);
         for (number, start) in (1..).zip((0..head.len()).step_by(part_len)) {
             let end = head.len().min(start.saturating_add(part_len));
-            if number > HEAD_PARTS {
+            if number >= self.first_part() {
                 return Err(Error::InvalidArgument(format!(
                     "the index of `{}` takes {} bytes: write its tensors in fewer calls",
-                    self.object.shown,
+                    self.object.shown(),
                     head.len()
                 )));
             }
             self.send(number, &head.slice(start..end), cancel)?;
         }
-        let parts = std::mem::take(&mut self.state().sent);
+        let mut parts = std::mem::take(&mut self.state().sent);
+        parts.sort_by_key(|part| part.number);
         let begun = self.begun(cancel)?;
-        self.seen(self.object.complete(&begun, parts, len, cancel))
+        self.seen(self.object.complete(&begun, &parts, len, cancel))
     }
 }
 
-impl WriteAt for S3Sink {
+impl WriteAt for UploadSink {
     fn uri(&self) -> &str {
-        &self.0.object.shown
+        self.0.object.shown()
     }
 
     fn max_writers(&self) -> usize {
@@ -328,7 +373,7 @@ impl WriteAt for S3Sink {
             let mut rest: &[u8] = buffer;
             while !rest.is_empty() {
                 let mut state = self.0.usable()?;
-                let head_len = state.plan.get_or_insert_with(|| Plan::new(0, 0)).head_len;
+                let head_len = state.plan.get_or_insert_with(|| self.0.plan(0, 0)).head_len;
                 let done = if at < head_len {
                     Upload::write_head(&mut state, head_len, at, rest)?
                 } else {
@@ -372,7 +417,7 @@ impl WriteAt for S3Sink {
     }
 
     fn reserve(&self, head: u64, len: u64) -> Result<()> {
-        self.0.usable()?.plan.get_or_insert_with(|| Plan::new(head, len)).announce(len);
+        self.0.usable()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
         Ok(())
     }
 

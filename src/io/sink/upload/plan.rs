@@ -1,20 +1,42 @@
 //! How an object is cut into parts.
 
-/// Bytes a part, unless the object would then have too many. The protocol demands at least 5 MiB of
-/// all but the last.
+/// Bytes a part, unless the object would then have too many, or the protocol demands more.
 const PART_LEN: u64 = 8 << 20;
-/// The protocol's longest part.
-const LONGEST: u64 = 5 << 30;
 /// Lengths of parts are multiples of this, and so of every alignment.
 const PART_UNIT: u64 = 2 << 20;
-/// The protocol's highest number of a part.
-pub const MAX_PARTS: u64 = 10_000;
-/// Numbers that are kept free for the head, which may grow.
-pub const HEAD_PARTS: u64 = 1000;
-/// Numbers that are left for what is behind the head.
-const BODY_PARTS: u64 = MAX_PARTS - HEAD_PARTS;
-/// As many of them as what was announced may take: more may be written than that.
-const ANNOUNCED_PARTS: u64 = 8000;
+
+/// What a protocol says of parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The most parts of an object.
+    pub parts: u64,
+    /// Bytes of the shortest part, unless it is the last.
+    pub least: u64,
+    /// Bytes of the longest part.
+    pub longest: u64,
+}
+
+impl Limits {
+    /// Numbers that are kept free for the head, which may grow.
+    pub fn head_parts(self) -> u64 {
+        self.parts / 10
+    }
+
+    /// Numbers that are left for what is behind the head.
+    fn body_parts(self) -> u64 {
+        self.parts - self.head_parts()
+    }
+
+    /// As many of them as what was announced may take: more may be written than that.
+    fn announced_parts(self) -> u64 {
+        self.parts / 10 * 8
+    }
+
+    /// The length of parts that are to have at least so many bytes.
+    fn rounded(self, len: u64) -> u64 {
+        len.clamp(PART_LEN.max(self.least), self.longest).next_multiple_of(PART_UNIT)
+    }
+}
 
 /// So many times what was written before is far more.
 const MUCH_MORE: u64 = 3;
@@ -26,6 +48,7 @@ const MUCH_MORE: u64 = 3;
 /// already: however much is written, the numbers suffice.
 #[derive(Debug)]
 pub struct Plan {
+    limits: Limits,
     /// Bytes that are written last, whole parts.
     pub head_len: u64,
     /// Bytes of each part of the head, and of the first ones behind it.
@@ -48,11 +71,11 @@ pub struct Place {
 
 impl Plan {
     /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
-    pub fn new(head: u64, len: u64) -> Self {
-        let part_len = rounded(len.div_ceil(ANNOUNCED_PARTS));
+    pub fn new(limits: Limits, head: u64, len: u64) -> Self {
+        let part_len = limits.rounded(len.div_ceil(limits.announced_parts()));
         let head_len = head.max(1).next_multiple_of(part_len);
         let announced = (len.saturating_sub(head_len), part_len);
-        Plan { head_len, part_len, announced, ends: Vec::new() }
+        Plan { limits, head_len, part_len, announced, ends: Vec::new() }
     }
 
     /// The file will have at least so many bytes.
@@ -61,7 +84,8 @@ impl Plan {
         let end = self.end();
         if len > end.saturating_mul(MUCH_MORE).max(self.announced.0) {
             // Half of the numbers: this may come again.
-            self.announced = (len, rounded((len - end).div_ceil(self.left().div_ceil(2))));
+            let len_of_each = (len - end).div_ceil(self.left().div_ceil(2));
+            self.announced = (len, self.limits.rounded(len_of_each));
         }
     }
 
@@ -80,7 +104,7 @@ impl Plan {
     pub fn part(&mut self, offset: u64) -> Option<Place> {
         let at = offset.saturating_sub(self.head_len);
         while self.ends.last().is_none_or(|&end| end <= at) {
-            if self.ends.len() as u64 == BODY_PARTS {
+            if self.ends.len() as u64 == self.limits.body_parts() {
                 return None;
             }
             let start = self.end();
@@ -98,7 +122,11 @@ impl Plan {
 
     fn next_len(&self, start: u64) -> u64 {
         let (until, len) = self.announced;
-        let len = if start < until { len } else { rounded((2 * start).div_ceil(self.left())) };
+        let len = if start < until {
+            len
+        } else {
+            self.limits.rounded((2 * start).div_ceil(self.left()))
+        };
         len.max(self.longest())
     }
 
@@ -108,13 +136,8 @@ impl Plan {
 
     /// Numbers that are left.
     fn left(&self) -> u64 {
-        BODY_PARTS.saturating_sub(self.ends.len() as u64).max(1)
+        self.limits.body_parts().saturating_sub(self.ends.len() as u64).max(1)
     }
-}
-
-/// The length of parts that are to have at least so many bytes.
-fn rounded(len: u64) -> u64 {
-    len.clamp(PART_LEN, LONGEST).next_multiple_of(PART_UNIT)
 }
 
 #[cfg(test)]
@@ -123,6 +146,8 @@ mod tests {
     use super::super::memory::{Budget, USUAL_WRITERS};
     use super::*;
 
+    const S3: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+    const AZURE: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
     const GB: u64 = 1_000_000_000;
     const INDEX: u64 = 300_000;
 
@@ -133,7 +158,9 @@ mod tests {
             let part = plan.part(at).unwrap();
             assert_eq!((part.number, plan.head_len + part.start), (number, at));
             assert!(
-                part.len >= PART_LEN && part.len <= LONGEST && part.len.is_multiple_of(PART_UNIT)
+                part.len >= PART_LEN
+                    && part.len <= S3.longest
+                    && part.len.is_multiple_of(PART_UNIT)
             );
             assert_eq!(plan.part(at + part.len - 1), Some(part));
             at += part.len;
@@ -150,7 +177,7 @@ mod tests {
             (140 * GB, 7417, 18 * mib, 360 * mib),
             (5000 * GB, 7973, 598 * mib, 11960 * mib),
         ] {
-            let mut plan = Plan::new(INDEX, len);
+            let mut plan = Plan::new(S3, INDEX, len);
             assert_eq!(plan.part_len, part_len);
             assert_eq!(cut(&mut plan, len), parts);
             // As announced, all parts have one length.
@@ -168,31 +195,42 @@ mod tests {
 
     #[test]
     fn numbers_suffice_for_what_was_not_announced() {
-        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, LONGEST)] {
-            let mut plan = Plan::new(0, 0);
-            assert!(cut(&mut plan, len) <= BODY_PARTS);
+        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.longest)] {
+            let mut plan = Plan::new(S3, 0, 0);
+            assert!(cut(&mut plan, len) <= S3.body_parts());
             assert_eq!(plan.longest(), longest);
         }
         // Little at first, and then a model of which the size is known.
-        let mut plan = Plan::new(INDEX, 1 << 20);
+        let mut plan = Plan::new(S3, INDEX, 1 << 20);
         cut(&mut plan, 100 << 20);
         plan.announce(140 * GB);
-        assert!(cut(&mut plan, 140 * GB) <= ANNOUNCED_PARTS);
+        assert!(cut(&mut plan, 140 * GB) <= S3.announced_parts());
         assert_eq!(plan.longest(), 30 << 20);
         // More and more.
-        let mut plan = Plan::new(INDEX, 50 * GB);
+        let mut plan = Plan::new(S3, INDEX, 50 * GB);
         for calls in 1..=20 {
             plan.announce(calls * 50 * GB);
-            assert!(cut(&mut plan, calls * 50 * GB) < BODY_PARTS);
+            assert!(cut(&mut plan, calls * 50 * GB) < S3.body_parts());
         }
         assert!(plan.longest() <= 4 << 30);
-        assert_eq!(Plan::new(0, 0).part(u64::MAX / 2), None);
+        assert_eq!(Plan::new(S3, 0, 0).part(u64::MAX / 2), None);
+    }
+
+    #[test]
+    fn more_parts_where_the_protocol_has_them() {
+        let mut plan = Plan::new(AZURE, INDEX, 140 * GB);
+        assert_eq!((plan.part_len, plan.longest()), (PART_LEN, PART_LEN));
+        assert_eq!(cut(&mut plan, 140 * GB), 16_689);
+        let mut plan = Plan::new(AZURE, INDEX, 5000 * GB);
+        assert!(cut(&mut plan, 5000 * GB) <= AZURE.announced_parts());
+        let greedy = Limits { least: 30 << 20, ..AZURE };
+        assert_eq!(Plan::new(greedy, INDEX, GB).part_len, 30 << 20);
     }
 
     #[test]
     fn every_byte_has_one_part() {
         for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
-            let mut plan = Plan::new(head, len);
+            let mut plan = Plan::new(S3, head, len);
             assert!(plan.head_len >= head.max(1), "{plan:?}");
             assert_eq!(plan.head_len % plan.part_len, 0);
             let first = Place { number: 0, start: 0, len: plan.part_len };

@@ -1,10 +1,8 @@
-//! The calls that make an object: all at once, or in parts.
+//! `s3://bucket/key`: the calls of the SDK.
 
-use std::future::Future;
 use std::io::ErrorKind;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::http::HttpResponse;
@@ -14,43 +12,34 @@ use aws_sdk_s3::primitives::{ByteStream, SdkBody};
 use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
 
+use super::object::{Object, Sent, new_mark};
+use super::plan::Limits;
+use super::requests::Requests;
 use super::sum::Sum;
 use crate::cancel::Cancel;
-use crate::codec::crypt::random;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
     Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve,
 };
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries, guarded, wait_for};
-use crate::io::source::http::client::{Certificates, connect};
+use crate::io::net::{Failure, NetOptions, guarded, wait_for};
 
-/// An object that is being written.
-pub struct Object {
-    pub shown: String,
+const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+
+/// An object of S3.
+pub struct S3Object {
+    requests: Requests<Client>,
     bucket: String,
     key: String,
     resolved: Resolved,
-    certificates: Certificates,
-    pub options: NetOptions,
     /// By which the object is known again.
     mark: String,
-    pool: ConnectionPool<Sender>,
+    /// What the server has agreed to when the upload began.
+    sums: OnceLock<Sums>,
 }
-
-/// A client, and what counts the bytes that it sends.
-type Sender = (Client, Arc<AtomicU64>);
 
 /// The name of the metadata with the mark of an object that was sent in parts.
 const MARK: &str = "tensorizer-upload";
-
-/// An upload that the server has begun.
-#[derive(Debug, Clone)]
-pub struct Begun {
-    /// Its number.
-    upload: String,
-    sums: Sums,
-}
 
 /// What a server makes of sums of what is sent to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,16 +52,7 @@ enum Sums {
     All,
 }
 
-/// A part that the server has.
-pub struct Sent {
-    pub number: i32,
-    tag: String,
-    sum: Sum,
-    /// Whether the server was told the sum.
-    told: bool,
-}
-
-impl Object {
+impl S3Object {
     /// Finds out where it is and who may write it. Nothing is sent yet.
     pub fn new(
         uri: &str,
@@ -89,69 +69,87 @@ impl Object {
         let found = resolve(s3, &options, DEFAULT_WRITE_ENDPOINT, &shown);
         let resolved = wait_for(&shown, &options, cancel, found)?;
         let tls = resolved.endpoint.scheme() == "https";
-        Ok(Object {
-            shown,
+        Ok(S3Object {
+            requests: Requests::new(shown, options, tls)?,
             bucket: name.bucket,
             key: name.key,
             resolved,
-            certificates: Certificates::read(&options, tls).map_err(Error::InvalidArgument)?,
-            options,
-            mark: random::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect(),
-            pool: ConnectionPool::default(),
+            mark: new_mark()?,
+            sums: OnceLock::new(),
         })
     }
 
-    fn connect(&self) -> Result<Sender, Failure> {
-        let client = connect(&self.options, &self.certificates)?;
-        let connector = Connector::new(client, self.options.stall);
-        let sent = Arc::clone(&connector.sent);
-        // Tries are counted here, as for all other requests.
-        let config =
-            self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
-        Ok((reading(|| Client::from_conf(config.build())), sent))
+    fn sums(&self) -> Sums {
+        self.sums.get().copied().unwrap_or(Sums::None)
     }
 
-    /// Makes a request until it succeeds, or why it does not.
     fn request<T, F: Future<Output = Result<T, Failure>>>(
         &self,
         cancel: &dyn Cancel,
         make: impl Fn(Client) -> F,
     ) -> Result<T> {
-        let mut tries = Tries::new("writing", &self.options, cancel);
-        loop {
-            let begun = Instant::now();
-            let connection = self.pool.take(&tries, || async { self.connect() });
-            let outcome = connection.and_then(|connection| {
-                let (client, sent) = connection.client();
-                tries.watch(sent);
-                // The SDK looks into the environment before it sends anything.
-                let mut request = std::pin::pin!(make(client.clone()));
-                let mut polled = false;
-                let request = std::future::poll_fn(|context| {
-                    if std::mem::replace(&mut polled, true) {
-                        return request.as_mut().poll(context);
-                    }
-                    reading(|| request.as_mut().poll(context))
-                });
-                let outcome = connection.run(&tries, request);
-                self.pool.put(connection);
-                outcome
-            });
-            match outcome {
-                Ok(done) => return Ok(done),
-                Err(failure) if tries.renews(&failure) => {
-                    if let Some(keys) = &self.resolved.credentials {
-                        keys.refused(begun);
-                    }
-                }
-                Err(failure) => tries.wait(failure, 0, &self.shown)?,
+        let stall = self.requests.options.stall;
+        let wrap = |client| {
+            let connector = Connector::new(client, stall);
+            let sent = Arc::clone(&connector.sent);
+            // Tries are counted here, as for all other requests.
+            let config =
+                self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
+            (reading(|| Client::from_conf(config.build())), sent)
+        };
+        let refused = |used| {
+            if let Some(keys) = &self.resolved.credentials {
+                keys.refused(used);
             }
-        }
+        };
+        self.requests.ask(cancel, wrap, refused, |client, _| async {
+            // The SDK looks into the environment before it sends anything.
+            let mut request = std::pin::pin!(make(client));
+            let mut polled = false;
+            let first_guarded = std::future::poll_fn(|context| {
+                if std::mem::replace(&mut polled, true) {
+                    return request.as_mut().poll(context);
+                }
+                reading(|| request.as_mut().poll(context))
+            });
+            first_guarded.await
+        })
     }
 
-    /// Sends the whole object.
-    pub fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let sum = self.resolved.sums.then(|| Sum::of(bytes).text());
+    /// Whether the object is the one of this upload.
+    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+        let found = self.request(cancel, |client| async move {
+            let head = client.head_object().bucket(&self.bucket).key(&self.key);
+            let head = head.set_request_payer(self.resolved.payer());
+            match head.send().await.map_err(failure) {
+                Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
+                found => found.map(Some),
+            }
+        })?;
+        let ours = found.is_some_and(|found| {
+            let mark = found.metadata().and_then(|all| all.get(MARK));
+            let size = found.content_length().and_then(|size| u64::try_from(size).ok());
+            mark == Some(&self.mark) && size == Some(len)
+        });
+        Ok(ours)
+    }
+}
+
+impl Object for S3Object {
+    fn shown(&self) -> &str {
+        &self.requests.shown
+    }
+
+    fn stall(&self) -> Duration {
+        self.requests.options.stall
+    }
+
+    fn limits(&self) -> Limits {
+        LIMITS
+    }
+
+    fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let sum = self.resolved.sums.then(|| Sum::of(bytes).for_s3());
         self.request(cancel, |client| {
             let send = move |sum: Option<String>| {
                 let put = client.put_object().bucket(&self.bucket).key(&self.key);
@@ -173,8 +171,7 @@ impl Object {
         })
     }
 
-    /// Begins an object in parts.
-    pub fn begin(&self, cancel: &dyn Cancel) -> Result<Begun> {
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
         self.request(cancel, |client| async move {
             let begin = client.create_multipart_upload().bucket(&self.bucket).key(&self.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
@@ -201,37 +198,32 @@ impl Object {
                 let what = "the server began an upload without a number";
                 Failure::lasting(ErrorKind::InvalidData, what)
             })?;
-            Ok(Begun { upload, sums })
+            let _ = self.sums.set(sums);
+            Ok(upload.into())
         })
     }
 
-    /// Sends a part.
-    pub fn part(
-        &self,
-        begun: &Begun,
-        number: i32,
-        bytes: &Bytes,
-        cancel: &dyn Cancel,
-    ) -> Result<Sent> {
-        let Begun { upload, sums } = begun;
-        let sum = if *sums == Sums::None { Sum::default() } else { Sum::of(bytes) };
+    fn part(&self, upload: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent> {
+        let sums = self.sums();
+        let in_protocol = number_of(number)?;
+        let sum = (sums != Sums::None).then(|| Sum::of(bytes));
         self.request(cancel, |client| async move {
             let send = |sum: Option<String>| {
                 let part = client.upload_part().bucket(&self.bucket).key(&self.key);
-                let part = part.upload_id(upload).part_number(number).body(body(bytes));
+                let part = part.upload_id(upload).part_number(in_protocol).body(body(bytes));
                 let part = part.set_checksum_crc64_nvme(sum);
                 let part = part.set_request_payer(self.resolved.payer());
                 part.customize().disable_payload_signing().send()
             };
-            let text = (*sums != Sums::None).then(|| sum.text());
-            let mut told = text.is_some();
+            let text = sum.map(Sum::for_s3);
+            let mut told = sum;
             let mut answer = send(text.clone()).await;
             // One that has agreed to sums is held to that.
-            for again in again(&text).into_iter().filter(|_| *sums == Sums::Parts) {
+            for again in again(&text).into_iter().filter(|_| sums == Sums::Parts) {
                 if !answer.as_ref().is_err_and(knows_no_sums) {
                     break;
                 }
-                told = again.is_some();
+                told = sum.filter(|_| again.is_some());
                 answer = guarded(send(again)).await;
             }
             let done = answer.map_err(failure)?;
@@ -239,28 +231,21 @@ impl Object {
                 let what = "the server took a part and did not say its ETag";
                 Failure::passing(ErrorKind::InvalidData, what)
             })?;
-            Ok(Sent { number, tag, sum, told })
+            Ok(Sent { number, tag, sum: told })
         })
     }
 
-    /// Makes the object, of `len` bytes, of its parts.
-    pub fn complete(
-        &self,
-        begun: &Begun,
-        mut parts: Vec<Sent>,
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        let Begun { upload, sums } = begun;
-        let all = *sums == Sums::All;
-        parts.sort_by_key(|part| part.number);
-        let sum = parts.iter().fold(Sum::default(), |sum, part| sum.and(part.sum));
-        let sum = all.then(|| sum.text());
-        let parts = parts.into_iter().map(|Sent { number, tag, sum, told }| {
-            let part = CompletedPart::builder().part_number(number).e_tag(tag);
-            part.set_checksum_crc64_nvme(told.then(|| sum.text())).build()
+    fn complete(&self, upload: &str, parts: &[Sent], len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let sums = self.sums();
+        let all = sums == Sums::All;
+        let sums = parts.iter().filter_map(|part| part.sum);
+        let sum = all.then(|| sums.fold(Sum::default(), Sum::and).for_s3());
+        let parts = parts.iter().map(|Sent { number, tag, sum }| {
+            let part = CompletedPart::builder().part_number(number_of(*number)?).e_tag(tag);
+            Ok(part.set_checksum_crc64_nvme(sum.map(Sum::for_s3)).build())
         });
-        let parts = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
+        let parts = parts.collect::<Result<_>>()?;
+        let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
         let completed = self.request(cancel, |client| {
             let complete = client.complete_multipart_upload().bucket(&self.bucket).key(&self.key);
             let complete = complete.upload_id(upload).multipart_upload(parts.clone());
@@ -281,32 +266,18 @@ impl Object {
         }
     }
 
-    /// Whether the object is the one of this upload.
-    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
-        let found = self.request(cancel, |client| async move {
-            let head = client.head_object().bucket(&self.bucket).key(&self.key);
-            let head = head.set_request_payer(self.resolved.payer());
-            match head.send().await.map_err(failure) {
-                Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
-                found => found.map(Some),
-            }
-        })?;
-        let ours = found.is_some_and(|found| {
-            let mark = found.metadata().and_then(|all| all.get(MARK));
-            let size = found.content_length().and_then(|size| u64::try_from(size).ok());
-            mark == Some(&self.mark) && size == Some(len)
-        });
-        Ok(ours)
-    }
-
-    /// Has the server forget the parts.
-    pub fn abort(&self, begun: &Begun, cancel: &dyn Cancel) -> Result<()> {
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
         self.request(cancel, |client| async move {
             let abort = client.abort_multipart_upload().bucket(&self.bucket).key(&self.key);
             let abort = abort.set_request_payer(self.resolved.payer());
-            abort.upload_id(&begun.upload).send().await.map(drop).map_err(failure)
+            abort.upload_id(upload).send().await.map(drop).map_err(failure)
         })
     }
+}
+
+/// The number of a part as the SDK has it.
+fn number_of(number: u64) -> Result<i32> {
+    i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
 /// The sums of further tries of a request that was refused with one: the same, for bytes that were
