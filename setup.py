@@ -46,17 +46,22 @@ def find_torch() -> Path:
     return Path(found)
 
 
-def torch_minor(torch: Path) -> str:
-    """Return the ``major.minor`` of a torch folder, which must be one that we build on."""
-    supported = re.search(
+def supported_minors() -> tuple[int, int]:
+    """Return the oldest and the newest minor of torch 2 that we build on."""
+    found = re.search(
         r"RangeInclusive<u32> = (\d+)\.\.=(\d+)", (ROOT / "csrc/build.rs").read_text()
     )
+    assert found, "csrc/build.rs does not say which torch minors it supports"
+    return int(found[1]), int(found[2])
+
+
+def torch_minor(torch: Path) -> str:
+    """Return the ``major.minor`` of a torch folder, which must be one that we build on."""
+    oldest, newest = supported_minors()
     version_file = torch / "version.py"
     if not version_file.exists():
         version_file = torch / "build-version"
     found = re.search(r"(\d+)\.(\d+)", version_file.read_text()) if version_file.exists() else None
-    assert supported, "csrc/build.rs does not say which torch minors it supports"
-    oldest, newest = int(supported[1]), int(supported[2])
     if not found or int(found[1]) != 2 or not oldest <= int(found[2]) <= newest:
         sys.exit(
             f"tensorizer builds on torch 2.{oldest} to 2.{newest}, but {torch} is "
@@ -156,7 +161,9 @@ def version() -> str:
 def dependencies() -> list[str]:
     """Return what an installation needs: a wheel that is given away fits one minor of torch."""
     wheel_for = os.environ.get("TENSORIZER_WHEEL_FOR")
-    return [f"torch=={wheel_for}.*" if wheel_for else "torch>=2.10,<2.16", "numpy"]
+    oldest, newest = supported_minors()
+    ours = f"=={wheel_for}.*" if wheel_for else f">=2.{oldest},<2.{newest + 1}"
+    return [f"torch{ours}", "numpy"]
 
 
 setup(

@@ -1,6 +1,6 @@
-"""Saves a real model, loads it back three ways, and shows the speed beside others.
+"""Saves a real model, loads it back three ways, and draws the speed beside others.
 
-make demo
+make demo, DEMO=--old for the old package among the others, DEMO=--quick for a tiny model
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 from tensorizer.utils import convert_bytes, no_init_or_tensor
 
 HERE = Path(__file__).resolve().parent
+PICTURE = HERE.parent / "build/demo.svg"
 T = TypeVar("T")
 console = Console()
 
@@ -74,9 +75,12 @@ def scripted_load(path: str):
     return torch.ops.tensorizer.load(path)
 
 
-def compare(folder: Path, state: dict[str, torch.Tensor], progress: Progress) -> Table:
-    """Load the same weights with every engine, each in a process of its own."""
+def compare(
+    folder: Path, state: dict[str, torch.Tensor], progress: Progress, others: list[str]
+) -> Table:
+    """Load the same weights with every engine, each in a process of its own; draw the rates."""
     sys.path.insert(0, str(HERE))
+    from bars import draw
     from engines import checksum
     from run import OLD_PYTHON, files_of, warm
     from safetensors.torch import save_file
@@ -89,14 +93,8 @@ def compare(folder: Path, state: dict[str, torch.Tensor], progress: Progress) ->
     table = Table(title="Loading the same weights to the CPU, every byte touched and compared")
     for column in ("engine", "seconds", "GB/s", "times as long as ours", "peak memory"):
         table.add_column(column, justify="left" if column == "engine" else "right")
-    engines = [
-        "ours",
-        "ours mmap",
-        "tensorizer 2.12.1",
-        "safetensors",
-        "torch.load",
-        "torch.load mmap",
-    ]
+    engines = ["ours", "ours mmap", *others]
+    rates: list[tuple[str, float]] = []
     task = progress.add_task("comparing engines", total=len(engines))
     first = None
     for engine in engines:
@@ -109,19 +107,26 @@ def compare(folder: Path, state: dict[str, torch.Tensor], progress: Progress) ->
             assert runs[-1]["verified"], f"{engine} loaded other bytes"
         best = min(runs, key=lambda result: result["seconds"])
         first = first or best
+        rates.append((engine, best["bytes"] / best["seconds"] / 1e9))
         table.add_row(
             engine,
             f"{best['seconds']:.3f}",
-            f"{best['bytes'] / best['seconds'] / 1e9:.2f}",
+            f"{rates[-1][1]:.2f}",
             f"{best['seconds'] / first['seconds']:.2f}",
             convert_bytes(best["bytes"] + best["extra_bytes"]),
         )
         progress.advance(task)
+    size = convert_bytes(first["bytes"])
+    note = f"{len(state)} tensors, {size}, in the page cache; {os.cpu_count()} cores; best of three"
+    draw(PICTURE, "Loading the same weights to the CPU, every byte touched", note, rates)
     return table
 
 
 def main() -> None:
     quick = "--quick" in sys.argv
+    others = ["safetensors", "torch.load", "torch.load mmap"]
+    if "--old" in sys.argv:
+        others.insert(0, "tensorizer 2.12.1")
     started = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
@@ -181,12 +186,13 @@ def main() -> None:
         )
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         del tensors
-        table = compare(folder, state, progress)
+        table = compare(folder, state, progress, others)
     console.print(table)
     console.print(
         f"Done in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores. Ours mmap, "
         "safetensors and torch.load mmap use the page cache in place, the others hold a copy."
     )
+    console.print(f"The rates as a picture: {PICTURE}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from .output import error_line, shown
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
 #: More threads are a mistake.
 _MOST_READERS = 4096
+#: Levels of modules, and tensors, that are shown.
+_MOST_SHOWN = 100
 #: The core writes no larger alignment.
 _LARGEST_ALIGNMENT = 2 << 20
 
@@ -74,6 +76,14 @@ def _readers(text: str) -> int:
     return count
 
 
+def _count(text: str) -> int:
+    if not 0 <= (count := _whole(text)) <= _MOST_SHOWN:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 0 to {_MOST_SHOWN}, found {text!r}"
+        )
+    return count
+
+
 def _alignment(text: str) -> int:
     count = _whole(text)
     if not 1 <= count <= _LARGEST_ALIGNMENT or count & (count - 1):
@@ -129,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument(file, metavar=file.upper())
         made.add_argument("--json", action="store_true", help="print one JSON object")
         made.set_defaults(quiet=False)
-        if name not in {"ls", "cache"}:
+        if name not in {"ls", "info", "cache"}:
             _loads(made)
         return made
 
@@ -158,6 +168,11 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     command("ls", "List the tensors of a file.", "file")
+    info = command("info", "Show what a file is, what it holds and where it lies.", "file")
+    info.add_argument(
+        "--depth", type=_count, default=3, metavar="N", help="levels of modules; 3, and 0 for none"
+    )
+    info.add_argument("--largest", type=_count, default=5, metavar="N", help="largest tensors; 5")
     _decrypts(command("verify", "Compare tensors with their hashes.", "file"), "the key, one of")
     diff = command("diff", "Compare two files, tensor by tensor.", "file", "other")
     _decrypts(diff, "the key of those that are encrypted, one of")

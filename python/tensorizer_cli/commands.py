@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from tensorizer import CryptographyError, HashMismatchError
 
-from . import cache, copy, diff, ls, verify
+from . import cache, copy, diff, info, ls, verify
 
 #: Each returns the status of the process.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ls": ls.run,
+    "info": info.run,
     "cache": cache.run,
     "verify": verify.run,
     "diff": diff.run,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
-from tensorizer._types import Name
+from tensorizer._types import Head, Name
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
 from .output import without_password
@@ -25,6 +25,7 @@ class File:
         params: What it is decrypted with. Names and shapes need nothing.
         readers: Threads that read at once; None for as many as help.
         mmap: Use tensors in place of a local file, where all of them are needed at once.
+        heads: Empty for what servers say of the files to be kept, as ``heads``.
 
     """
 
@@ -34,13 +35,15 @@ class File:
         params: DecryptionParams | None = None,
         readers: int | None = None,
         mmap: bool = False,
+        heads: Sequence[Head] | None = None,
     ) -> None:
         self.shown = without_password(str(file))
         self._has_key = params is not None
         self._file = TensorFile(
-            file, encryption=params, num_readers=readers, mmap=mmap, key_needed=False
+            file, encryption=params, num_readers=readers, mmap=mmap, key_needed=False, heads=heads
         )
         self.reader = self._file.reader
+        self.heads = self._file.heads
         self.kinds = self.reader.kinds()
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()

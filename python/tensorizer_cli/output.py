@@ -86,11 +86,54 @@ def error_line(kind: str, message: str, json_wanted: bool) -> str:
     return shown(f"tensorizer: {message}")
 
 
+class _Styled(str):
+    """A text with how a terminal shows it."""
+
+    style: str
+
+
+def bold(text: str) -> _Styled:
+    """Return a text that stands out on a terminal."""
+    return _styled(text, "1")
+
+
+def dim(text: str) -> _Styled:
+    """Return a text that stands back on a terminal."""
+    return _styled(text, "2")
+
+
+def _styled(text: str, style: str) -> _Styled:
+    made = _Styled(text)
+    made.style = style
+    return made
+
+
+def _has_styles() -> bool:
+    """Tell whether the standard output is a terminal whose owner wants styles (no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 class Report:
     """What a command has found out and done."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._json, self._quiet = options.json, options.quiet
+        self._styles = _has_styles()
+
+    def line(self, *pieces: str) -> None:
+        """Print a line of pieces, :func:`bold` and :func:`dim` ones among them."""
+        if not self._json:
+            _print("".join(map(self._piece, pieces)))
+
+    def _piece(self, piece: str) -> str:
+        text = shown(piece)
+        return (
+            f"\x1b[{piece.style}m{text}\x1b[0m"
+            if self._styles and isinstance(piece, _Styled)
+            else text
+        )
 
     def finding(self, text: str) -> None:
         """Print what the command was asked for."""

@@ -149,7 +149,9 @@ def test_the_password_of_an_address_is_not_shown(server, path, capsys):
     address = server.address.replace("redis://", "redis://me:hidden@") + "/model"
     assert run("cp", path, address) == 0
     assert run("cp", "--json", path, address) == 0
-    assert run("ls", "--json", address) == 0
+    assert (
+        run("ls", "--json", address) == run("info", address) == run("info", "--json", address) == 0
+    )
     tensorizer.save({"other": torch.ones(3)}, path)
     assert run("diff", path, address) == 1
     assert run("diff", "--json", path, address) == 1

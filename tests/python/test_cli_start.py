@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from tensorizer_cli.main import main
 
-COMMANDS = ("ls", "verify", "cp", "diff", "encrypt", "decrypt", "rekey")
+COMMANDS = ("ls", "info", "verify", "cp", "diff", "encrypt", "decrypt", "rekey")
 #: The script that pip installs.
 SCRIPT = "import sys; from tensorizer_cli.main import main; sys.exit(main())"
 WAYS = {"module": ["-m", "tensorizer"], "script": ["-c", SCRIPT]}
@@ -117,7 +117,7 @@ def test_a_torch_that_does_not_fit(command, tmp_path, path):
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("option", ["--readers", "--alignment"])
 def test_numbers_that_make_no_sense(name, option, path, tmp_path, capsys):
-    files = [path] if name in ("ls", "verify") else [path, tmp_path / "target"]
+    files = [path] if name in ("ls", "info", "verify") else [path, tmp_path / "target"]
     for number in ("-5", "0", "", "x", "1.5", "1e3", "1_0", "٣", "9" * 30, "-" + "9" * 30, "nan"):
         err = usage_error(capsys, name, *files, option, number)
         assert "usage: tensorizer" in err

@@ -1,0 +1,50 @@
+"""Brings models into the cache of this machine, then becomes the server.
+
+python start.py [--verify] [--check DEVICE] ADDRESS... [-- COMMAND...]
+
+Without a command it ends, as an init container does. What the cache has already is not fetched
+again. The folder is that of TENSORIZER_CACHE.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import tensorizer
+
+
+def fetch(address: str, verify: bool) -> None:
+    """Read a model once, a gigabyte at a time at most; the cache keeps it."""
+    begun, count = time.monotonic(), 0
+    for _, tensor in tensorizer.iterate(address, "cpu", verify_hash=verify):
+        count += tensor.nbytes
+    seconds = time.monotonic() - begun
+    print(f"{address}: {count / 1e9:.2f} GB in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    arguments, command = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, command = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(usage="start.py [--verify] [--check DEVICE] ADDRESS... -- ...")
+    parser.add_argument("addresses", nargs="+")
+    parser.add_argument("--verify", action="store_true", help="compare all bytes with their hashes")
+    parser.add_argument("--check", metavar="DEVICE", help="see whether the models fit there")
+    options = parser.parse_args(arguments)
+    if not os.environ.get("TENSORIZER_CACHE"):
+        parser.error("TENSORIZER_CACHE names no folder: nothing would be kept")
+    for address in options.addresses:
+        fetch(address, options.verify)
+    if options.check:
+        # All at once, as the server will have them; gone before it starts.
+        held = [tensorizer.load(address, options.check) for address in options.addresses]
+        del held
+    if command:
+        # The server takes the place of this process, and gets its signals.
+        os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

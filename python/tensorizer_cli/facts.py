@@ -1,0 +1,136 @@
+"""What ``tensorizer info`` counts and looks for in a file."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tensorizer import FormatError, TensorType
+from tensorizer._types import Name
+
+from .file import File
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file; ``nbytes`` are those of its data."""
+
+    name: Name
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    parameters: int
+    #: The number of its file.
+    place: int
+
+
+@dataclass
+class Totals:
+    """What some tensors come to. Elements of buffers are no parameters."""
+
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor."""
+        self.tensors += 1
+        self.parameters += tensor.parameters
+        self.nbytes += tensor.nbytes
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """How many tensors have a hash of each algorithm, of those that were looked at."""
+
+    counts: dict[str, int]
+    looked_at: int
+    #: Whether that is the largest tensor alone, so as not to ask a server for each.
+    sampled: bool
+
+
+class Facts:
+    """What there is to say of a file.
+
+    Attributes:
+        tensors: All of them, in the order of the file.
+        all: What they come to.
+        dtypes: What those of each dtype come to, most bytes first.
+        hashes: The hashes that the file holds; None where its format has no place for them, or
+            they cannot be looked at without reading everything.
+        alignment: The largest power of two that divides the positions of all data; None if there
+            are none.
+        metadata: What the file says beside its tensors; None if that is damaged.
+        damage: How it is.
+
+    """
+
+    def __init__(self, file: File) -> None:
+        self.tensors = list(_tensors(file))
+        self.all = totals(self.tensors)
+        by_dtype: dict[str, list[Tensor]] = {}
+        for tensor in self.tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        of = {dtype: totals(tensors) for dtype, tensors in by_dtype.items()}
+        self.dtypes = dict(sorted(of.items(), key=lambda item: -item[1].nbytes))
+        self.hashes = self._hashes(file)
+        self.alignment = _alignment(file)
+        self.metadata: dict[str, str] | None = None
+        self.damage = ""
+        try:
+            self.metadata = dict(file.reader.metadata)
+        except FormatError as error:
+            self.damage = str(error)
+
+    def largest(self, count: int) -> list[Tensor]:
+        """Return the tensors with most bytes, those first."""
+        return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
+
+    def _hashes(self, file: File) -> Hashes | None:
+        """Look at the hashes of all tensors with data; at a server, of the largest alone."""
+        if file.reader.version is None or not file.reader.seekable:
+            return None
+        numbers = [number for number, tensor in enumerate(self.tensors) if tensor.nbytes]
+        sampled = not file.reader.local and len(numbers) > 1
+        if sampled:
+            numbers = [max(numbers, key=lambda number: self.tensors[number].nbytes)]
+        found = file.reader.hashes(numbers)
+        counts = Counter(name for hashes in found for name, _ in hashes)
+        return Hashes(dict(counts), len(numbers), sampled)
+
+
+def totals(tensors: Iterable[Tensor]) -> Totals:
+    """Return what tensors come to."""
+    together = Totals()
+    for tensor in tensors:
+        together.add(tensor)
+    return together
+
+
+def _tensors(file: File) -> Iterator[Tensor]:
+    of_files = file.reader.file_numbers()
+    for number in range(len(file)):
+        dtype, shape, _ = file.reader.describe(number)
+        is_buffer = file.kinds[number] == int(TensorType.BUFFER)
+        yield Tensor(
+            file.reader.name(number),
+            dtype,
+            shape,
+            file.data_lens[number],
+            0 if is_buffer else math.prod(shape),
+            of_files[number],
+        )
+
+
+def _alignment(file: File) -> int | None:
+    starts = [
+        start
+        for (_, start), length in zip(file.reader.offsets(), file.data_lens, strict=True)
+        if length
+    ]
+    together = functools.reduce(operator.or_, starts, 0)
+    return together & -together if together else None

@@ -1,0 +1,174 @@
+"""``tensorizer info``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from .facts import Facts, Hashes, Tensor, Totals
+from .file import File, plain, text
+from .modules import Module, listed, modules, shown as shown_modules
+from .output import Report, bold, brief, dim, plural, shown
+from .places import Place, places
+from .progress import size
+
+#: Files of a model, and its modules, that are shown to people.
+_MOST_FILES, _MOST_MODULES = 16, 60
+#: Characters of a name.
+_NAME = 72
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show what a file is, what it holds and where it lies."""
+    report = Report(options)
+    with File(options.file, heads=()) as file:
+        facts, found = Facts(file), places(file)
+        root, largest = modules(facts.tensors, options.depth), facts.largest(options.largest)
+        report.line(bold(file.shown))
+        for title, line in _facts(file, facts, found):
+            report.line("  ", dim(f"{title:<12}"), line)
+        _show_files(report, found)
+        _show_modules(report, root)
+        _show_largest(report, facts, largest)
+        report.result(
+            file=file.shown,
+            format=file.reader.format,
+            version=file.reader.version,
+            encrypted=file.reader.encrypted,
+            **_numbers(facts.all),
+            dtypes={dtype: _numbers(of) for dtype, of in facts.dtypes.items()},
+            hashes=_hashes_for_programs(facts.hashes),
+            alignment=facts.alignment,
+            metadata=facts.metadata,
+            files=[place.as_json() for place in found],
+            modules=[{"path": list(one.path), **_numbers(one.totals)} for one in listed(root)],
+            largest=[_for_programs(tensor) for tensor in largest],
+        )
+    return 0
+
+
+def _numbers(of: Totals) -> dict[str, int]:
+    return {"tensors": of.tensors, "parameters": of.parameters, "bytes": of.nbytes}
+
+
+def _for_programs(tensor: Tensor) -> dict[str, object]:
+    return {
+        "name": plain(tensor.name),
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "bytes": tensor.nbytes,
+    }
+
+
+def _hashes_for_programs(hashes: Hashes | None) -> dict[str, int] | None:
+    return None if hashes is None else {**hashes.counts, "looked_at": hashes.looked_at}
+
+
+def _facts(file: File, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[str, str]]:
+    """Yield titles, empty under one of the same, and what is said beside them."""
+    version = file.reader.version
+    yield "format", file.reader.format + ("" if version is None else f", data version {version}")
+    counts = plural(len(file), "tensor"), plural(facts.all.parameters, "parameter")
+    yield "holds", ", ".join((*counts, size(file.total)))
+    yield from _under("dtypes", _dtypes(facts))
+    encrypted = "XSalsa20-Poly1305: its data need a key" if file.reader.encrypted else "none"
+    yield "encryption", encrypted
+    yield "hashes", _hashes(file, facts.hashes)
+    yield "alignment", _alignment(facts.alignment)
+    metadata = [facts.damage] if facts.metadata is None else []
+    metadata += [f"{brief(key)} = {brief(value)}" for key, value in (facts.metadata or {}).items()]
+    yield from _under("metadata", metadata)
+    if len(found) > 1:
+        yield "read from", _together(found)
+    else:
+        yield from _under("read from", [line for place in found for line in place.lines()])
+
+
+def _under(title: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(lines or ["none"]):
+        yield "" if number else title, line
+
+
+def _dtypes(facts: Facts) -> list[str]:
+    cells = [
+        (dtype, _share(of.nbytes, facts.all.nbytes), size(of.nbytes), plural(of.tensors, "tensor"))
+        for dtype, of in facts.dtypes.items()
+    ]
+    return list(_columns(cells, "<>>>"))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _hashes(file: File, hashes: Hashes | None) -> str:
+    if file.reader.version is None:
+        return "none: the format has no place for them"
+    if hashes is None:
+        return "not known: what can be read only once is not read for them"
+    if all(count == hashes.looked_at for count in hashes.counts.values()):
+        names = " and ".join(hashes.counts) or "none"
+    else:
+        names = ", ".join(f"{name} of {count:,}" for name, count in hashes.counts.items())
+    if hashes.sampled:
+        return f"{names}, as the largest tensor says"
+    return f"{names}, of {plural(hashes.looked_at, 'tensor')} with data"
+
+
+def _alignment(alignment: int | None) -> str:
+    return "no data" if alignment is None else f"data begin at multiples of {size(alignment)}"
+
+
+def _together(found: Sequence[Place]) -> str:
+    lengths = [place.length for place in found if place.length is not None]
+    of = f", {size(sum(lengths))}" if len(lengths) == len(found) else ""
+    return f"{plural(len(found), 'file')}{of}"
+
+
+def _show_files(report: Report, found: Sequence[Place]) -> None:
+    """Show the files, if there are several."""
+    if len(found) > 1:
+        cells = [place.cells() for place in found[:_MOST_FILES]]
+        _show(report, [("files", "", "", ""), *cells], "<>><", len(found) - len(cells))
+
+
+def _show_modules(report: Report, root: Module) -> None:
+    cells = [("modules", "tensors", "parameters", "bytes", "")]
+    for name, of, count in shown_modules(root):
+        each = f"each of {count:,}" if count > 1 else ""
+        numbers = f"{of.tensors:,}", f"{of.parameters:,}", size(of.nbytes)
+        cells.append((brief(name, _NAME), *numbers, each))
+    if len(cells) > 1:
+        most = _MOST_MODULES + 1
+        _show(report, cells[:most], "<>>><", len(cells[most:]))
+
+
+def _show_largest(report: Report, facts: Facts, largest: Sequence[Tensor]) -> None:
+    cells = [("largest tensors", "", "", "", "")]
+    for tensor in largest:
+        name, share = brief(text(tensor.name), _NAME), _share(tensor.nbytes, facts.all.nbytes)
+        cells.append((name, tensor.dtype, str(tensor.shape), size(tensor.nbytes), share))
+    if len(cells) > 1:
+        _show(report, cells, "<<<>>")
+
+
+def _show(report: Report, cells: Sequence[tuple[str, ...]], sides: str, more: int = 0) -> None:
+    """Show titles and rows below each other, and that there are more."""
+    head, *lines = _columns(cells, sides)
+    report.line()
+    report.line(bold(head))
+    for line in lines:
+        report.line(line)
+    if more:
+        report.line(dim(f"... and {more:,} more"))
+
+
+def _columns(cells: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
+    """Yield rows with cells of one width each, to the side of ``<`` or ``>``."""
+    escaped = [[shown(cell) for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
+    for row in escaped:
+        parts = (
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        )
+        yield "  ".join(parts).rstrip()

@@ -1,0 +1,101 @@
+"""The modules that the names of tensors speak of, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tensorizer._types import Name
+
+from .facts import Tensor, Totals
+
+#: What a module is called: the steps to it.
+Path = tuple[str, ...]
+
+
+@dataclass
+class Module:
+    """A module: what it and those below it come to, and those below it that are near enough."""
+
+    path: Path
+    totals: Totals = field(default_factory=Totals)
+    below: dict[str, Module] = field(default_factory=dict)
+
+    def alike(self, other: Module) -> bool:
+        """Tell whether two hold the same, as the layers of a model do."""
+        return (
+            self.totals == other.totals
+            and self.below.keys() == other.below.keys()
+            and all(one.alike(other.below[step]) for step, one in self.below.items())
+        )
+
+
+def modules(tensors: Iterable[Tensor], depth: int) -> Module:
+    """Return the module of all tensors, with those below it to a depth."""
+    root = Module(())
+    for tensor in tensors:
+        at = root
+        at.totals.add(tensor)
+        for step in _steps(tensor.name, depth):
+            at = at.below.setdefault(step, Module((*at.path, step)))
+            at.totals.add(tensor)
+    return root
+
+
+def listed(module: Module) -> Iterator[Module]:
+    """Yield all modules below one, each before those below it."""
+    for one in module.below.values():
+        yield one
+        yield from listed(one)
+
+
+def shown(module: Module, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
+    """Yield the same for people: name, what it holds, and how many like it stand together.
+
+    Of numbered modules that hold the same, as the layers of a model do, the first stands for all.
+    """
+    # Some files have their tensors in the order of their names, in which 10 comes before 2.
+    siblings = sorted(module.below.values(), key=_order)
+    for group in _groups(siblings):
+        first, last = group[0].path[-1], group[-1].path[-1]
+        name = first if len(group) == 1 else f"{first}-{last}"
+        yield "  " * indent + name, group[0].totals, len(group)
+        yield from shown(group[0], indent + 1)
+
+
+def _groups(siblings: list[Module]) -> Iterator[list[Module]]:
+    group: list[Module] = []
+    for one in siblings:
+        if group and not (_follows(group[-1], one) and group[-1].alike(one)):
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group
+
+
+def _follows(one: Module, other: Module) -> bool:
+    number = _number(one)
+    return number is not None and _number(other) == number + 1
+
+
+def _order(module: Module) -> int:
+    number = _number(module)
+    return -1 if number is None else number
+
+
+def _number(module: Module) -> int | None:
+    """Return the number that a module is called, without those of absurd length."""
+    text = module.path[-1]
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _steps(name: Name, depth: int) -> list[str]:
+    """Return the steps to the module of a tensor, no more than are asked for."""
+    steps: list[str] = []
+    for part in (name,) if isinstance(name, str) else name:
+        # What is left counts as the tensor's own name.
+        steps += str(part).removeprefix(".").split(".", depth)
+        if len(steps) > depth:
+            break
+    return steps[:-1][:depth]

@@ -1,0 +1,178 @@
+"""The Dockerfiles, the workflows and the manifest name what is there, and what they start runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tensorizer
+import torch
+import yaml
+from conftest import ROOT
+from servers import free_port
+
+EXAMPLE = ROOT / "examples/kubernetes"
+DOCKERFILES = [ROOT / "tests/packaging/Dockerfile.manylinux", EXAMPLE / "Dockerfile.runtime"]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+#: The targets of the Makefile that are no files.
+TARGETS = set(
+    re.search(r"(?s)\.PHONY:(.+?)\n\n", (ROOT / "Makefile").read_text())[1]
+    .replace("\\", "")
+    .split()
+)
+
+
+def steps(workflow):
+    """Yield all steps of a workflow."""
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        yield from job["steps"]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_a_dockerfile_names_what_is_there(file):
+    text = file.read_text()
+    assert f"--file {file.relative_to(ROOT)}" in text
+    copied = [
+        name
+        for line in re.findall(r"(?m)^COPY (?!--from)(.+)$", text)
+        for name in line.split()[:-1]
+    ]
+    assert copied
+    # What `make wheels` makes need not be there.
+    assert [name for name in copied if not (ROOT / name).exists() and name != "dist/"] == []
+    named = re.findall(r"\bmake ([a-z][\w-]*)", text)
+    assert named
+    assert set(named) <= TARGETS
+    # Docker looks for what it is not to send beside the Dockerfile.
+    ignored = file.with_name(f"{file.name}.dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert all(list(ROOT.glob(pattern)) or pattern.startswith("dist/") for pattern in kept)
+
+
+def test_workflows_only_call_what_can_be_called_here():
+    commands = [step["run"] for file in WORKFLOWS for step in steps(file) if "run" in step]
+    assert len(commands) == 4
+    for command in commands:
+        named = re.findall(r"\bmake (?:--silent )?([\w-]+)", command)
+        assert set(named) <= TARGETS, command
+        assert named or command.endswith(" .ci/run"), command
+    assert {"make wheels-manylinux TORCHES=${{ matrix.torch }}", "make release"} <= set(commands)
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_matrix_has_the_minors_that_are_supported():
+    made = subprocess.run(["make", "--silent", "torches"], cwd=ROOT, capture_output=True, text=True)
+    oldest, newest = map(
+        int, re.search(r"= (\d+)\.\.=(\d+);", (ROOT / "csrc/build.rs").read_text()).groups()
+    )
+    assert json.loads(made.stdout) == [f"2.{minor}" for minor in range(oldest, newest + 1)]
+    [matrix] = [
+        job["strategy"]["matrix"]
+        for job in yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())[
+            "jobs"
+        ].values()
+        if "strategy" in job
+    ]
+    assert matrix == {"torch": "${{ fromJSON(needs.torches.outputs.minors) }}"}
+
+
+def test_the_release_is_of_this_version(tmp_path):
+    """A tag of another version publishes nothing."""
+    program = tmp_path / "gh"
+    program.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\n')
+    program.chmod(0o755)
+    calls = tmp_path / "calls"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for tag, published in (("v0.0.1", False), (f"v{tensorizer.__version__}", True)):
+        environment = {**os.environ, "PATH": path, "CALLS": str(calls), "TAG": tag}
+        command = ["make", "--silent", "release"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+        assert (done.returncode == 0, calls.exists()) == (published, published)
+    assert calls.read_text().startswith(f"release create v{tensorizer.__version__} --verify-tag")
+
+
+def test_the_manifest_starts_what_the_image_has():
+    [deployment] = yaml.safe_load_all((EXAMPLE / "server.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    image = DOCKERFILES[1].read_text()
+    starts = json.loads(re.search(r"ENTRYPOINT (.+)", image)[1])
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in pod["initContainers"] + pod["containers"]:
+        command = container.get("command", starts)
+        files = [word for word in command if word.endswith(".py")]
+        assert all(f"examples/kubernetes/{file}" in image for file in files)
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        for variable in container.get("env", []):
+            assert variable["name"] in (ROOT / "src/environment.rs").read_text()
+    [server] = pod["containers"]
+    answered = set(re.findall(r'"(/\w+)"', (EXAMPLE / "server.py").read_text()))
+    probes = [
+        server[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")
+    ]
+    assert set(probes) == answered == {"/ready", "/live"}
+
+
+@pytest.fixture
+def address(nginx):
+    torch.manual_seed(0)
+    tensorizer.save({"a": torch.randn(3000, 2000), "b": torch.ones(3)}, nginx.root / "m.tensors")
+    return f"{nginx.http}/m.tensors"
+
+
+def start(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, EXAMPLE / "start.py", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_start_fills_the_cache_and_becomes_the_server(address, nginx, tmp_path):
+    cache, port = tmp_path / "cache", free_port()
+    done = start("--verify", address, TENSORIZER_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{address}: 0.02 GB in ")
+    sent = nginx.sent("m.tensors")
+    command = [sys.executable, EXAMPLE / "start.py", "--check", "cpu", address, "--"]
+    command += [sys.executable, EXAMPLE / "server.py", address, str(port)]
+    server = subprocess.Popen(command, env={**os.environ, "TENSORIZER_CACHE": str(cache)})
+    try:
+        ready = None
+        for _ in range(600):
+            try:
+                ready = urllib.request.urlopen(f"http://127.0.0.1:{port}/ready").read()
+                break
+            except urllib.error.HTTPError as error:
+                assert error.code == 503
+            except urllib.error.URLError:
+                assert server.poll() is None
+            time.sleep(0.1)
+        assert json.loads(ready) == {"tensors": 2}
+        # It is the same process, so that it gets the signals.
+        line = Path(f"/proc/{server.pid}/cmdline").read_text()
+        assert "server.py" in line and "start.py" not in line
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/other")
+    finally:
+        server.terminate()
+        server.wait(20)
+    # Each opening asks for the first MiB again; the data came once.
+    size = (nginx.root / "m.tensors").stat().st_size
+    assert nginx.sent("m.tensors") - sent < size / 4 < sent
+
+
+def test_a_start_says_what_is_wrong(address, tmp_path):
+    done = start(address, TENSORIZER_CACHE="")
+    assert done.returncode == 2
+    assert "TENSORIZER_CACHE names no folder" in done.stderr
+    done = start(f"{address}.gone", "--", "true", TENSORIZER_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "404" in done.stderr
