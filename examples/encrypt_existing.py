@@ -72,6 +72,8 @@ def copy(args: argparse.Namespace) -> None:
         encryption = encryption_of(args) if adding else None
         with TensorSerializer(args.outfile, encryption=encryption) as target:
             for number, (module, kind, name, tensor) in enumerate(source.read_tensors(), 1):
+                if not isinstance(name, str):
+                    raise SystemExit(f"{args.infile} is nested: `tensorizer encrypt` can do that")
                 target.write_tensor(module, name, kind, tensor)
                 tensor.data = tensor.data.new_empty(0)
                 if not args.quiet:
