@@ -189,11 +189,21 @@ impl Clients {
 
     /// Gives a client away.
     pub fn take(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
-        let connection = self.pool.take(tries, || async {
-            connect(&self.options, &self.certificates).map_err(Failure::from)
-        })?;
+        self.pool.take(tries, || self.connect()).map(|connection| self.one(connection))
+    }
+
+    /// Gives a client away that has no connection yet.
+    pub fn new_one(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
+        PooledConnection::new(tries, || self.connect()).map(|connection| self.one(connection))
+    }
+
+    async fn connect(&self) -> std::result::Result<Client, Failure> {
+        connect(&self.options, &self.certificates).map_err(Failure::from)
+    }
+
+    fn one(&self, connection: PooledConnection<Client>) -> OneClient {
         let missing = self.certificates.missing.clone();
-        Ok(OneClient { connection, stall: self.options.stall, missing })
+        OneClient { connection, stall: self.options.stall, missing }
     }
 }
 

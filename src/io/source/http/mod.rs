@@ -16,7 +16,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
-use client::{Clients, OneClient, Target};
+use client::{Clients, Target};
 use named::Named;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub use named::{Sign, Work};
@@ -245,16 +245,19 @@ impl HttpSource {
     }
 
     /// Finds out what the server has in the place of the file that was opened: the difference is the
-    /// error.
-    async fn look(
+    /// error. On a connection of its own, as a server may close that by which it has refused, and not
+    /// say so.
+    fn look(
         &self,
-        client: &OneClient,
         at: Option<&Arc<Target>>,
         tries: &Tries<'_>,
     ) -> std::result::Result<(), Failure> {
         let first = Range { start: 0, end: 1 };
-        let (_, response) = self.named.ask(client, at, Some(first), None, tries).await?;
-        self.identity.check_first(&response, first)
+        let client = self.clients.new_one(tries)?;
+        client.run(tries, async {
+            let (_, response) = self.named.ask(&client, at, Some(first), None, tries).await?;
+            self.identity.check_first(&response, first)
+        })
     }
 }
 
@@ -314,20 +317,20 @@ impl ReadAt for HttpSource {
         while done < end {
             let at = self.moved().clone();
             let range = Range { start: done, end };
+            let mut is_another = false;
             let outcome = self.clients.with(&tries, |client| {
                 client.run(&tries, async {
                     let opened = Some(&self.identity);
                     let asked = self.named.ask(client, at.as_ref(), Some(range), opened, &tries);
                     let (new, response) = asked.await?;
-                    if reply::is_of_another(&response) {
-                        self.look(client, at.as_ref(), &tries).await?;
-                    }
+                    is_another = reply::is_of_another(&response);
                     self.identity.check(&response, range)?;
                     client.scatter(response, range, buffers, &mut done, &tries).await?;
                     Ok(new)
                 })
             });
-            match outcome {
+            let looked = if is_another { self.look(at.as_ref(), &tries) } else { Ok(()) };
+            match looked.and(outcome) {
                 Ok(new) => *self.moved() = new,
                 Err(failure) if tries.renews(&failure) => *self.moved() = None,
                 Err(failure) => {
