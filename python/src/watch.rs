@@ -1,11 +1,12 @@
 //! How far the loads or the writes of a file have come: told to a callable while they run, and to the
 //! log when they have ended.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use tensorizer::MemoryLimit;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_own};
@@ -53,12 +54,23 @@ impl Watch {
 pub struct Loads {
     stopped: AtomicBool,
     pub watch: Watch,
+    memory: Mutex<MemoryLimit>,
 }
 
 impl Loads {
     /// Ends those that are under way, and refuses more.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// What each of them may have in flight.
+    pub fn memory(&self) -> MemoryLimit {
+        *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bounds what those have in flight that begin from here on.
+    pub fn set_memory(&self, limit: MemoryLimit) {
+        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = limit;
     }
 
     /// Runs one without the GIL; it is told of while it runs, and logged.

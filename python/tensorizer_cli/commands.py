@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 from tensorizer import CryptographyError, HashMismatchError
 
-from . import cache, copy, diff, ls, verify
+from . import cache, copy, diff, load, ls, verify
 
 #: Each returns the status of the process.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ls": ls.run,
     "cache": cache.run,
+    "load": load.run,
     "verify": verify.run,
     "diff": diff.run,
     "cp": copy.cp,

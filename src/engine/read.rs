@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use super::cold::{self, Cached};
 use super::order::{Job, LARGE, jobs, only_tensor};
@@ -15,13 +16,14 @@ use super::target::{Chunk, Lease, Target};
 use super::way::Way;
 use super::workers::{self, Control, Crew};
 use crate::cancel::Cancel;
-use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
+use crate::codec::{HashPool, Taken};
 use crate::environment::READERS;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
+use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
@@ -71,6 +73,8 @@ pub struct Reading<'r> {
     pub decrypts: bool,
     /// Readers at once, if the caller wants so many.
     pub readers: Option<usize>,
+    /// What they may have in flight beside the memory of the tensors.
+    pub memory: MemoryLimit,
 }
 
 /// Reads everything to its target. Gives the tensors whose data could not be decrypted in chunks, and
@@ -81,9 +85,19 @@ pub fn read<T: Target>(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
+    let begun = Instant::now();
+    let memory = what.memory.known()?;
+    if memory.bytes().is_some() {
+        what.files.iter().for_each(|source| source.limit_memory(memory));
+    }
     let Some(traits) = Traits::of_all(what.files) else { return Ok(Vec::new()) };
     let local = what.files.iter().all(|source| source.file().is_some());
     let crew = crew(&traits, local, what)?;
+    let shares = memory.load(&target.needs(&traits, crew.most, what.decrypts))?;
+    if memory.bytes().is_some() {
+        target.bound(&shares);
+    }
+    let crew = crew.at_most(shares.readers);
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
@@ -91,6 +105,7 @@ pub fn read<T: Target>(
     let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     let total = lens.fold(0, u64::saturating_add);
     let mut limits = target.limits(&traits, crew, total, what.decrypts);
+    limits.passing = shares.passing;
     let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
@@ -123,12 +138,13 @@ pub fn read<T: Target>(
     };
     let started = AtomicUsize::new(1);
     let target = pass.target;
+    counters.since(Stage::Plan, begun);
     workers::run_adapting(crew, cancel, |control, number| {
         started.fetch_max(number + 1, Ordering::Relaxed);
         let way = Way::new(target, what.files, crew.most > 1);
         pass.work(number, way, control)
     })?;
-    counters.threads(started.into_inner().min(crew.most));
+    counters.threads(started.into_inner().min(crew.most), crew.most);
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
 }
@@ -377,17 +393,20 @@ impl<T: Target> Pass<'_, T> {
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
     fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
-        let outcome = Mutex::new(Ok(()));
-        let busy =
-            self.hashes.step(|| more_to_read, || control.stopped(), self.comparing(&outcome));
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+        self.hash_taken(self.hashes.take(|| more_to_read, || control.stopped()))
     }
 
     /// Hashes what is there, and does not wait.
     fn hash_now(&self) -> Result<bool> {
+        self.hash_taken(self.hashes.take_ready())
+    }
+
+    fn hash_taken(&self, taken: Option<Taken<T::Bytes>>) -> Result<bool> {
+        let Some(taken) = taken else { return Ok(false) };
         let outcome = Mutex::new(Ok(()));
-        let busy = self.hashes.step_now(self.comparing(&outcome));
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+        let hash = || self.hashes.hash(taken, self.comparing(&outcome));
+        self.counters.time(Stage::Hash, hash);
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| true)
     }
 
     fn comparing<'o>(&'o self, outcome: &'o Mutex<Result<()>>) -> impl Fn(usize, Digests) + 'o {

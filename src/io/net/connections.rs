@@ -112,6 +112,11 @@ impl<C> ConnectionPool<C> {
         }
     }
 
+    /// Closes those that are here.
+    pub fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     /// Takes a connection back.
     pub fn put(&self, connection: PooledConnection<C>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(connection);

@@ -5,6 +5,7 @@ use std::error::Error as _;
 use std::future::Future;
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -158,6 +159,8 @@ pub struct Clients {
     pool: ConnectionPool<Client>,
     options: NetOptions,
     certificates: Certificates,
+    /// Bytes that a server may send ahead on a new connection.
+    window: AtomicU32,
 }
 
 /// A client that a thread has for itself.
@@ -172,7 +175,20 @@ impl Clients {
     /// Reads the certificates; what is wrong with them is the error, if `tls` needs them at once.
     pub fn new(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
         let certificates = Certificates::read(options, tls)?;
-        Ok(Clients { pool: ConnectionPool::default(), options: options.clone(), certificates })
+        let (pool, window) = (ConnectionPool::default(), AtomicU32::new(WINDOW));
+        Ok(Clients { pool, options: options.clone(), certificates, window })
+    }
+
+    /// Bytes that a server may send ahead on each connection.
+    pub fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// Has servers send no more ahead than that. Connections on which they may send more are closed.
+    pub fn set_window(&self, window: u32) {
+        if self.window.fetch_min(window, Ordering::Relaxed) > window {
+            self.pool.clear();
+        }
     }
 
     /// Lends a client for the length of a call.
@@ -198,7 +214,11 @@ impl Clients {
     }
 
     async fn connect(&self) -> std::result::Result<Client, Failure> {
-        connect(&self.options, &self.certificates).map_err(Failure::from)
+        let window = self.window();
+        let builder = builder(&self.options, &self.certificates)
+            .http2_initial_stream_window_size(window)
+            .http2_initial_connection_window_size(window);
+        reading(|| builder.build()).map_err(Failure::from)
     }
 
     fn one(&self, connection: PooledConnection<Client>) -> OneClient {

@@ -16,6 +16,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
+use crate::memory_limit::{CONNECTION, MemoryLimit};
 use client::{Clients, Target};
 use named::Named;
 #[cfg(any(feature = "clouds", feature = "s3"))]
@@ -51,6 +52,8 @@ pub struct HttpSource {
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
     tls: bool,
+    /// Whether its server sends ahead what was not waited for, by HTTP/2.
+    ahead: bool,
 }
 
 /// Opens an address: without a request if the head of its file is known. A server without ranges gives a
@@ -146,6 +149,7 @@ fn open_named(
         head,
         headers: reply.headers,
         tls,
+        ahead: reply.ahead.unwrap_or(tls),
     });
     match cache.zip(name) {
         Some((cache, name)) => cache.before(source, &name, patience, cancel),
@@ -270,6 +274,7 @@ pub(crate) fn traits(len: Option<u64>, options: &NetOptions) -> Traits {
         most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
         request_len: REQUEST_LEN,
         merge_gap: MERGE_GAP,
+        reader_memory: CONNECTION,
     }
 }
 
@@ -295,7 +300,16 @@ impl ReadAt for HttpSource {
     }
 
     fn traits(&self) -> Traits {
-        traits(self.identity.len, &self.options)
+        let traits = traits(self.identity.len, &self.options);
+        let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
+        Traits { reader_memory: traits.reader_memory + ahead, ..traits }
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        if self.ahead {
+            let window = limit.window(u64::from(client::WINDOW));
+            self.clients.set_window(u32::try_from(window).unwrap_or(client::WINDOW));
+        }
     }
 
     fn read_at(
