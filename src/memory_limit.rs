@@ -15,6 +15,8 @@ const SHORTEST_WINDOW: u64 = 64 << 10;
 const WINDOWS: u64 = 8;
 /// For headers of tensors, and for what is read over between them: the least for a reader.
 const PASSING: u64 = 256 << 10;
+/// A reader of a server.
+const READER: u64 = CONNECTION + PASSING;
 /// Of a limit, what staging buffers, parts of uploads or tensors may take where readers or writers need
 /// some too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
@@ -116,7 +118,7 @@ impl MemoryLimit {
 
     /// The same, with what the environment says where the caller says nothing.
     pub fn known(self) -> Result<Self> {
-        let of_all = || {
+        let of_all = || -> Result<Option<u64>> {
             let all = Some(MEMORY_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
             Ok(all.map(|all| all.saturating_sub(self.beside)))
         };
@@ -213,8 +215,9 @@ impl MemoryLimit {
             format!("one thread takes {each} bytes, hashes {waiting}{parts}{staged}")
         })?;
         let free = bytes - fixed - each;
-        let for_parts = if part > 0 { share(free).max(parts) } else { 0 };
-        let left = free - for_parts.min(free);
+        let of_parts = share(free).max(parts).min(free - fewest * buffer);
+        let for_parts = if part > 0 { of_parts } else { 0 };
+        let left = free - for_parts;
         let staging = match buffer {
             0 => 0,
             _ => (share(left) / buffer).clamp(fewest, most.max(fewest)),
@@ -222,10 +225,10 @@ impl MemoryLimit {
         let left = left.saturating_sub(staging.saturating_mul(buffer));
         let more = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
         // Each thread writes to a part of its own, and as many are on their way.
-        let of_parts = for_parts
+        let fitting = for_parts
             .checked_div(parts)
             .map_or(usize::MAX, |pairs| usize::try_from(pairs).unwrap_or(usize::MAX).max(1));
-        let threads = threads.clamp(1, more.saturating_add(1).min(of_parts));
+        let threads = threads.clamp(1, more.saturating_add(1).min(fitting));
         Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts: for_parts, staging })
     }
 
@@ -234,10 +237,10 @@ impl MemoryLimit {
     pub fn tensors(self, wanted: u64, largest: u64) -> Result<(u64, MemoryLimit)> {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
-        let tensors = wanted.min(bytes - reads).max(largest);
-        self.needs(tensors.saturating_add(CONNECTION + PASSING), || {
-            format!("a tensor of {largest} bytes is held, and a reader takes {CONNECTION}")
+        self.needs(largest.saturating_add(READER), || {
+            format!("a tensor of {largest} bytes is held, and a reader takes {READER}")
         })?;
+        let tensors = wanted.min(bytes - reads).min(bytes - READER).max(largest);
         Ok((tensors, self.without(tensors)))
     }
 
@@ -252,14 +255,15 @@ impl MemoryLimit {
         let least = BATCH.max(whole);
         // What reads has a quarter, and one reads at a time where that is little.
         let quarter = bytes - share(bytes);
-        let at_once = (quarter / READS).clamp(1, reads.max(1));
+        let fitting = (bytes.saturating_sub(READER) / least).saturating_sub(others);
+        let at_once = (quarter / READS).min(fitting).clamp(1, reads.max(1));
         let fewest = least.saturating_mul(at_once.saturating_add(others));
-        self.needs(fewest.saturating_add(CONNECTION + PASSING), || {
+        self.needs(fewest.saturating_add(READER), || {
             format!("{} batches of {least} bytes are on their way", at_once + others)
         })?;
         let batch = (share(bytes) / batches.max(1)).clamp(least, most.max(least));
         let held = batch.saturating_mul(at_once.saturating_add(others));
-        let held = held.min(bytes - CONNECTION - PASSING).max(fewest);
+        let held = held.min(bytes - READER).max(fewest);
         let batch = held / (at_once.saturating_add(others)).max(1);
         let each = (bytes - held) / at_once;
         Ok(GroupShares { batch, at_once, load: self.without(bytes - each) })
@@ -378,7 +382,11 @@ mod tests {
                     let all = batches * shares.batch + shares.at_once * shares.load.bytes.unwrap();
                     prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
                 }
-                Err(error) => prop_assert!(named(&error) > bytes),
+                Err(error) => {
+                    let least = named(&error);
+                    prop_assert!(least > bytes);
+                    prop_assert!(of(least).group(most, reads, others, largest).is_ok());
+                }
             }
         }
     }

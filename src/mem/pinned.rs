@@ -153,7 +153,7 @@ impl Pool {
     pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
         let mut state = self.state();
         let waits = !state.waiting.is_empty() || state.reap().is_err();
-        if waits || !share.is_none_or(|share| share.has(buffers)) {
+        if waits || share.is_some_and(|share| !share.has(buffers)) {
             return None;
         }
         let taken = state.take(buffers)?;
@@ -171,7 +171,7 @@ impl Pool {
         let count = {
             let mut state = self.state();
             // A call that may have few makes no more than those.
-            let most = share.map_or(usize::MAX, |share| share.most().max(buffers));
+            let most = share.map_or(usize::MAX, |share| share.left().max(buffers));
             let there = state.free.len() + state.coming;
             let count = state.limit.max(buffers).saturating_sub(state.made).min(self.slab);
             let count = count.min(most.saturating_sub(there));

@@ -49,7 +49,8 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | N
         ``most_threads`` (that there might have been, had more helped),
         ``seconds`` (from the call to its return, in which copies may still be under
         way on the device), ``stages`` (seconds by stage, summed over the threads: ``plan``,
-        ``memory`` waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
+        ``memory`` waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy`` and
+        ``write``),
         ``reading`` (how a file was read: the page cache, direct reads; else nothing),
         ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
         that the process keeps).

@@ -22,10 +22,8 @@ const LEAST: u64 = 1 << 20;
 /// The most segments of a batch.
 const MAX_SEGMENTS: usize = 64 << 10;
 
-/// What a batch of about so many bytes may have.
-fn longest(len: u64) -> u64 {
-    len.saturating_mul(2)
-}
+/// So many times its usual length a batch may have.
+const LONGER: u64 = 2;
 
 /// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
 pub struct Span<'a> {
@@ -88,13 +86,12 @@ impl<'a> Target for Gather<'a> {
     }
 
     fn needs(&self, source: &Traits, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = longest(if decrypts { PIECE_LEN } else { LEAST });
+        let gathers = LONGER * if decrypts { PIECE_LEN } else { LEAST };
         LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
     }
 
     fn bound(&mut self, shares: &LoadShares) {
-        // What a batch may be longer by.
-        self.most = (shares.gathers / longest(2) * 2).min(MOST);
+        self.most = (shares.gathers / LONGER).min(MOST);
     }
 
     fn unit(&self) -> u64 {

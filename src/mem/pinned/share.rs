@@ -27,6 +27,11 @@ impl Share {
         self.most
     }
 
+    /// How many may still be had.
+    pub fn left(&self) -> usize {
+        self.most.saturating_sub(self.held.load(Ordering::Relaxed))
+    }
+
     /// Whether so many may be had now.
     pub fn has(&self, buffers: usize) -> bool {
         let held = self.held.load(Ordering::Relaxed);
