@@ -32,7 +32,6 @@ use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
-use crate::verification::verification;
 use crate::watch::Loads;
 
 /// How files are opened for Python.
@@ -159,8 +158,7 @@ impl Reader {
         self.loads.watch.set(tell);
     }
 
-    /// Bounds what its loads, and those of its slices, have in flight beside the tensors: `limit` bytes
-    /// less what the caller keeps `beside`, or as before for None.
+    /// Bounds what its loads have in flight: `limit` bytes, less what the caller keeps `beside`.
     #[pyo3(signature = (limit, beside = 0))]
     fn limit_memory(&self, limit: Option<u64>, beside: u64) {
         self.loads.set_memory(MemoryLimit::of(limit).without(beside));
@@ -390,8 +388,7 @@ impl Reader {
         apart: bool,
     ) -> Answer<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let memory = self.loads.memory();
-            let options = LoadOptions { readers, verify: verification(verify), map, memory };
+            let options = self.loads.options(readers, verify, map);
             let destination = Where { device, apart };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
@@ -409,8 +406,7 @@ impl Reader {
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let (verify, memory) = (verification(verify), self.loads.memory());
-            let options = LoadOptions { readers, verify, map: false, memory };
+            let options = self.loads.options(readers, verify, false);
             let lent = borrow(&handle.0)?;
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {

@@ -6,12 +6,13 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use tensorizer::MemoryLimit;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_own};
+use tensorizer::{LoadOptions, MemoryLimit};
 
 use crate::errors::Answer;
+use crate::verification::verification;
 use crate::{gil, signals};
 
 /// What a callable is told.
@@ -63,9 +64,10 @@ impl Loads {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// What each of them may have in flight.
-    pub fn memory(&self) -> MemoryLimit {
-        *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    /// How each of them loads.
+    pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
+        let memory = *self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        LoadOptions { readers, verify: verification(verify), map, memory }
     }
 
     /// Bounds what those have in flight that begin from here on.

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from .output import plural
 from .progress import size
-
-if TYPE_CHECKING:
-    from .load import Figures
 
 #: Shorter loads end before it is known whether more connections help.
 _SHORT = 1.0
 
 
-def of(figures: Figures) -> str:
+@dataclass(frozen=True)
+class Figures:
+    """What a load took.
+
+    ``seconds`` has those of the whole for each stage; ``read_seconds`` is the time of all
+    connections together. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
+    """
+
+    bytes: int
+    whole: float
+    seconds: dict[str, float]
+    read_seconds: float
+    source: str
+    path: str
+    connections: int
+    most: int
+    chosen: bool
+    device: str
+    fallbacks: list[str]
+
+    @property
+    def limit(self) -> str:
+        """What took the largest share: a stage, or where the bytes were read from."""
+        stage = max(self.seconds, key=self.seconds.__getitem__)
+        return self.source if stage == "read" else stage
+
+
+def advice(figures: Figures) -> str:
     """Return what would make a load faster, or would not."""
     if figures.limit == "network":
         return _network(figures)

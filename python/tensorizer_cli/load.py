@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from tensorizer.file.arguments import resolve_device
 from tensorizer.file.tensor_file import TensorFile
 from tensorizer.streams.addresses import is_address
 
-from . import advice, keys
+from . import keys
+from .advice import Figures, advice
 from .output import Report, plural, without_password
 from .progress import Progress, size
 
@@ -35,33 +35,6 @@ _MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a load took.
-
-    ``seconds`` has those of the whole for each stage; ``read_seconds`` is the time of all
-    connections together. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
-    """
-
-    bytes: int
-    whole: float
-    seconds: dict[str, float]
-    read_seconds: float
-    source: str
-    path: str
-    connections: int
-    most: int
-    chosen: bool
-    device: str
-    fallbacks: list[str]
-
-    @property
-    def limit(self) -> str:
-        """What took the largest share: a stage, or where the bytes were read from."""
-        stage = max(self.seconds, key=self.seconds.__getitem__)
-        return self.source if stage == "read" else stage
-
-
 def run(options: argparse.Namespace) -> int:
     """Load a file, every byte of it, and report."""
     report = Report(options)
@@ -69,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     figures, file = _measured(options)
     shares = {name: part / figures.whole for name, part in figures.seconds.items()}
     rate = figures.bytes / figures.whole
-    said = advice.of(figures)
+    said = advice(figures)
     report.finding(
         f"{plural(file['tensors'], 'tensor')}, {size(figures.bytes)} in {figures.whole:.3f} s, "
         f"{rate / 1e9:.2f} GB/s, to {figures.device}"

@@ -8,18 +8,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::cold::{self, Cached};
+use super::crew;
 use super::order::{Job, LARGE, jobs, only_tensor};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
 use super::way::Way;
-use super::workers::{self, Control, Crew};
+use super::workers::{self, Control};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
 use crate::codec::{HashPool, Taken};
-use crate::environment::READERS;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
@@ -86,26 +85,14 @@ pub fn read<T: Target>(
     cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
     let begun = Instant::now();
-    let memory = what.memory.known()?;
-    if memory.bytes().is_some() {
-        what.files.iter().for_each(|source| source.limit_memory(memory));
-    }
+    let memory = crew::limit(what.memory, what.files)?;
     let Some(traits) = Traits::of_all(what.files) else { return Ok(Vec::new()) };
     let local = what.files.iter().all(|source| source.file().is_some());
-    let crew = crew(&traits, local, what)?;
-    let shares = memory.load(&target.needs(&traits, crew.most, what.decrypts))?;
-    if memory.bytes().is_some() {
-        target.bound(&shares);
-    }
-    let crew = crew.at_most(shares.readers);
-    let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
-    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
-        return Err(Error::Bug("hashes of a format that has none".to_owned()));
-    }
-    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
-    let total = lens.fold(0, u64::saturating_add);
+    let crew = crew::crew(&traits, what.files, what.extents, what.readers)?;
+    let (crew, passing) = crew::share(memory, crew, &traits, what.decrypts, target)?;
+    let total = total(what)?;
     let mut limits = target.limits(&traits, crew, total, what.decrypts);
-    limits.passing = shares.passing;
+    limits.passing = passing;
     let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
@@ -149,6 +136,16 @@ pub fn read<T: Target>(
     Ok(left.map(|(tensor, _)| tensor).collect())
 }
 
+/// Bytes of all headers and data.
+fn total(what: &Reading<'_>) -> Result<u64> {
+    let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
+    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
+        return Err(Error::Bug("hashes of a format that has none".to_owned()));
+    }
+    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
+    Ok(lens.fold(0, u64::saturating_add))
+}
+
 /// Bytes that are read at a time.
 fn step(what: &Reading<'_>, source: &Traits) -> u64 {
     match (what.decrypts, what.verify) {
@@ -167,26 +164,6 @@ fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
         pooled.then_some(extent.data_len)
     });
     HashPool::new(lens, what.verify == Verify::All)
-}
-
-/// With how many readers to begin, and how many there may be.
-fn crew(traits: &Traits, local: bool, what: &Reading<'_>) -> Result<Crew> {
-    let of_files = || match (local, READERS.value()?) {
-        (false, _) | (_, 0) => Ok(None),
-        (_, number) => Ok(usize::try_from(number).ok()),
-    };
-    let asked = what.readers.map_or_else(of_files, |number| Ok(Some(number)))?;
-    let crew = Crew::of(traits, asked);
-    if crew.first == crew.most {
-        return Ok(crew);
-    }
-    Ok(match cold::cached(what.files, what.extents) {
-        // Memory gets no faster by more readers than cores.
-        Cached::All => Crew::fixed(crate::cpu_count().clamp(crew.first, crew.most)),
-        Cached::Some => crew,
-        // Who waits for a disk has use for all of them from the first byte on.
-        Cached::Little => Crew::fixed(crew.most),
-    })
 }
 
 /// What the readers of one call share.

@@ -8,8 +8,7 @@ import tensorizer
 import torch
 from servers import Scripted
 from tensorizer import EncryptionParams, stats
-from tensorizer_cli import advice
-from tensorizer_cli.load import Figures
+from tensorizer_cli.advice import Figures, advice
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
@@ -149,7 +148,7 @@ def figures(**more):
     ],
 )
 def test_advice_on_connections(more, said):
-    assert said in advice.of(figures(**more))
+    assert said in advice(figures(**more))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +156,6 @@ def test_advice_on_connections(more, said):
 )
 def test_there_is_advice_for_each_limit(stage):
     assert figures(seconds={"read": 1.0, stage: 2.0}).limit == stage
-    assert advice.of(figures(seconds={"read": 1.0, stage: 2.0}))
+    assert advice(figures(seconds={"read": 1.0, stage: 2.0}))
     for source in ("disk", "page cache"):
-        assert advice.of(figures(source=source))
+        assert advice(figures(source=source))

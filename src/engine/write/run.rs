@@ -66,14 +66,11 @@ pub fn write_tensors(
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (copies, backlog) = (Copies::default(), Backlog::new(threads, shares.waiting));
-    let seal = |item: &Item<'_>| {
-        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
-    };
     let manifest = options.encryption.filter(|options| options.manifest);
     let pass = Pass {
         sink,
         items,
-        seals: items.iter().map(seal).collect::<Result<Vec<_>>>()?,
+        seals: seals(items, options)?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
@@ -136,6 +133,14 @@ fn shares(
         sink.limit_parts(shares.parts);
     }
     Ok(shares)
+}
+
+/// How each tensor is encrypted.
+fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Option<Seal<'o>>>> {
+    let seal = |item: &Item<'_>| {
+        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
+    };
+    items.iter().map(seal).collect()
 }
 
 /// The hashes of tensors that are written in several chunks; none without headers.

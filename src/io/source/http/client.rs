@@ -1,7 +1,6 @@
 //! Requests, redirects and bodies.
 
 use crate::mem::Buffers;
-use std::error::Error as _;
 use std::future::Future;
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
@@ -14,6 +13,7 @@ use reqwest::header::{
 };
 use reqwest::{Client, ClientBuilder, Method, Request, RequestBuilder, Response, Url};
 
+use super::failure::timed;
 use super::reply::{Identity, Range};
 use crate::environment::reading;
 use crate::io::net::{
@@ -418,56 +418,4 @@ fn place(response: &Response) -> std::result::Result<&str, Failure> {
 
 fn too_many() -> Failure {
     Failure::lasting(ErrorKind::InvalidData, format!("more than {MAX_REDIRECTS} redirects"))
-}
-
-/// What a wait gives, unless it takes too long.
-async fn timed<T>(
-    stall: Duration,
-    wait: impl Future<Output = T>,
-) -> std::result::Result<T, Failure> {
-    tokio::time::timeout(stall, wait).await.map_err(|_| {
-        let what = format!("the server sent nothing for {} s", stall.as_secs());
-        Failure::passing(ErrorKind::TimedOut, what)
-    })
-}
-
-impl From<reqwest::Error> for Failure {
-    fn from(error: reqwest::Error) -> Self {
-        // The texts of all causes: the outermost says little, and would show the whole address.
-        let error = error.without_url();
-        let mut causes = Vec::new();
-        let mut kind = io::ErrorKind::Other;
-        let mut cause = error.source();
-        while let Some(found) = cause {
-            if let Some(io) = found.downcast_ref::<io::Error>() {
-                kind = io.kind();
-            }
-            causes.push(found.to_string());
-            cause = found.source();
-        }
-        causes.dedup();
-        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-        let lower = text.to_lowercase();
-        if lower.contains("dns error") {
-            let what = format!("the name of the server is not known: {text}; check the address");
-            return Failure::lasting(io::ErrorKind::NotFound, what);
-        }
-        if lower.contains("certificate") || lower.contains("invalid peer") {
-            let what = format!(
-                "the server's certificate is not trusted: {text}; name the authority that signed \
-                 it with certificate_handling=CAInfo(cacert=...)"
-            );
-            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
-        }
-        if error.is_builder() {
-            return Failure::lasting(io::ErrorKind::InvalidInput, text);
-        }
-        if error.is_timeout() {
-            kind = io::ErrorKind::TimedOut;
-        }
-        if kind == io::ErrorKind::Other {
-            kind = io::ErrorKind::ConnectionAborted;
-        }
-        Failure::passing(kind, text)
-    }
 }

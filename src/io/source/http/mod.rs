@@ -1,6 +1,7 @@
 //! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
 
 pub(crate) mod client;
+mod failure;
 mod named;
 pub(crate) mod reply;
 mod sequential;
