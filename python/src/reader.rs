@@ -406,8 +406,7 @@ impl Reader {
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let options = self.loads.options(readers, verify, false);
-            let lent = borrow(&handle.0)?;
+            let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)
