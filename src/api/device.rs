@@ -165,6 +165,9 @@ impl<'f> DeviceLoad<'f> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<()> {
+        if tensors.is_empty() {
+            return Ok(());
+        }
         let len =
             |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
         let largest = tensors.iter().map(len).max().unwrap_or(0);
