@@ -216,6 +216,8 @@ variables! {
         "how long the tries of one request may take together, and a second more for each 64 KiB of it";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
         "memory for the parts of an upload, in MiB: too little costs connections; 0: what they need";
+    MEMORY_MB = "TENSORIZER_MEMORY_MB", 0,
+        "memory that a call may have in flight beside its tensors unless `memory_limit` is given, in MiB; 0: as much as it needs";
     CACHE_GB = "TENSORIZER_CACHE_GB", 0,
         "how much that folder may hold, in GB: what was used least recently goes; 0: all but a twentieth of its disk";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,

@@ -16,7 +16,7 @@
 //! mem      host memory, staging buffers, devices
 //! codec    encryption and hashes
 //! format   the bytes of a file to structs and back
-//! error, cancel, environment, stats, sys
+//! error, cancel, environment, memory_limit, stats, sys
 //! ```
 //!
 //! An *entry* is a tensor in the index of a file, an *extent* its range of the file, a *batch* one
@@ -69,6 +69,8 @@ pub mod environment;
 pub mod io;
 #[doc(hidden)]
 pub mod mem;
+#[doc(hidden)]
+pub mod memory_limit;
 
 pub use half;
 
@@ -110,4 +112,5 @@ pub use io::{sink, source};
 #[doc(hidden)]
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};
+pub use memory_limit::MemoryLimit;
 pub use sys::cpu_count;

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant, SystemTime};
 /// What a thread does with its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
+    /// Finds out what is to be read, and how.
+    Plan,
     /// Waits for staging memory: for the device, if all of it is in use.
     Memory,
     /// Reads, or waits for the source.
@@ -25,7 +27,8 @@ pub enum Stage {
 
 impl Stage {
     /// All of them, in the order of their numbers, with their names in a report.
-    pub const ALL: [(Stage, &'static str); 6] = [
+    pub const ALL: [(Stage, &'static str); 7] = [
+        (Stage::Plan, "plan"),
         (Stage::Memory, "memory"),
         (Stage::Read, "read"),
         (Stage::Decrypt, "decrypt"),
@@ -46,6 +49,7 @@ pub struct Counters {
     nanos: [AtomicU64; Stage::ALL.len()],
     bytes: AtomicU64,
     threads: AtomicUsize,
+    most_threads: AtomicUsize,
     reading: Mutex<&'static str>,
     fallbacks: Mutex<Vec<String>>,
 }
@@ -57,6 +61,7 @@ impl Default for Counters {
             nanos: std::array::from_fn(|_| AtomicU64::new(0)),
             bytes: AtomicU64::new(0),
             threads: AtomicUsize::new(0),
+            most_threads: AtomicUsize::new(0),
             reading: Mutex::default(),
             fallbacks: Mutex::default(),
         }
@@ -68,11 +73,16 @@ impl Counters {
     pub fn time<T>(&self, stage: Stage, work: impl FnOnce() -> T) -> T {
         let begun = Instant::now();
         let result = work();
+        self.since(stage, begun);
+        result
+    }
+
+    /// Counts the time since then for a stage.
+    pub fn since(&self, stage: Stage, begun: Instant) {
         let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         if let Some(sum) = self.nanos.get(stage as usize) {
             sum.fetch_add(nanos, Ordering::Relaxed);
         }
-        result
     }
 
     /// Counts bytes of tensor data that were moved.
@@ -85,9 +95,10 @@ impl Counters {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// How many threads move them.
-    pub fn threads(&self, threads: usize) {
+    /// How many threads move them, and how many might.
+    pub fn threads(&self, threads: usize, most: usize) {
         self.threads.store(threads, Ordering::Relaxed);
+        self.most_threads.store(most, Ordering::Relaxed);
     }
 
     /// How the source is read, where there is more than one way.
@@ -115,6 +126,7 @@ impl Counters {
             tensors,
             bytes: self.bytes.load(Ordering::Relaxed),
             threads: self.threads.load(Ordering::Relaxed),
+            most_threads: self.most_threads.load(Ordering::Relaxed),
             elapsed: self.begun.elapsed(),
             stages: std::array::from_fn(|at| {
                 let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
@@ -150,6 +162,8 @@ pub struct Report {
     pub bytes: u64,
     /// Threads that moved them.
     pub threads: usize,
+    /// Threads that there might have been, had more of them helped.
+    pub most_threads: usize,
     /// From the call to its return.
     pub elapsed: Duration,
     /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].

@@ -45,6 +45,7 @@ fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
         tensors,
         bytes,
         threads,
+        most_threads,
         elapsed,
         stages,
         reading,
@@ -66,6 +67,7 @@ fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
     out.set_item("tensors", tensors)?;
     out.set_item("bytes", bytes)?;
     out.set_item("threads", threads)?;
+    out.set_item("most_threads", most_threads)?;
     out.set_item("seconds", elapsed.as_secs_f64())?;
     out.set_item("stages", stages)?;
     out.set_item("reading", reading)?;

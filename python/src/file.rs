@@ -104,6 +104,7 @@ impl ReadAt for PyFile {
             most_readers: 1,
             request_len: 8 << 20,
             merge_gap: 64 << 10,
+            reader_memory: 2 << 20,
         }
     }
 

@@ -9,6 +9,7 @@ mod gil;
 mod handle;
 mod headers;
 mod heads;
+mod memory;
 mod names;
 mod namespaces;
 mod pickled;
@@ -59,6 +60,9 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::stats_since, module)?)?;
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::shares_of_tensors, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::shares_of_group, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::first_touch, module)?)?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<reader::Reader>()?;
     module.add_class::<crypt::Encryption>()?;

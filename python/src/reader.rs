@@ -16,7 +16,7 @@ use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::source::{MemorySource, PipeSource};
-use tensorizer::{LoadOptions, Opening, load, matches_header, read_headers};
+use tensorizer::{LoadOptions, MemoryLimit, Opening, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
@@ -32,7 +32,6 @@ use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
-use crate::verification::verification;
 use crate::watch::Loads;
 
 /// How files are opened for Python.
@@ -157,6 +156,12 @@ impl Reader {
     /// Has a callable told of the bytes of tensor data that all loads have moved.
     fn watch(&self, tell: Py<PyAny>) {
         self.loads.watch.set(tell);
+    }
+
+    /// Bounds what its loads have in flight: `limit` bytes, less what the caller keeps `beside`.
+    #[pyo3(signature = (limit, beside = 0))]
+    fn limit_memory(&self, limit: Option<u64>, beside: u64) {
+        self.loads.set_memory(MemoryLimit::of(limit).without(beside));
     }
 
     /// Ends loads that are under way on other threads, and refuses more.
@@ -383,7 +388,7 @@ impl Reader {
         apart: bool,
     ) -> Answer<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let options = LoadOptions { readers, verify: verification(verify), map };
+            let options = self.loads.options(readers, verify, map);
             let destination = Where { device, apart };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
@@ -401,8 +406,7 @@ impl Reader {
         readers: Option<usize>,
     ) -> Answer<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let options = LoadOptions { readers, verify: verification(verify), map: false };
-            let lent = borrow(&handle.0)?;
+            let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)

@@ -1,16 +1,18 @@
 //! How far the loads or the writes of a file have come: told to a callable while they run, and to the
 //! log when they have ended.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_own};
+use tensorizer::{LoadOptions, MemoryLimit};
 
 use crate::errors::Answer;
+use crate::verification::verification;
 use crate::{gil, signals};
 
 /// What a callable is told.
@@ -53,12 +55,24 @@ impl Watch {
 pub struct Loads {
     stopped: AtomicBool,
     pub watch: Watch,
+    memory: Mutex<MemoryLimit>,
 }
 
 impl Loads {
     /// Ends those that are under way, and refuses more.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// How each of them loads.
+    pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
+        let memory = *self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        LoadOptions { readers, verify: verification(verify), map, memory }
+    }
+
+    /// Bounds what those have in flight that begin from here on.
+    pub fn set_memory(&self, limit: MemoryLimit) {
+        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = limit;
     }
 
     /// Runs one without the GIL; it is told of while it runs, and logged.

@@ -14,7 +14,7 @@ use tensorizer::format::TensorKind;
 use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::sink::{FileSink, WriteAt};
-use tensorizer::{Pair, SaveOptions, SaveTensor};
+use tensorizer::{MemoryLimit, Pair, SaveOptions, SaveTensor};
 use tensorizer_torch::exchange::{Lent, borrow};
 use tensorizer_torch::tensor::{Devices, one_to_save};
 
@@ -46,6 +46,7 @@ struct Given {
     encryption: Option<Py<Encryption>>,
     metadata: Option<Vec<(String, String)>>,
     clear_metadata: bool,
+    memory: Option<u64>,
 }
 
 impl Given {
@@ -59,9 +60,17 @@ impl Given {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let Given { alignment, threads, metadata, clear_metadata, .. } = self;
-        let pair = None;
-        Ok(SaveOptions { alignment, threads, hashes, encryption, pair, metadata, clear_metadata })
+        let Given { alignment, threads, metadata, clear_metadata, memory, .. } = self;
+        Ok(SaveOptions {
+            alignment,
+            threads,
+            hashes,
+            encryption,
+            pair: None,
+            metadata,
+            clear_metadata,
+            memory: MemoryLimit::of(memory),
+        })
     }
 }
 

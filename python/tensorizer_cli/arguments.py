@@ -17,6 +17,8 @@ _MOST_READERS = 4096
 _MOST_SHOWN = 100
 #: The core writes no larger alignment.
 _LARGEST_ALIGNMENT = 2 << 20
+#: More memory than there is.
+_MOST_BYTES = 1 << 62
 
 
 class _UsageError(Exception):
@@ -93,6 +95,14 @@ def _alignment(text: str) -> int:
     return count
 
 
+def _bytes(text: str) -> int:
+    number = text.rstrip("KMGiB")
+    power = {"": 0, "KiB": 1, "MiB": 2, "GiB": 3}.get(text[len(number) :], -1)
+    if power < 0 or not 1 <= (count := _whole(number)) < _MOST_BYTES >> 10 * power:
+        raise argparse.ArgumentTypeError(f"expected bytes as in 67108864 or 64MiB, found {text!r}")
+    return count << 10 * power
+
+
 def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
     group = command.add_argument_group(title)
     group.add_argument(f"--{prefix}key-file", metavar="F", help="32 bytes, or 64 hex digits")
@@ -117,6 +127,12 @@ def _encrypts(command: argparse.ArgumentParser, prefix: str, title: str) -> None
 def _loads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--readers", type=_readers, metavar="N", help="threads that read at once; as many as help"
+    )
+    command.add_argument(
+        "--memory-limit",
+        type=_bytes,
+        metavar="N",
+        help="bytes in flight at most, as in 64MiB, the tensors of a copy among them",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
 
@@ -173,6 +189,14 @@ def _parser() -> argparse.ArgumentParser:
         "--depth", type=_count, default=3, metavar="N", help="levels of modules; 3, and 0 for none"
     )
     info.add_argument("--largest", type=_count, default=5, metavar="N", help="largest tensors; 5")
+    load = command(
+        "load", "Load a file, and report how fast it came and what held it back.", "file"
+    )
+    load.add_argument("--report", action="store_true", help="the same: it always reports")
+    load.add_argument("--device", default="cpu", metavar="D", help="such as cuda:0; cpu")
+    load.add_argument("--verify", action="store_true", help="compare tensors with their hashes")
+    load.add_argument("--mmap", action="store_true", help="use a local file in place")
+    _decrypts(load, "the key, if it is encrypted, one of")
     _decrypts(command("verify", "Compare tensors with their hashes.", "file"), "the key, one of")
     diff = command("diff", "Compare two files, tensor by tensor.", "file", "other")
     _decrypts(diff, "the key of those that are encrypted, one of")

@@ -26,13 +26,16 @@ def open_file(
     params: DecryptionParams | None = None,
     readers: int | None = None,
     mmap: bool = False,
+    memory_limit: int | None = None,
 ) -> File:
     """Open a file, or the folder of a checkpoint of many ranks."""
     if isinstance(file, str):
         folder = local_path(file) or file
         if _is_checkpoint(folder):
+            if memory_limit is not None:
+                raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
             return _CheckpointFile(folder, params)
-    return File(file, params, readers, mmap)
+    return File(file, params, readers, mmap, memory_limit)
 
 
 def _is_checkpoint(file: str) -> bool:
@@ -62,6 +65,7 @@ class _CheckpointFile(File):
         self.total = sum(self.data_lens)
         self.metadata = {}
         self.left_out = self._whole.objects
+        self.memory_limit = self.rest = None
 
     def __exit__(self, *_: object) -> None:
         self._whole.__exit__()

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from tensorizer import CryptographyError, HashMismatchError
 
-from . import cache, copy, diff, info, ls, verify
+from . import cache, copy, diff, info, load, ls, verify
 
 #: Each returns the status of the process.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ls": ls.run,
     "info": info.run,
     "cache": cache.run,
+    "load": load.run,
     "verify": verify.run,
     "diff": diff.run,
     "cp": copy.cp,

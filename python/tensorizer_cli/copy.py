@@ -63,7 +63,8 @@ def _run(
     report = Report(options)
     begun = time.monotonic()
     at_once = is_meant(options.target, None)
-    with open_file(options.file, params, options.readers, mmap=at_once) as source:
+    limit = options.memory_limit
+    with open_file(options.file, params, options.readers, at_once, limit) as source:
         source.check_key(*hint)
         if options.verify and not source.reader.seekable:
             raise ValueError(
@@ -80,7 +81,7 @@ def _run(
         elif _is_stored_as_it_is(source, params, encryption, options):
             redis_target.store(source, options.target)
         else:
-            with redis_target.changed(options.target) as file:
+            with redis_target.changed(options.target, limit) as file:
                 _copy(source, file, encryption, options)
         seconds = time.monotonic() - begun
         found = _verified(source, encryption, options, report) if options.verify else []
@@ -145,7 +146,7 @@ def _verified(
     all_found: list[dict[str, Any]] = []
     try:
         with (
-            File(options.target, params, options.readers) as copy,
+            File(options.target, params, options.readers, memory_limit=source.memory_limit) as copy,
             Progress(source.total, options) as progress,
         ):
             for found, line in differences(source, copy, progress, copied=True):
@@ -180,6 +181,7 @@ def _copy(
         return
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
+    batches = source.batches()
     with (
         FileWriter(
             target,
@@ -187,6 +189,7 @@ def _copy(
             alignment=options.alignment or _ALIGNMENT,
             metadata=source.metadata,
             clear_metadata=True,
+            memory_limit=source.rest,
         ) as writer,
         Progress(source.total, options) as progress,
     ):
@@ -194,7 +197,7 @@ def _copy(
         if identity is not None:
             # A copy is as good a half of a saved object.
             writer.set_pair(identity)
-        for batch in source.batches():
+        for batch in batches:
             tensors, modules = source.load(batch, "nothing")
             writer.write(
                 [source.reader.name(n) for n in batch],
@@ -214,6 +217,7 @@ def _to_safetensors(
     """Write all tensors at once: that format has its header first."""
     if encryption is not None or options.alignment is not None:
         raise ValueError("safetensors files are neither encrypted nor aligned")
+    source.hold_all()
     with Progress(source.total, options) as progress:
         tensors, _ = source.load(list(range(len(source))), "nothing")
         names = [source.reader.name(n) for n in range(len(source))]
@@ -222,5 +226,6 @@ def _to_safetensors(
             target,
             format="safetensors",
             metadata=source.metadata or None,
+            memory_limit=source.rest,
         )
         progress.add(source.total)

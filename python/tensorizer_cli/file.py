@@ -26,6 +26,7 @@ class File:
         readers: Threads that read at once; None for as many as help.
         mmap: Use tensors in place of a local file, where all of them are needed at once.
         heads: Empty for what servers say of the files to be kept, as ``heads``.
+        memory_limit: The most bytes in flight, the tensors of a batch among them.
 
     """
 
@@ -36,11 +37,18 @@ class File:
         readers: int | None = None,
         mmap: bool = False,
         heads: Sequence[Head] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         self.shown = without_password(str(file))
         self._has_key = params is not None
         self._file = TensorFile(
-            file, encryption=params, num_readers=readers, mmap=mmap, key_needed=False, heads=heads
+            file,
+            encryption=params,
+            num_readers=readers,
+            mmap=mmap,
+            key_needed=False,
+            heads=heads,
+            memory_limit=memory_limit,
         )
         self.reader = self._file.reader
         self.heads = self._file.heads
@@ -48,6 +56,9 @@ class File:
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
+        self.memory_limit = memory_limit
+        #: What of it is not for the tensors of a batch.
+        self.rest = memory_limit
         #: What is no tensor.
         self.left_out: list[str] = []
 
@@ -87,7 +98,23 @@ class File:
 
     def batches(self) -> Iterator[list[int]]:
         """Return numbers of tensors, in the order of the file."""
-        return in_batches(range(len(self)), self.data_lens.__getitem__, _BATCH_BYTES)
+        every = range(len(self))
+        most = _BATCH_BYTES
+        if self.memory_limit is not None:
+            most = self._file.hold(most, every, self.data_lens.__getitem__)
+            self.rest = self.memory_limit - most
+        return in_batches(every, self.data_lens.__getitem__, most)
+
+    def hold_all(self) -> None:
+        """Hold all tensors at once, if they fit.
+
+        Raises:
+            ValueError: They do not.
+
+        """
+        if self.memory_limit is not None and not (self._file.maps and self._file.is_local):
+            self._file.hold(self.total, range(1), lambda _: self.total)
+            self.rest = self.memory_limit - self.total
 
     def size(self, numbers: list[int]) -> int:
         """Return how many bytes of data some tensors have."""

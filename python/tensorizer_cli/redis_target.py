@@ -28,11 +28,11 @@ def store(source: File, target: str) -> None:
 
     """
     with _connected(target) as (client, prefix):
-        copy_to_redis(source.reader, range(len(source)), client, prefix, force=True)
+        _copy(source, client, prefix)
 
 
 @contextlib.contextmanager
-def changed(target: str) -> Iterator[int]:
+def changed(target: str, memory_limit: int | None) -> Iterator[int]:
     """Lend the descriptor of a file, which is stored at the end.
 
     Values are stored under their positions, which are known when all tensors are written. The file
@@ -41,8 +41,13 @@ def changed(target: str) -> Iterator[int]:
     with _connected(target) as (client, prefix), tempfile.TemporaryFile() as file:
         yield file.fileno()
         file.seek(0)
-        with File(file.fileno()) as source:
-            copy_to_redis(source.reader, range(len(source)), client, prefix, force=True)
+        with File(file.fileno(), memory_limit=memory_limit) as source:
+            _copy(source, client, prefix)
+
+
+def _copy(source: File, client: Any, prefix: str) -> None:
+    every, limit = range(len(source)), source.memory_limit
+    copy_to_redis(source.reader, every, client, prefix, force=True, memory_limit=limit)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,12 @@ def run(options: argparse.Namespace) -> int:
     report = Report(options)
     damaged: list[dict[str, object]] = []
     with (
-        File(options.file, keys.decryption(options), options.readers) as file,
+        File(
+            options.file,
+            keys.decryption(options),
+            options.readers,
+            memory_limit=options.memory_limit,
+        ) as file,
         Progress(file.total, options) as progress,
     ):
         file.check_key()

@@ -16,6 +16,7 @@ use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
 use crate::io::source::ReadAt;
+use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
 /// Requests for local headers at once to a server, which has to be waited for however little it sends.
@@ -130,6 +131,7 @@ fn read_headers(
         verify: Verify::Nothing,
         decrypts: false,
         readers,
+        memory: MemoryLimit::default(),
     };
     read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
     let positions = found.into_iter().map(|found| {

@@ -7,7 +7,7 @@ use super::headers::{Headers, try_key};
 use super::load::{load_counted, no_headers};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slices::{HELD, Plain, direct_runs};
+use super::slices::{HELD, Plain, direct_runs, held_len};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
 use crate::codec::hash::Verify;
@@ -94,7 +94,7 @@ impl<'f> DeviceLoad<'f> {
         let selection = &self.selection;
         let file = selection.file;
         selection.check()?;
-        let verify = file.prove(options.verify, options.readers, cancel)?;
+        let verify = file.prove(options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
         let streams = Streams::open(to.device, to.consumer)?;
         if selection.is_sliced() {
@@ -116,7 +116,7 @@ impl<'f> DeviceLoad<'f> {
                 streams.finish()?;
                 counters
                     .fallback("decrypted in host memory: pieces of encryption of unusual length");
-                self.through_host(&left, to, &streams, options, counters, cancel)?;
+                self.parts_through_host(&left, to, &streams, options, counters, cancel)?;
             }
             headers.into_kept()?
         };
@@ -137,8 +137,7 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<()> {
         let file = self.selection.file;
         let (mut extents, mut places) = (Vec::new(), Vec::new());
-        let mut others: Vec<Vec<usize>> = Vec::new();
-        let mut held = u64::MAX;
+        let mut others: Vec<usize> = Vec::new();
         let tensors = self.selection.entries.iter().zip(&self.layout.places).enumerate();
         for (tensor, (entry, place)) in tensors {
             if let Some(runs) = direct_runs(file, entry, options.verify)? {
@@ -149,28 +148,42 @@ impl<'f> DeviceLoad<'f> {
                 }
                 continue;
             }
-            held = held.saturating_add(entry.loaded_len());
-            match others.last_mut().filter(|_| held <= HELD) {
-                Some(last) => last.push(tensor),
-                None => {
-                    others.push(vec![tensor]);
-                    held = entry.loaded_len();
-                }
-            }
+            others.push(tensor);
         }
         let sources = file.sources();
-        self.copy(
-            &borrowed(&sources),
-            &extents,
-            &places,
-            to,
-            streams,
-            options.readers,
-            counters,
-            cancel,
-        )?;
-        for tensors in others {
-            self.through_host(&tensors, to, streams, options, counters, cancel)?;
+        self.copy(&borrowed(&sources), &extents, &places, to, streams, options, counters, cancel)?;
+        self.parts_through_host(&others, to, streams, options, counters, cancel)
+    }
+
+    /// Brings tensors to host memory and from there to the device, some at a time.
+    fn parts_through_host(
+        &self,
+        tensors: &[usize],
+        to: &Destination<'_>,
+        streams: &Streams,
+        options: &LoadOptions,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        if tensors.is_empty() {
+            return Ok(());
+        }
+        let len =
+            |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
+        let largest = tensors.iter().map(len).max().unwrap_or(0);
+        let (most, memory) = options.memory.known()?.tensors(HELD, largest)?;
+        let options = &LoadOptions { memory, ..*options };
+        let mut left = tensors;
+        while !left.is_empty() {
+            let mut held = 0u64;
+            let fits = |tensor: &&usize| {
+                held = held.saturating_add(len(*tensor));
+                held <= most
+            };
+            let count = left.iter().take_while(fits).count().max(1);
+            let (now, later) = left.split_at(count);
+            self.through_host(now, to, streams, options, counters, cancel)?;
+            left = later;
         }
         Ok(())
     }
@@ -184,7 +197,7 @@ impl<'f> DeviceLoad<'f> {
         places: &[Place],
         to: &Destination<'_>,
         streams: &Streams,
-        readers: Option<usize>,
+        options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<()> {
@@ -195,7 +208,9 @@ impl<'f> DeviceLoad<'f> {
             streams,
             pool: to.pool,
             around_the_cache: &|_| None,
+            reader_memory: 0,
             direct: None,
+            share: None,
         };
         let reading = Reading {
             files,
@@ -203,7 +218,8 @@ impl<'f> DeviceLoad<'f> {
             codec: &Plain,
             verify: Verify::Nothing,
             decrypts: false,
-            readers,
+            readers: options.readers,
+            memory: options.memory,
         };
         read(&reading, &mut target, counters, cancel).map(drop)
     }
@@ -246,7 +262,9 @@ impl<'f> DeviceLoad<'f> {
             around_the_cache: &|source| {
                 if around { cold::around_the_cache(source, counters) } else { None }
             },
+            reader_memory: if around { cold::READER_MEMORY } else { 0 },
             direct: direct.as_ref(),
+            share: None,
         };
         let reading = Reading {
             files: &files,
@@ -255,6 +273,7 @@ impl<'f> DeviceLoad<'f> {
             verify: options.verify,
             decrypts: headers.decrypts(),
             readers: options.readers,
+            memory: options.memory,
         };
         read(&reading, &mut target, counters, cancel)
     }
@@ -291,7 +310,8 @@ impl<'f> DeviceLoad<'f> {
         let places: Vec<Place> = places.collect();
         // The bytes were counted when they were loaded.
         let uncounted = Counters::default();
-        self.copy(&files, &extents, &places, to, streams, Some(1), &uncounted, cancel)?;
+        let options = &LoadOptions { readers: Some(1), ..options };
+        self.copy(&files, &extents, &places, to, streams, options, &uncounted, cancel)?;
         Ok(loaded.into_iter().map(|tensor| tensor.header).collect())
     }
 }

@@ -16,6 +16,7 @@ use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
 use crate::io::source::{ReadAt, borrowed, read_exact_at};
 use crate::mem::{Buffers, zeroed};
+use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
 /// Sees whole headers, each with the place of its tensor in the caller's order, in any order.
@@ -148,6 +149,7 @@ pub fn see_headers(
         verify: Verify::Nothing,
         decrypts: false,
         readers: None,
+        memory: MemoryLimit::default(),
     };
     let counters = Counters::default();
     read(&reading, &mut Host::new(Vec::new(), Vec::new()), &counters, cancel)?;

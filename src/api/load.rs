@@ -49,7 +49,7 @@ pub fn load_counted(
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
-    let verify = file.prove(options.verify, options.readers, cancel)?;
+    let verify = file.prove(options, cancel)?;
     let sliced = selection.is_sliced();
     let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
     let mut memory = Memory::new(&selection, options)?;
@@ -114,7 +114,7 @@ pub fn load_into_uninit(
             )));
         }
     }
-    let verify = file.prove(options.verify, options.readers, cancel)?;
+    let verify = file.prove(options, cancel)?;
     let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
@@ -167,6 +167,7 @@ fn run<'s>(
         verify: options.verify,
         decrypts: headers.decrypts(),
         readers: options.readers,
+        memory: options.memory,
     };
     let left = read(&reading, &mut target, counters, cancel)?;
     Ok((headers, left))

@@ -1,6 +1,7 @@
 //! How tensors are loaded.
 
 use crate::codec::hash::Verify;
+use crate::memory_limit::MemoryLimit;
 
 /// How to load. The default reads with the source's own number of readers and verifies nothing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -16,4 +17,7 @@ pub struct LoadOptions {
     /// Such a file must not be written to or cut short while such tensors live: they would show
     /// other bytes, or touching them would end the process (SIGBUS).
     pub map: bool,
+    /// Bytes that the load may have in flight beside its tensors: what connections hold, staging
+    /// buffers, and what is read over. None for what `TENSORIZER_MEMORY_MB` says.
+    pub memory: MemoryLimit,
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::file::TensorFile;
+use super::load_options::LoadOptions;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
@@ -12,6 +13,7 @@ use crate::engine::workers::{self, Crew};
 use crate::error::{Error, Result};
 use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
 use crate::mem::Buffers;
+use crate::memory_limit::LoadNeeds;
 
 /// The most bytes that a reader asks for at once, and keeps until those before them are hashed.
 const PIECE: u64 = 16 << 20;
@@ -23,19 +25,15 @@ const ASKED_AT_ONCE: usize = 16;
 impl TensorFile {
     /// Compares the bytes of its files with what their hubs publish, once. Gives what is to be
     /// verified beyond that; refuses what holds no hashes and is not published with one.
-    pub(super) fn prove(
-        &self,
-        verify: Verify,
-        readers: Option<usize>,
-        cancel: &dyn Cancel,
-    ) -> Result<Verify> {
+    pub(super) fn prove(&self, options: &LoadOptions, cancel: &dyn Cancel) -> Result<Verify> {
+        let verify = options.verify;
         let own = self.format().has_hashes();
         let rest = if own { verify } else { Verify::Nothing };
         let enough = verify == Verify::Nothing || (own && verify != Verify::All);
         if !enough {
             let mut proven = turn(self.proven(), cancel)?;
             if !*proven {
-                self.prove_all(own, readers, cancel)?;
+                self.prove_all(own, options, cancel)?;
                 *proven = true;
             }
         }
@@ -43,7 +41,7 @@ impl TensorFile {
     }
 
     /// The same for all of its files. Those with hashes of their own, as `own` says, need no others.
-    fn prove_all(&self, own: bool, readers: Option<usize>, cancel: &dyn Cancel) -> Result<()> {
+    fn prove_all(&self, own: bool, options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
         let sources = self.sources();
         if !sources.iter().any(|source| source.is_of_hub()) {
             return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
@@ -52,7 +50,7 @@ impl TensorFile {
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
                 Published::Sha256(expected) => {
-                    files.push(Proof::new(source, expected)?);
+                    files.push(Proof::new(source, expected, options)?);
                     continue;
                 }
                 _ if own => return Ok(()),
@@ -63,7 +61,7 @@ impl TensorFile {
             return Err(self.no_hashes(source.uri(), why));
         }
         for some in files.chunks(AT_ONCE) {
-            compare(some, readers, cancel)?;
+            compare(some, options, cancel)?;
         }
         Ok(())
     }
@@ -112,7 +110,7 @@ struct Proof<'s> {
 }
 
 impl<'s> Proof<'s> {
-    fn new(source: &'s dyn ReadAt, expected: [u8; 32]) -> Result<Self> {
+    fn new(source: &'s dyn ReadAt, expected: [u8; 32], options: &LoadOptions) -> Result<Self> {
         let traits = source.traits();
         let len = traits.len.ok_or_else(|| {
             Error::Unsupported(format!(
@@ -122,7 +120,9 @@ impl<'s> Proof<'s> {
             ))
         })?;
         let hashed = Mutex::new((0, Sha256::default()));
-        let piece = traits.request_len.clamp(1, PIECE);
+        // A reader has one, and its connection as much again.
+        let most = options.memory.known()?.window(PIECE);
+        let piece = traits.request_len.clamp(1, most);
         Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
     }
 
@@ -169,12 +169,17 @@ impl<'s> Proof<'s> {
 }
 
 /// Reads files side by side, each in order, with as many readers as help.
-fn compare(files: &[Proof<'_>], readers: Option<usize>, cancel: &dyn Cancel) -> Result<()> {
+fn compare(files: &[Proof<'_>], options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
     let Some(traits) = Traits::of_all(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
     let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
-    workers::run_adapting(Crew::of(&traits, readers), cancel, |control, _| {
+    let crew = Crew::of(&traits, options.readers);
+    let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
+    let reader = traits.reader_memory.saturating_add(piece);
+    let needs = LoadNeeds { readers: crew.most, reader, ..LoadNeeds::default() };
+    let crew = crew.at_most(options.memory.known()?.load(&needs)?.readers);
+    workers::run_adapting(crew, cancel, |control, _| {
         let mut buffer = Vec::new();
         while !control.stopped() && !control.surplus() {
             let turn = next.fetch_add(1, Ordering::Relaxed);

@@ -186,6 +186,7 @@ impl Writer {
             hashes: Some(self.options.hashes),
             encryption: self.options.encryption.as_deref(),
             named: self.options.pair.is_some(),
+            memory: self.options.memory,
         };
         let digests = write_tensors(sink, &items, &options, &self.progress, cancel)?;
         drop(items);

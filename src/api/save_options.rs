@@ -9,6 +9,7 @@ use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
 use crate::format::tensors::pair::PairId;
+use crate::memory_limit::MemoryLimit;
 
 /// A tensor to be written.
 pub struct SaveTensor<'a> {
@@ -45,6 +46,9 @@ pub struct SaveOptions {
     pub metadata: Option<Vec<(String, String)>>,
     /// Whether a file that encrypts its tensors may have metadata, which are not encrypted.
     pub clear_metadata: bool,
+    /// Bytes that a save may have in flight beside its tensors: copies, parts of an upload, staging
+    /// buffers. None for what `TENSORIZER_MEMORY_MB` says.
+    pub memory: MemoryLimit,
 }
 
 /// Where the identity of a file comes from.
@@ -66,6 +70,7 @@ impl Default for SaveOptions {
             pair: None,
             metadata: None,
             clear_metadata: false,
+            memory: MemoryLimit::default(),
         }
     }
 }

@@ -55,6 +55,7 @@ impl Writer {
             hashes: None,
             encryption: None,
             named: false,
+            memory: self.options.memory,
         };
         let sink = self.sink()?;
         let head = self.base.saturating_add(layout.head.len() as u64);

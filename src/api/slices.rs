@@ -131,7 +131,7 @@ fn read_plain(
     let mut round = Round::default();
     let read_round = |round: Round<'_>| {
         cancel.check()?;
-        round.read(&files, options.readers, counters, cancel)
+        round.read(&files, options, counters, cancel)
     };
     for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
         if runs.run() >= SHORT && file.is_seekable() {
@@ -183,7 +183,7 @@ impl Round<'_> {
     fn read(
         self,
         files: &[&dyn ReadAt],
-        readers: Option<usize>,
+        options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<()> {
@@ -193,7 +193,8 @@ impl Round<'_> {
             codec: &Plain,
             verify: Verify::Nothing,
             decrypts: false,
-            readers,
+            readers: options.readers,
+            memory: options.memory,
         };
         if !self.direct.is_empty() {
             let mut target = Host::new(self.to_direct, Vec::new());
@@ -286,6 +287,7 @@ fn gather_decrypted(
         verify: Verify::Nothing,
         decrypts: true,
         readers: options.readers,
+        memory: options.memory,
     };
     read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
 }
@@ -324,7 +326,9 @@ fn cut_wholes(
     load_whole: LoadWhole<'_>,
 ) -> Result<()> {
     let wholes = wholes(selection)?;
-    let options = LoadOptions { map: false, ..*options };
+    let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
+    let (most, memory) = options.memory.known()?.tensors(HELD, largest)?;
+    let options = LoadOptions { map: false, memory, ..*options };
     // Slices of one tensor follow each other: it is loaded once.
     let tensor_of =
         |entry: &Entry| (entry.file, entry.header_offset, entry.name.stored().to_owned());
@@ -333,7 +337,7 @@ fn cut_wholes(
         let before = at.checked_sub(1).and_then(|before| wholes.entries().get(before));
         match counts.last_mut() {
             Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => *count += 1,
-            _ => counts.push((at, 1, entry.data_len)),
+            _ => counts.push((at, 1, held_len(entry))),
         }
     }
     let mut wanted = runs.iter().zip(destinations);
@@ -342,7 +346,7 @@ fn cut_wholes(
         let mut held = 0;
         let more = left.iter().take_while(|(_, _, len)| {
             held += len;
-            held <= HELD
+            held <= most
         });
         let (now, later) = left.split_at(more.count().max(1));
         let numbers: Vec<usize> = now.iter().map(|&(number, _, _)| number).collect();
@@ -355,6 +359,11 @@ fn cut_wholes(
         left = later;
     }
     Ok(())
+}
+
+/// Bytes of a tensor that is held as a whole.
+pub fn held_len(entry: &Entry) -> u64 {
+    entry.data_len.max(entry.loaded_len())
 }
 
 /// Takes a slice from a tensor.

@@ -36,8 +36,12 @@ pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuf
             let Some((source, (from, mut to))) = job else { break };
             let range = from..from + to.len();
             let stream = streams.next(source)?;
-            let download =
-                Downloader { counters: &counters, cancel: control, before_waiting: &|| Ok(()) };
+            let download = Downloader {
+                counters: &counters,
+                cancel: control,
+                before_waiting: &|| Ok(()),
+                share: None,
+            };
             download.each_chunk(source, range, stream, |_, chunk| {
                 let bytes = chunk.as_ref();
                 let (now, later) = std::mem::take(&mut to)

@@ -27,7 +27,8 @@ pub fn matches_header(
         Origin::Device(bytes) => {
             let streams = Streams::open(&bytes.device, bytes.consumer)?;
             let counters = Counters::default();
-            let download = Downloader { counters: &counters, cancel, before_waiting: &|| Ok(()) };
+            let download =
+                Downloader { counters: &counters, cancel, before_waiting: &|| Ok(()), share: None };
             let all = 0..bytes.memory.size();
             download.each_chunk(bytes, all, streams.next()?, |_, chunk| {
                 hash.update(chunk.as_ref());

@@ -180,26 +180,10 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
     }
 
-    /// Hashes something that is ready; false if nothing is. Never waits.
-    pub fn step_now(&self, complete: impl FnMut(usize, Digests)) -> bool {
-        self.take_ready().map(|taken| self.hash(taken, complete)).is_some()
-    }
-
-    /// Hashes some bytes of one or two tensors and reports those that are complete.
+    /// Takes some bytes of one or two tensors, to hash them and report those that are complete.
     ///
     /// With `more_to_move` it does nothing unless two are ready. Otherwise it waits for work, as
-    /// long as tensors are unfinished and `stopped` does not say so; false means that all is done.
-    pub fn step(
-        &self,
-        more_to_move: impl Fn() -> bool,
-        stopped: impl Fn() -> bool,
-        complete: impl FnMut(usize, Digests),
-    ) -> bool {
-        let taken = self.take(more_to_move, stopped);
-        taken.map(|taken| self.hash(taken, complete)).is_some()
-    }
-
-    /// Takes what [`HashPool::step`] hashes.
+    /// long as tensors are unfinished and `stopped` does not say so; None means that all is done.
     pub fn take(
         &self,
         more_to_move: impl Fn() -> bool,
@@ -301,8 +285,12 @@ mod tests {
                         let complete = |tensor: usize, digests| {
                             assert!(locked(&found)[tensor].replace(digests).is_none());
                         };
+                        let step = |more: bool| {
+                            let taken = pool.take(|| more, || false);
+                            taken.map(|taken| pool.hash(taken, complete)).is_some()
+                        };
                         loop {
-                            while pool.step(|| true, || false, complete) {}
+                            while step(true) {}
                             let job = locked(&jobs).next();
                             match job {
                                 Some((tensor, usize::MAX)) => pool.header(tensor, b"header"),
@@ -310,7 +298,7 @@ mod tests {
                                     let end = tensors[tensor].len().min(start + 700_000);
                                     pool.data(tensor, start as u64, &tensors[tensor][start..end]);
                                 }
-                                None if pool.step(|| false, || false, complete) => {}
+                                None if step(false) => {}
                                 None => break,
                             }
                         }

@@ -6,6 +6,9 @@ use crate::error::Result;
 use crate::io::source::ReadAt;
 use crate::stats::Counters;
 
+/// What a reader that goes around the page cache takes.
+pub use crate::io::source::DIRECT_MEMORY as READER_MEMORY;
+
 /// Whether a load goes around the page cache.
 pub fn wants_direct_reads(files: &[&dyn ReadAt], extents: &[Extent]) -> Result<bool> {
     Ok(DIRECT_IO.value()? != 0 && cached(files, extents) == Cached::Little)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{Device, OnDevice, Stream};
-use crate::mem::pinned::{Filled, Lease, Pool};
+use crate::mem::pinned::{Filled, Lease, Pool, Share};
 use crate::stats::{Counters, Stage};
 
 /// Downloads for one call.
@@ -18,6 +18,8 @@ pub struct Downloader<'d> {
     /// Called before a thread waits for a staging buffer. It has to see to it that buffers which
     /// were handed out come back whatever this thread waits for.
     pub before_waiting: &'d dyn Fn() -> Result<()>,
+    /// How many staging buffers the call may have, if that is bounded.
+    pub share: Option<&'d Arc<Share>>,
 }
 
 impl Downloader<'_> {
@@ -47,7 +49,7 @@ impl Downloader<'_> {
             };
             // Who waited for a second buffer while it has one could wait for ever.
             if at + step < end
-                && let Some(more) = pool.try_lease(1)
+                && let Some(more) = pool.try_lease(1, self.share)
             {
                 next = Some(begin(more, at + step)?);
             }
@@ -86,10 +88,10 @@ impl Downloader<'_> {
 
     fn lease(&self, device: &Arc<dyn Device>) -> Result<Lease<'static>> {
         let pool = Pool::of(device)?;
-        if let Some(lease) = pool.try_lease(1) {
+        if let Some(lease) = pool.try_lease(1, self.share) {
             return Ok(lease);
         }
         (self.before_waiting)()?;
-        self.counters.time(Stage::Memory, || pool.enter().lease(1, device, self.cancel))
+        self.counters.time(Stage::Memory, || pool.enter(self.share).lease(1, device, self.cancel))
     }
 }

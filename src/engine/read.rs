@@ -6,22 +6,23 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
-use super::cold::{self, Cached};
+use super::crew;
 use super::order::{Job, LARGE, jobs, only_tensor};
 use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
 use super::way::Way;
-use super::workers::{self, Control, Crew};
+use super::workers::{self, Control};
 use crate::cancel::Cancel;
-use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
-use crate::environment::READERS;
+use crate::codec::{HashPool, Taken};
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
+use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
@@ -71,6 +72,8 @@ pub struct Reading<'r> {
     pub decrypts: bool,
     /// Readers at once, if the caller wants so many.
     pub readers: Option<usize>,
+    /// What they may have in flight beside the memory of the tensors.
+    pub memory: MemoryLimit,
 }
 
 /// Reads everything to its target. Gives the tensors whose data could not be decrypted in chunks, and
@@ -81,16 +84,15 @@ pub fn read<T: Target>(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
+    let begun = Instant::now();
+    let memory = crew::limit(what.memory, what.files)?;
     let Some(traits) = Traits::of_all(what.files) else { return Ok(Vec::new()) };
     let local = what.files.iter().all(|source| source.file().is_some());
-    let crew = crew(&traits, local, what)?;
-    let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
-    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
-        return Err(Error::Bug("hashes of a format that has none".to_owned()));
-    }
-    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
-    let total = lens.fold(0, u64::saturating_add);
+    let crew = crew::crew(&traits, what.files, what.extents, what.readers)?;
+    let (crew, passing) = crew::share(memory, crew, &traits, what.decrypts, target)?;
+    let total = total(what)?;
     let mut limits = target.limits(&traits, crew, total, what.decrypts);
+    limits.passing = passing;
     let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
@@ -123,14 +125,25 @@ pub fn read<T: Target>(
     };
     let started = AtomicUsize::new(1);
     let target = pass.target;
+    counters.since(Stage::Plan, begun);
     workers::run_adapting(crew, cancel, |control, number| {
         started.fetch_max(number + 1, Ordering::Relaxed);
         let way = Way::new(target, what.files, crew.most > 1);
         pass.work(number, way, control)
     })?;
-    counters.threads(started.into_inner().min(crew.most));
+    counters.threads(started.into_inner().min(crew.most), crew.most);
     let left = pass.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
     Ok(left.map(|(tensor, _)| tensor).collect())
+}
+
+/// Bytes of all headers and data.
+fn total(what: &Reading<'_>) -> Result<u64> {
+    let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
+    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
+        return Err(Error::Bug("hashes of a format that has none".to_owned()));
+    }
+    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
+    Ok(lens.fold(0, u64::saturating_add))
 }
 
 /// Bytes that are read at a time.
@@ -151,26 +164,6 @@ fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
         pooled.then_some(extent.data_len)
     });
     HashPool::new(lens, what.verify == Verify::All)
-}
-
-/// With how many readers to begin, and how many there may be.
-fn crew(traits: &Traits, local: bool, what: &Reading<'_>) -> Result<Crew> {
-    let of_files = || match (local, READERS.value()?) {
-        (false, _) | (_, 0) => Ok(None),
-        (_, number) => Ok(usize::try_from(number).ok()),
-    };
-    let asked = what.readers.map_or_else(of_files, |number| Ok(Some(number)))?;
-    let crew = Crew::of(traits, asked);
-    if crew.first == crew.most {
-        return Ok(crew);
-    }
-    Ok(match cold::cached(what.files, what.extents) {
-        // Memory gets no faster by more readers than cores.
-        Cached::All => Crew::fixed(crate::cpu_count().clamp(crew.first, crew.most)),
-        Cached::Some => crew,
-        // Who waits for a disk has use for all of them from the first byte on.
-        Cached::Little => Crew::fixed(crew.most),
-    })
 }
 
 /// What the readers of one call share.
@@ -377,17 +370,20 @@ impl<T: Target> Pass<'_, T> {
 
     /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
     fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
-        let outcome = Mutex::new(Ok(()));
-        let busy =
-            self.hashes.step(|| more_to_read, || control.stopped(), self.comparing(&outcome));
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+        self.hash_taken(self.hashes.take(|| more_to_read, || control.stopped()))
     }
 
     /// Hashes what is there, and does not wait.
     fn hash_now(&self) -> Result<bool> {
+        self.hash_taken(self.hashes.take_ready())
+    }
+
+    fn hash_taken(&self, taken: Option<Taken<T::Bytes>>) -> Result<bool> {
+        let Some(taken) = taken else { return Ok(false) };
         let outcome = Mutex::new(Ok(()));
-        let busy = self.hashes.step_now(self.comparing(&outcome));
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| busy)
+        let hash = || self.hashes.hash(taken, self.comparing(&outcome));
+        self.counters.time(Stage::Hash, hash);
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| true)
     }
 
     fn comparing<'o>(&'o self, outcome: &'o Mutex<Result<()>>) -> impl Fn(usize, Digests) + 'o {

@@ -7,6 +7,7 @@
 
 mod buffers;
 mod lease;
+mod share;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,6 +16,7 @@ use std::thread;
 use std::time::Duration;
 
 pub use lease::{Filled, Lease};
+pub use share::Share;
 
 use crate::cancel::Cancel;
 use crate::environment::{IN_FLIGHT_MB, PINNED_MB, STAGING_KB};
@@ -46,6 +48,8 @@ pub struct Pool {
 pub struct Ticket<'p> {
     pool: &'p Pool,
     number: u64,
+    /// What the call may have, if that is bounded.
+    share: Option<Arc<Share>>,
 }
 
 impl Pool {
@@ -136,31 +140,41 @@ impl Pool {
         unused.len() * self.inner.len
     }
 
-    /// Takes a place in the queue.
-    pub fn enter(&self) -> Ticket<'_> {
+    /// Takes a place in the queue, for a call that may have so many if that is bounded.
+    pub fn enter(&self, share: Option<&Arc<Share>>) -> Ticket<'_> {
         let mut state = self.state();
         state.last_ticket += 1;
         let number = state.last_ticket;
         state.waiting.push_back((number, thread::current()));
-        Ticket { pool: self, number }
+        Ticket { pool: self, number, share: share.cloned() }
     }
 
     /// Buffers that are there at once, if nobody waits for them.
-    pub fn try_lease(&self, buffers: usize) -> Option<Lease<'_>> {
+    pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
         let mut state = self.state();
-        if !state.waiting.is_empty() || state.reap().is_err() {
+        let waits = !state.waiting.is_empty() || state.reap().is_err();
+        if waits || share.is_some_and(|share| !share.has(buffers)) {
             return None;
         }
-        let buffers = state.take(buffers)?;
-        Some(Lease::new(&self.inner, buffers))
+        let taken = state.take(buffers)?;
+        Some(Lease::new(&self.inner, taken, share.map(|share| share.hold(buffers))))
     }
 
     /// Makes more buffers; false if there may be no more. Who needs more than the limit at once gets
     /// them all the same: the limit may have been lowered since its parts were planned.
-    fn grow(&self, buffers: usize, device: &Arc<dyn Device>) -> Result<bool> {
+    fn grow(
+        &self,
+        buffers: usize,
+        share: Option<&Share>,
+        device: &Arc<dyn Device>,
+    ) -> Result<bool> {
         let count = {
             let mut state = self.state();
+            // A call that may have few makes no more than those.
+            let most = share.map_or(usize::MAX, |share| share.left().max(buffers));
+            let there = state.free.len() + state.coming;
             let count = state.limit.max(buffers).saturating_sub(state.made).min(self.slab);
+            let count = count.min(most.saturating_sub(there));
             state.made += count;
             state.coming += count;
             count
@@ -235,7 +249,7 @@ impl<'p> Ticket<'p> {
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
     ) -> Result<Lease<'p>> {
-        let pool = self.pool;
+        let (pool, share) = (self.pool, self.share.as_ref());
         loop {
             let wait = {
                 let mut state = pool.state();
@@ -243,16 +257,21 @@ impl<'p> Ticket<'p> {
                 let ahead = ahead.count();
                 if ahead == 0 {
                     state.reap_on(device)?;
-                    if let Some(buffers) = state.take(buffers) {
-                        return Ok(Lease::new(&pool.inner, buffers));
-                    }
+                }
+                let has = share.is_none_or(|share| share.has(buffers));
+                if ahead == 0
+                    && has
+                    && let Some(taken) = state.take(buffers)
+                {
+                    let held = share.map(|share| share.hold(buffers));
+                    return Ok(Lease::new(&pool.inner, taken, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
                 // Memory is pinned by all who will need some, at the same time.
                 let there = state.free.len() + state.coming;
                 let wanted = there < buffers.saturating_mul(ahead + 1) && under_way < pool.plenty;
                 drop(state);
-                if wanted && pool.grow(buffers, device)? {
+                if has && wanted && pool.grow(buffers, share.map(Arc::as_ref), device)? {
                     continue;
                 }
                 if ahead > 0 || under_way == 0 { IDLE } else { POLL }

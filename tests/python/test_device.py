@@ -80,7 +80,9 @@ def test_tensors_arrive_and_the_report_says_how(path, tensors, verify, options):
     assert 1 <= report["threads"] <= options.get("num_readers", 99)
     assert report["seconds"] > 0 and report["stages"]["read"] > 0
     assert (report["stages"]["hash"] > 0) == bool(verify)
-    assert set(report["stages"]) == {"memory", "read", "decrypt", "hash", "copy", "write"}
+    assert set(report["stages"]) == {
+        "plan", "memory", "read", "decrypt", "hash", "copy", "write",
+    }  # fmt: skip
     assert 0 < report["pinned_bytes"] <= 256 << 20
 
 

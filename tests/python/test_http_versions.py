@@ -140,6 +140,27 @@ def test_a_whole_file_instead_of_a_range_is_ended_at_its_headers(data):
     assert server.sent < 64 << 20
 
 
+class Leaving(Versions):
+    """The same; it ends a connection on which it has refused, at the next request on it."""
+
+    def answer(self, handler):
+        if getattr(handler, "refused", False):
+            handler.close_connection = True
+            return
+        handler.refused = "If-Match" in handler.headers
+        super().answer(handler)
+
+
+def test_a_server_that_closes_the_connection_by_which_it_refuses(data):
+    with Leaving(data, lambda number: {"ETag": '"old"' if number == 0 else '"new"'}) as server:
+        file = tensorizer.TensorDeserializer(server.url)
+        with pytest.raises(OSError) as caught:
+            file["b"]
+        file.close()
+    said = 'the file changed since it was opened: its ETag was "old", is "new"'
+    assert str(caught.value).endswith(said)
+
+
 class Moved(Scripted):
     """Redirects to an address that is good for so many requests, and then for nobody."""
 

@@ -143,7 +143,7 @@ fn check_data(opened: &TensorFile, file: &Value, name: &str, verify: bool) {
     let all: Vec<usize> = numbers.filter(|&number| !huge(&opened.entries()[number])).collect();
     for readers in [1, 3] {
         for verify in [Verify::all_if(verify), Verify::Nothing] {
-            let options = LoadOptions { verify, readers: Some(readers), map: false };
+            let options = LoadOptions { verify, readers: Some(readers), ..LoadOptions::default() };
             for tensor in load(opened, &all, &options, &|| Ok(())).unwrap() {
                 let expected = &file["tensors"][tensor.number()];
                 let entry = opened.entry(tensor.number()).unwrap();
@@ -279,7 +279,7 @@ fn damaged_files_give_an_error_or_the_right_data() {
                 };
                 let all: Vec<usize> = (0..opened.entries().len()).collect();
                 let options =
-                    LoadOptions { verify: Verify::all_if(verify), readers: None, map: false };
+                    LoadOptions { verify: Verify::all_if(verify), ..LoadOptions::default() };
                 let loaded = load(&opened, &all, &options, &|| Ok(()))?;
                 Ok((opened, loaded))
             });

@@ -31,8 +31,9 @@ proptest! {
         unit in prop_oneof![Just(1u64), 1u64..5000],
         tapers in any::<bool>(),
         apart in prop_oneof![Just(u64::MAX), 1u64..50_000],
+        passing in prop_oneof![Just(u64::MAX), 1u64..5000],
     ) {
-        let limits = Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, apart };
+        let limits = Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, apart, passing };
         let parts = partition(&extents, &limits);
         let mut end = 0;
         let mut headers = Vec::new();
@@ -68,6 +69,9 @@ proptest! {
             }).collect();
             let large = tensors.iter().find(|&&tensor| extents[tensor].data_len >= apart);
             prop_assert!(large.is_none_or(|large| tensors.iter().all(|tensor| tensor == large)));
+            let no_data = |piece: &&Segment| !matches!(piece.kind, SegmentKind::Data { .. });
+            let passes: u64 = part.segments.iter().filter(no_data).map(|piece| piece.len).sum();
+            prop_assert!(passes <= passing || tensors.iter().all(|tensor| tensor == &tensors[0]));
         }
         prop_assert_eq!(headers, (0..extents.len()).collect::<Vec<_>>());
         for (extent, covered) in extents.iter().zip(data) {
@@ -246,7 +250,15 @@ proptest! {
 }
 
 fn limits(len: u64, merge_gap: u64) -> Limits {
-    Limits { len, tapers: false, merge_gap, segments: 1000, unit: 1, apart: u64::MAX }
+    Limits {
+        len,
+        tapers: false,
+        merge_gap,
+        segments: 1000,
+        unit: 1,
+        apart: u64::MAX,
+        passing: u64::MAX,
+    }
 }
 
 /// The same tensors, with data that begin at multiples of 64.

@@ -103,7 +103,12 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
             [(None, false), (Some(1), false), (Some(5), false), (None, true), (Some(2), true)]
         {
             let file = TensorFile::open(path).unwrap();
-            let options = LoadOptions { readers, verify: Verify::all_if(verify), map };
+            let options = LoadOptions {
+                readers,
+                verify: Verify::all_if(verify),
+                map,
+                ..LoadOptions::default()
+            };
             // In reverse, to show that the order of the selection does not matter.
             let mut order = names.to_vec();
             order.reverse();
@@ -313,7 +318,7 @@ fn an_interrupt_ends_a_load_and_a_save() {
     assert!(!path.exists());
     tensorizer::save(&path, one(), SaveOptions::default(), &Never).unwrap();
     let file = TensorFile::open(&path).unwrap();
-    let options = LoadOptions { verify: Verify::All, readers: Some(1), map: false };
+    let options = LoadOptions { verify: Verify::All, readers: Some(1), ..LoadOptions::default() };
     assert!(matches!(load(&file, &[0], &options, &interrupt), Err(Error::Cancelled)));
 }
 

@@ -54,3 +54,14 @@ def check_num_readers(num_readers: int | None) -> None:
         raise TypeError(f"num_readers must be an int or None, not {num_readers!r}")
     if num_readers < 1:
         raise ValueError(f"num_readers must be at least 1, not {num_readers}")
+
+
+def checked_memory_limit(memory_limit: int | None) -> int | None:
+    """Return a number of bytes, which must be one."""
+    if memory_limit is None:
+        return None
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool):
+        raise TypeError(f"memory_limit must be an int or None, not {memory_limit!r}")
+    if not 0 < memory_limit < 1 << 63:
+        raise ValueError(f"memory_limit must be a positive number of bytes, not {memory_limit}")
+    return memory_limit

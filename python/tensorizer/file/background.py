@@ -71,6 +71,7 @@ def save_async(
     format: str | None = None,
     metadata: Mapping[str, str] | None = None,
     clear_metadata: bool = False,
+    memory_limit: int | None = None,
 ) -> SaveFuture:
     """Save tensors as they are now, while the caller goes on and may change them.
 
@@ -87,6 +88,8 @@ def save_async(
         format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
         metadata: Strings by name; see :class:`TensorSerializer`.
         clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
+        memory_limit: The most bytes that the save has in flight beside the copies of the tensors;
+            see :class:`TensorSerializer`.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: At once, where the file cannot be begun
@@ -113,6 +116,7 @@ def save_async(
         hashes=hashes,
         metadata=metadata,
         clear_metadata=clear_metadata,
+        memory_limit=memory_limit,
     )
     future = SaveFuture(file, size)
     thread = threading.Thread(

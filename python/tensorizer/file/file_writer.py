@@ -20,6 +20,7 @@ from ..streams.upload import UploadFile
 from ..tensors import sharding, subclasses
 from ..tensors.exchange import lend
 from . import opening
+from .arguments import checked_memory_limit
 from .encryption import EncryptionParams, native_encryption
 from .progress import Progress
 
@@ -45,6 +46,7 @@ class FileWriter:
         metadata: Strings by name, which the file has beside its tensors.
         clear_metadata: Whether an encrypted file may have metadata, which are not encrypted.
         progress: Told of the bytes that are written.
+        memory_limit: The most bytes that a write has in flight beside the tensors.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -65,6 +67,7 @@ class FileWriter:
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
         progress: Progress | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -81,6 +84,7 @@ class FileWriter:
             "encryption": native_encryption(encryption),
             "metadata": _metadata_pairs(metadata),
             "clear_metadata": bool(clear_metadata),
+            "memory": checked_memory_limit(memory_limit),
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)

@@ -42,6 +42,7 @@ def iterate(
     filter_func: FilterFuncType | None = None,
     progress: ProgressType = False,
     cache_dir: str | os.PathLike[Any] | None = None,
+    memory_limit: int | None = None,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, in its order.
 
@@ -69,9 +70,13 @@ def iterate(
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
             ``docs/how-to/cache.md``.
+        memory_limit: The most bytes in flight: here the tensors count that are loaded or on their
+            way, so that it bounds ``buffer_bytes``, and what reads them takes the rest. None for
+            what ``TENSORIZER_MEMORY_MB`` says.
 
     Raises:
-        ValueError: ``buffer_bytes`` is not positive.
+        ValueError: ``buffer_bytes`` is not positive, or ``memory_limit`` is less than the least,
+            which the message names.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; what is found out while reading is raised by the
             iterator.
@@ -90,16 +95,18 @@ def iterate(
         clone=True,
         progress=told,
         cache_dir=cache_dir,
+        memory_limit=memory_limit,
     )
     file.keeps_shared = False
     try:
         names = file.reader.names(range(len(file)))
         wanted = [n for n, name in enumerate(names) if filter_func is None or filter_func(name)]
         told.total = file.reader.data_len(wanted)
+        made = _Iterator(file, names, wanted, place, buffer_bytes)
     except BaseException:
         file.close()
         raise
-    return _Iterator(file, names, wanted, place, buffer_bytes)
+    return made
 
 
 class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
@@ -109,13 +116,14 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         self,
         file: TensorFile,
         names: Sequence[Name],
-        wanted: Iterable[int],
+        wanted: Sequence[int],
         device: torch.device,
         buffer_bytes: int,
     ) -> None:
-        self._file, self._names, self._device, self._most = file, names, device, buffer_bytes
+        self._file, self._names, self._device = file, names, device
         self._size = [_cost(file, number, device) for number in range(len(file))].__getitem__
-        self._batches = in_batches(wanted, self._size, max(1, buffer_bytes // 2))
+        self._most = file.hold(buffer_bytes, wanted, self._size)
+        self._batches = in_batches(wanted, self._size, max(1, self._most // 2))
         self._ready: deque[tuple[Name, torch.Tensor]] = deque()
         self._held = 0
         self._next: list[int] | None = next(self._batches, None)

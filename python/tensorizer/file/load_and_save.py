@@ -43,6 +43,7 @@ def load(
     group: ProcessGroup | None = None,
     progress: ProgressType = False,
     cache_dir: str | os.PathLike[Any] | None = None,
+    memory_limit: int | None = None,
 ) -> dict[Name, torch.Tensor]:
     """Load the tensors of a file.
 
@@ -87,6 +88,10 @@ def load(
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
             ``docs/how-to/cache.md``.
+        memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
+            connections, staging memory, batches of a group, what is read over between tensors.
+            There are as many connections and batches as fit. None for what
+            ``TENSORIZER_MEMORY_MB`` says.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -121,6 +126,7 @@ def load(
             heads=heads,
             progress=told,
             cache_dir=cache_dir,
+            memory_limit=memory_limit,
         )
 
     what = Choice(names, filter_func, slices or {}, out, like, shard, device)
@@ -147,6 +153,7 @@ def save(
     clear_metadata: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressType = False,
+    memory_limit: int | None = None,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -175,6 +182,8 @@ def save(
             are, at least at the end, as ``progress(done, total)``: on the calling thread, which
             waits for it. What it raises ends the call, and the file is given up. True shows a bar
             where stderr is a terminal.
+        memory_limit: The most bytes that the save has in flight beside the tensors: see
+            :class:`TensorSerializer`.
 
     Raises:
         FileExistsError: Shards would replace others, or be hidden by a file.
@@ -184,7 +193,9 @@ def save(
     if to_safetensors.is_meant(uri, format):
         to_safetensors.refuse_options(alignment, encryption, hashes)
         with Progress(progress) as told:
-            to_safetensors.save_safetensors(tensors, uri, metadata, max_shard_size, told)
+            to_safetensors.save_safetensors(
+                tensors, uri, metadata, max_shard_size, told, memory_limit=memory_limit
+            )
         return
     if max_shard_size is not None:
         raise ValueError("max_shard_size= is for safetensors files")
@@ -200,6 +211,7 @@ def save(
             metadata=metadata,
             clear_metadata=clear_metadata,
             progress=told,
+            memory_limit=memory_limit,
         )
 
     if any(map(sharding.is_sharded, leaves[1])):

@@ -80,6 +80,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
             ``docs/how-to/cache.md``.
+        memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
+            connections, staging memory, what is read over between tensors. There are as many
+            connections as fit. None for what ``TENSORIZER_MEMORY_MB`` says.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -93,7 +96,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         pickle.UnpicklingError: torch's restricted unpickler refuses an archive of ``torch.save``.
         MemoryError: The tensors do not fit into memory; on CUDA a ``torch.OutOfMemoryError`` too.
         DeviceError: A device refused or was lost (a ``RuntimeError``).
-        ValueError: More than one reader for a source that can only have one.
+        ValueError: More than one reader for a source that can only have one; ``memory_limit`` is
+            less than the least, which the message names.
 
     Attributes:
         total_tensor_bytes: Bytes of data of the tensors chosen, in the file.
@@ -117,6 +121,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         clone: bool = False,
         progress: ProgressType = False,
         cache_dir: str | os.PathLike[Any] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         told = Progress(progress)
         self._file = TensorFile(
@@ -129,6 +134,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             clone=clone,
             progress=told,
             cache_dir=cache_dir,
+            memory_limit=memory_limit,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
@@ -503,7 +509,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             TypeError: ``redis_client`` is not a client of Redis.
 
         """
-        copy_to_redis(self._file.reader, self._selection, redis_client, key_prefix, force)
+        limit = self._file.memory_limit
+        copy_to_redis(
+            self._file.reader, self._selection, redis_client, key_prefix, force, memory_limit=limit
+        )
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
         """Compare the tensors of a module with the hashes in the file.

@@ -15,13 +15,18 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader
+from .._native import Reader, shares_of_tensors
 from .._types import Head, Name
 from ..streams.addresses import is_address, open_model
 from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
-from .arguments import check_num_readers, checked_dtype, checked_verification
+from .arguments import (
+    check_num_readers,
+    checked_dtype,
+    checked_memory_limit,
+    checked_verification,
+)
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
 from .progress import Progress
@@ -50,6 +55,7 @@ class TensorFile:
             learn it here.
         progress: Told of the bytes that are loaded, of slices too.
         cache_dir: A folder that keeps what an address brings.
+        memory_limit: The most bytes that a load has in flight beside the tensors.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -62,6 +68,7 @@ class TensorFile:
         verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
         heads: What opening has learnt, for other processes.
         is_local: Whether it is a file of this machine.
+        memory_limit: The most bytes that a load has in flight, or None.
         keeps_shared: Whether tensors that shared a storage are to share it again.
 
     """
@@ -80,7 +87,9 @@ class TensorFile:
         heads: Sequence[Head] | None = None,
         progress: Progress | None = None,
         cache_dir: str | os.PathLike[Any] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
+        self.memory_limit = checked_memory_limit(memory_limit)
         by_address = (heads is not None or cache_dir is not None) and is_address(file_obj)
         opened = file_obj if by_address else open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
@@ -104,6 +113,7 @@ class TensorFile:
                 self.reader.heads() if by_address and heads is not None and not heads else []
             )
             self.is_local = _is_local(opened) or self.reader.local
+            self.reader.limit_memory(self.memory_limit)
             told = None if progress is None else progress.part()
             if told is not None:
                 self.reader.watch(told)
@@ -296,7 +306,20 @@ class TensorFile:
             if numbers:
                 yield numbers
             return
-        yield from in_batches(numbers, self.reader.memory_len, _BATCH_BYTES)
+        most = self.hold(_BATCH_BYTES, numbers, self.reader.memory_len)
+        yield from in_batches(numbers, self.reader.memory_len, most)
+
+    def hold(self, wanted: int, numbers: Iterable[int], length: Callable[[int], int]) -> int:
+        """Keep a part of the memory limit for tensors that are held, and return its bytes.
+
+        Raises:
+            ValueError: The limit is too small for the largest of them.
+
+        """
+        largest = max(map(length, numbers), default=0)
+        most, beside = shares_of_tensors(self.memory_limit, wanted, largest)
+        self.reader.limit_memory(self.memory_limit, beside)
+        return most
 
     def _placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device

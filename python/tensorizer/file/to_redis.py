@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from .._native import shares_of_tensors
+
 if TYPE_CHECKING:
     from .._native import Reader
 
@@ -14,6 +16,10 @@ _LONGEST_VALUE = 512 << 20
 #: Bytes and commands that are sent before their answers are read.
 _BATCH_BYTES = 8 << 20
 _BATCH_COMMANDS = 1000
+#: Batches in memory: one that is read, as it comes and as it is kept; one that is sent, and a copy.
+_HELD = 4
+#: More than any limit.
+_ANY = 1 << 60
 #: Values up to this size are sent together with their neighbours.
 _SMALL = 64 << 10
 
@@ -21,20 +27,33 @@ _Value = tuple[str, int, int]
 
 
 def copy_to_redis(
-    reader: Reader, numbers: Sequence[int], client: Any, prefix: str, force: bool
+    reader: Reader,
+    numbers: Sequence[int],
+    client: Any,
+    prefix: str,
+    force: bool,
+    *,
+    memory_limit: int | None = None,
 ) -> None:
     """Store some of a file's tensors under ``<prefix>:<name>:<position in the file>``.
 
-    The head of the file is stored last, so that a copy that failed is not taken for a file.
+    The head of the file is stored last, so that a copy that failed is not taken for a file. With a
+    ``memory_limit`` values are no longer than a fourth of what it leaves.
+
+    Raises:
+        ValueError: The limit is too small for one value.
+
     """
     if not isinstance(prefix, str):
         raise TypeError(f"the prefix of the keys must be a str, not {type(prefix).__name__}")
     if not hasattr(client, "pipeline"):
         raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
+    held, _ = shares_of_tensors(memory_limit, _ANY, 0)
+    longest = min(_LONGEST_VALUE, held // _HELD)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)
     with ThreadPoolExecutor(1) as pool:
-        batches = _batches(_values(reader, wanted, prefix))
+        batches = _batches(_values(reader, wanted, prefix, longest), min(_BATCH_BYTES, longest))
         # While one batch is sent, the next is read.
         coming = pool.submit(_read, reader, next(batches, []))
         while batch := coming.result():
@@ -62,7 +81,7 @@ def _missing(reader: Reader, numbers: Sequence[int], client: Any, prefix: str) -
     return missing
 
 
-def _values(reader: Reader, numbers: Sequence[int], prefix: str) -> Iterator[_Value]:
+def _values(reader: Reader, numbers: Sequence[int], prefix: str, longest: int) -> Iterator[_Value]:
     """Yield key, position and length of each value, in the order of the file."""
     offsets, lens = reader.offsets(), reader.data_lens()
     for number in sorted(numbers, key=offsets.__getitem__):
@@ -70,16 +89,16 @@ def _values(reader: Reader, numbers: Sequence[int], prefix: str) -> Iterator[_Va
         name = reader.stored_name(number)
         yield _key(prefix, name, header), header, data - header
         # Tensors without data have no value: it would share the next one's position.
-        for at in range(data, data + lens[number], _LONGEST_VALUE):
-            length = min(_LONGEST_VALUE, data + lens[number] - at)
+        for at in range(data, data + lens[number], longest):
+            length = min(longest, data + lens[number] - at)
             yield _key(prefix, name, at), at, length
 
 
-def _batches(values: Iterator[_Value]) -> Iterator[list[_Value]]:
+def _batches(values: Iterator[_Value], most: int) -> Iterator[list[_Value]]:
     batch: list[_Value] = []
     size = 0
     for value in values:
-        if batch and (size + value[2] > _BATCH_BYTES or len(batch) == _BATCH_COMMANDS):
+        if batch and (size + value[2] > most or len(batch) == _BATCH_COMMANDS):
             yield batch
             batch, size = [], 0
         batch.append(value)

@@ -30,6 +30,8 @@ def save_safetensors(
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
     progress: Progress | None = None,
+    *,
+    memory_limit: int | None = None,
 ) -> None:
     """Save tensors as a safetensors file, or as several with an index.
 
@@ -45,23 +47,21 @@ def save_safetensors(
     """
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
-        _save(checked(tensors), uri, metadata, max_shard_size, progress)
+        _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
         return
     from ..group.gather import Gathering  # whoever has DTensors imported it
 
     gathering = Gathering(list(tensors.values()))
     with gathering.members:
-        _save_gathered(gathering, tensors, uri, metadata, max_shard_size, progress=progress)
+        options = metadata, max_shard_size, (progress, memory_limit)
+        _save_gathered(gathering, tensors, uri, options)
 
 
 def _save_gathered(
     gathering: Gathering,
     tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
-    metadata: Mapping[str, str] | None,
-    max_shard_size: int | str | None,
-    *,
-    progress: Progress | None,
+    options: tuple[Any, ...],
 ) -> None:
     # Of tied tensors some processes may have nothing.
     named, _ = gathering.members.together(lambda: checked(tensors))
@@ -71,9 +71,7 @@ def _save_gathered(
         whole.update(zip(names[which], (tensor.cpu() for tensor in tensors), strict=True))
 
     gathering.write(names, list(named.values()), keep)
-    gathering.members.together(
-        lambda: _save(whole, uri, metadata, max_shard_size, progress) if gathering.writes else None
-    )
+    gathering.members.together(lambda: _save(whole, uri, *options) if gathering.writes else None)
 
 
 def _save(
@@ -81,9 +79,10 @@ def _save(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
-    progress: Progress | None,
+    told_and_limit: tuple[Progress | None, int | None],
 ) -> None:
     """Save tensors that are here as a whole."""
+    progress, memory_limit = told_and_limit
     if progress is not None:
         progress.total = data_bytes(named.values())
     shards = [list(named)]
@@ -91,7 +90,7 @@ def _save(
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
-        write_one(uri, named, metadata, progress)
+        write_one(uri, named, metadata, progress, memory_limit)
         return
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
@@ -106,7 +105,8 @@ def _save(
             )
     weight_map = {}
     for path, names in zip(paths, shards, strict=True):
-        write_one(path, {name: named[name] for name in names}, metadata, progress)
+        some = {name: named[name] for name in names}
+        write_one(path, some, metadata, progress, memory_limit)
         weight_map.update(dict.fromkeys(names, path[len(folder) :]))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
@@ -123,6 +123,7 @@ def write_one(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None,
     progress: Progress | None = None,
+    memory_limit: int | None = None,
 ) -> None:
     """Write one file, of tensors of which nobody asks whether they share memory.
 
@@ -131,7 +132,7 @@ def write_one(
         OSError, ValueError, NotImplementedError: See :func:`save_safetensors`.
 
     """
-    with FileWriter(uri, metadata=metadata, progress=progress) as file:
+    with FileWriter(uri, metadata=metadata, progress=progress, memory_limit=memory_limit) as file:
         file.write_safetensors(list(tensors), list(tensors.values()))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from .._types import Head
 from ..group import plan
-from ..group.exchange import BATCH_BYTES, Exchange, batch_bytes
+from ..group.exchange import BATCH_BYTES, Exchange, Shares, batch_bytes
 from ..group.members import Members
 from ..tensors.exchange import cast_dtype, dtype_of
 from .parts import Wanted
@@ -113,7 +113,10 @@ def fill_together(
         most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
         all_wanted = [_wanted(file, number, ends, whole) for number, ends in rows.items()]
         total = sum(one.nbytes for one in all_wanted)
-        batches = plan.batches(all_wanted, members.size, batch_bytes(total, members.size, most))
+        longest = max((one.unit for one in all_wanted), default=0)
+        shares = Shares.of(file.memory_limit, batch_bytes(total, members.size, most), longest)
+        file.reader.limit_memory(file.memory_limit, shares.beside)
+        batches = plan.batches(all_wanted, members.size, shares.batch)
         device = _buffers_on(members, tensors)
         somewhere = any(tensor.is_cuda for tensor in tensors.values())
         return Exchange(
@@ -124,6 +127,7 @@ def fill_together(
             fetch=lambda batch, buffer: _fetch(file, batch, buffer, verify),
             deliver=lambda batch, buffer: _deliver(wanted, tensors, batch, buffer),
             stop=file.stop,
+            at_once=shares.at_once,
         )
 
     exchange, _ = members.together(prepared)

@@ -57,11 +57,16 @@ class TensorSerializer:
             :func:`tensorizer.info` returns and old releases do not see. They are authenticated in
             an encrypted file with a manifest, and else not.
         clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
+        memory_limit: The most bytes that a write has in flight beside the tensors: copies that are
+            encrypted and hashed, staging memory, parts of an upload with the beginning of the
+            object. There are as many threads and connections as fit. None for what
+            ``TENSORIZER_MEMORY_MB`` says.
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
         TypeError, ValueError: An argument is not one of the above, or the file is encrypted and has
-            metadata without ``clear_metadata``.
+            metadata without ``clear_metadata``. That ``memory_limit`` is less than the least is
+            told by the first write, which names it.
 
     """
 
@@ -76,6 +81,7 @@ class TensorSerializer:
         hashes: str = "all",
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
+        memory_limit: int | None = None,
     ) -> None:
         if compress_tensors:
             warnings.warn("compress_tensors has no effect", stacklevel=2)
@@ -90,6 +96,7 @@ class TensorSerializer:
             hashes=hashes,
             metadata=metadata,
             clear_metadata=clear_metadata,
+            memory_limit=memory_limit,
         )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
 

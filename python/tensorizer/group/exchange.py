@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from .._errors import GroupError
+from .._native import shares_of_group
 from .members import Members
 from .plan import Batch
 
@@ -40,6 +42,34 @@ def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
     return min(most, max(most // 8, fitting))
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How a member shares its memory limit.
+
+    ``batch`` has the bytes of a batch, of which ``at_once`` are read at a time; ``beside`` is what
+    each of these reads leaves to all else.
+    """
+
+    batch: int
+    at_once: int
+    beside: int
+
+    @classmethod
+    def of(cls, limit: int | None, most: int, longest: int) -> Shares:
+        """Share a limit, for batches of ``most`` bytes; those of ``longest`` are not cut.
+
+        Raises:
+            ValueError: The limit is too small.
+
+        """
+        # What is sent, of this member and of others, beside what is read.
+        others = 2 * _SENT_AT_ONCE
+        batch, at_once, beside = shares_of_group(
+            limit, most + _HEADER, _READ_AT_ONCE, others, longest + _HEADER
+        )
+        return cls(batch - _HEADER, at_once, beside)
+
+
 class Exchange:
     """One pass over all batches. They come in order, at all members at once.
 
@@ -51,6 +81,7 @@ class Exchange:
         fetch: Called on other threads.
         deliver: Called for every batch, those of this member too.
         stop: Ends what is being fetched.
+        at_once: Batches that are fetched at once.
 
     """
 
@@ -64,6 +95,7 @@ class Exchange:
         fetch: Fetch,
         deliver: Deliver,
         stop: Callable[[], None],
+        at_once: int = _READ_AT_ONCE,
     ) -> None:
         self._members, self._batches = members, batches
         self._fetch, self._deliver, self._stop = fetch, deliver, stop
@@ -73,7 +105,8 @@ class Exchange:
         # than usual come one by one.
         usual = size <= _HEADER + 2 * BATCH_BYTES
         self._sent_at_once = _SENT_AT_ONCE if usual else 1
-        own = min(len(self._mine), _READ_AT_ONCE + _SENT_AT_ONCE if usual else 2)
+        self._at_once = at_once
+        own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
 
         def buffers(count: int) -> deque[torch.Tensor]:
             kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
@@ -94,7 +127,7 @@ class Exchange:
             BaseException: What has failed here, or at another member.
 
         """
-        pool = ThreadPoolExecutor(_READ_AT_ONCE, "tensorizer-fetch")
+        pool = ThreadPoolExecutor(self._at_once, "tensorizer-fetch")
         try:
             self._pass(pool)
         except GroupError:

@@ -32,6 +32,11 @@ class Wanted:
         start, stop = (0, 1) if not self.shape else (0, self.shape[0]) if self.whole else self.rows
         return (stop - start) * math.prod(self.shape[1:]) * self.itemsize
 
+    @property
+    def unit(self) -> int:
+        """How many bytes a batch of it has at least."""
+        return math.prod(self.shape) * self.itemsize if self.whole else self.itemsize
+
 
 @dataclass(frozen=True)
 class Piece:

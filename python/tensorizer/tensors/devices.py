@@ -46,12 +46,14 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | N
     Returns:
         A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load"
         or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data), ``threads``,
+        ``most_threads`` (that there might have been, had more helped),
         ``seconds`` (from the call to its return, in which copies may still be under
-        way on the device), ``stages`` (seconds by stage, summed over the threads: ``memory``
-        waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
+        way on the device), ``stages`` (seconds by stage, summed over the threads: ``plan``,
+        ``memory`` waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy`` and
+        ``write``),
         ``reading`` (how a file was read: the page cache, direct reads; else nothing),
         ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
-        that the process keeps). What SHA-256 of large tensors takes that are verified is in no stage.
+        that the process keeps).
 
     """
     return _native.stats() if since is None else _native.stats_since(since)

@@ -16,6 +16,7 @@ use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::io::source::{FileSource, PipeSource};
 use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::memory_limit::MemoryLimit;
 
 /// xorshift64, as the stand-in has it.
 struct Random(u64);
@@ -120,6 +121,7 @@ fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<Tensor
 }
 
 fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
+    let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
     let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
     let mut memory = Memory::new(&planned.block_lens());
@@ -133,9 +135,14 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         direct_storage: schedule.direct_storage,
         pool: &pool,
     };
+    // What is read from a file without decryption takes buffers only, and what passes one reader.
+    let buffers = 4 + schedule.seed % 5;
+    let bounded = schedule.seed.is_multiple_of(3) && !schedule.pipe && !encrypted;
+    let memory = bounded.then(|| (256 << 10) + buffers * schedule.buffer_len as u64);
     let options = LoadOptions {
         readers: Some(schedule.readers),
         verify: schedule.verify,
+        memory: MemoryLimit::of(memory),
         ..LoadOptions::default()
     };
     let interrupt = || {
@@ -145,6 +152,9 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let outcome = planned.run(&to, &options, &counters, &interrupt);
     let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
     assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
+    if bounded {
+        assert!(pool.size() as u64 <= buffers * schedule.buffer_len as u64, "{buffers} buffers");
+    }
     pool.release();
     // Of a device that was lost, nobody knows what it still uses.
     if schedule.faults.lost.is_none() {

@@ -140,6 +140,8 @@ pub struct Limits {
     pub unit: u64,
     /// Tensors with so many bytes of data share no batch with others.
     pub apart: u64,
+    /// Bytes of headers and gaps in a batch of more than one tensor, at most.
+    pub passing: u64,
 }
 
 /// Covers every byte of the extents exactly once. A header is never cut, and comes in one batch with
@@ -218,7 +220,7 @@ impl Making {
     }
 
     fn close(&mut self) {
-        if let Some(Open { batch, end }) = self.open.take() {
+        if let Some(Open { batch, end, .. }) = self.open.take() {
             self.left = self.left.saturating_sub(end - batch.offset);
             self.batches.push(batch);
             self.taper();
@@ -242,11 +244,13 @@ impl Limits {
 struct Open {
     batch: Batch,
     end: u64,
+    /// Bytes of it that are no data.
+    passing: u64,
 }
 
 impl Open {
     fn at(file: usize, offset: u64) -> Self {
-        Open { batch: Batch { file, offset, segments: Vec::new() }, end: offset }
+        Open { batch: Batch { file, offset, segments: Vec::new() }, end: offset, passing: 0 }
     }
 
     fn len(&self) -> u64 {
@@ -257,6 +261,9 @@ impl Open {
         if len > 0 {
             self.batch.segments.push(Segment { kind, len });
             self.end += len;
+            if !matches!(kind, SegmentKind::Data { .. }) {
+                self.passing = self.passing.saturating_add(len);
+            }
         }
     }
 
@@ -267,8 +274,10 @@ impl Open {
         // A long tensor fills what is left of a batch; a short one is not worth a cut.
         let room = limits.len.saturating_sub(extent.data_offset.saturating_sub(offset));
         let cut = extent.data_len >= CUT_LEN && room >= limits.len / 16;
+        let passing = extent.data_offset.saturating_sub(self.end);
         extent.file == self.batch.file
             && gap <= limits.merge_gap
+            && self.passing.saturating_add(passing) <= limits.passing
             && self.batch.segments.len() + 3 <= limits.segments
             && (extent.end().saturating_sub(offset) <= limits.len
                 || self.len().saturating_mul(4) < limits.len

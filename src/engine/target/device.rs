@@ -17,8 +17,9 @@ use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::device::{DeviceMemory, Streams};
-use crate::mem::pinned::{self, Pool, Ticket};
+use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill, zeroed};
+use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
 pub const LONG_REQUEST: u64 = 8 << 20;
@@ -42,11 +43,21 @@ pub struct ToDevice<'d> {
     pub pool: &'d Pool,
     /// How a reader goes around the page cache, if it is to.
     pub around_the_cache: &'d Reopen<'d>,
+    /// Bytes that each reader takes for that.
+    pub reader_memory: u64,
     /// A file that the device reads by itself.
     pub direct: Option<&'d Direct<'d>>,
+    /// How many staging buffers the load may have, if that is bounded.
+    pub share: Option<Arc<Share>>,
 }
 
 impl ToDevice<'_> {
+    /// The most staging buffers.
+    fn buffers(&self) -> u64 {
+        let most = self.pool.limit();
+        self.share.as_ref().map_or(most, |share| most.min(share.most())) as u64
+    }
+
     /// Where a segment at a position of a file goes, if anywhere: what is between tensors goes along
     /// in an image.
     fn place(&self, file: usize, segment: &Segment, position: u64) -> Result<Option<Place>> {
@@ -84,18 +95,35 @@ impl<'d> Target for ToDevice<'d> {
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
     fn limits(&self, source: &Traits, readers: Crew, _total: u64, decrypts: bool) -> Limits {
-        let (buffer, limit) = (self.pool.buffer_len() as u64, self.pool.limit() as u64);
+        let (buffer, limit) = (self.pool.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let long = source.request_len > LONG_REQUEST;
         let buffers = if long { (source.request_len / buffer).clamp(1, most) } else { 1 };
+        // With few buffers a batch must not need more than those.
+        let part = limit.min(pinned::MIN_BUFFERS as u64);
         Limits {
-            len: buffers * (buffer - buffer / 16),
+            len: buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64,
             tapers: false,
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },
             apart: u64::MAX,
+            passing: u64::MAX,
         }
+    }
+
+    fn needs(&self, source: &Traits, readers: usize, _decrypts: bool) -> LoadNeeds {
+        let buffer = self.pool.buffer_len() as u64;
+        let fewest = if buffer >= 2 * PIECE_LEN { 2 } else { pinned::MIN_BUFFERS as u64 };
+        let reader = source.reader_memory + self.reader_memory;
+        let staging = Some((buffer, fewest, self.pool.limit() as u64));
+        LoadNeeds { readers, reader, gathers: 0, staging }
+    }
+
+    fn bound(&mut self, shares: &LoadShares) {
+        let most = usize::try_from(shares.staging).unwrap_or(usize::MAX);
+        // Others may set another limit of the pool meanwhile.
+        self.share = Some(Share::new(most));
     }
 
     /// A piece of encryption, or what suits the buffers.
@@ -109,7 +137,7 @@ impl<'d> Target for ToDevice<'d> {
 
     /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
     fn room(&self, source: &Traits, readers: Crew) -> Option<u64> {
-        let bytes = self.pool.limit() as u64 * self.pool.buffer_len() as u64;
+        let bytes = self.buffers() * self.pool.buffer_len() as u64;
         let any_order = source.max_readers > 1 && source.request_len <= LONG_REQUEST;
         any_order.then_some(bytes / (2 * readers.most.max(1)) as u64)
     }
@@ -123,7 +151,7 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     fn enter(&self) -> Ticket<'d> {
-        self.pool.enter()
+        self.pool.enter(self.share.as_ref())
     }
 
     fn acquire<'t>(

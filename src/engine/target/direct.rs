@@ -72,7 +72,7 @@ impl<'d> Direct<'d> {
             return Ok(false);
         }
         let (block, offset) = self.place(tensor, 0)?;
-        let mut lease = pool.enter().lease(1, streams.device(), cancel)?;
+        let mut lease = pool.enter(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
         let mut plain = vec![0; len];

@@ -13,11 +13,17 @@ use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::{Buffers, zeroed};
+use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The most bytes of a batch: each reader has one in memory.
 const MOST: u64 = 16 << 20;
+/// What its most is at least.
+const LEAST: u64 = 1 << 20;
 /// The most segments of a batch.
 const MAX_SEGMENTS: usize = 64 << 10;
+
+/// So many times its usual length a batch may have.
+const LONGER: u64 = 2;
 
 /// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
 pub struct Span<'a> {
@@ -34,12 +40,14 @@ pub struct Gather<'a> {
     spans: Vec<Span<'a>>,
     /// Memory of batches that were read.
     free: Mutex<Vec<Box<[u8]>>>,
+    /// The most bytes of a batch.
+    most: u64,
 }
 
 impl<'a> Gather<'a> {
     /// For spans, as the engine numbers them.
     pub fn new(spans: Vec<Span<'a>>) -> Self {
-        Gather { spans, free: Mutex::default() }
+        Gather { spans, free: Mutex::default(), most: MOST }
     }
 }
 
@@ -65,15 +73,25 @@ impl<'a> Target for Gather<'a> {
     type Bytes = &'static [u8];
 
     fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits {
-        let even = total.div_ceil(readers.most.max(1) as u64).max(1 << 20);
+        let even = total.div_ceil(readers.most.max(1) as u64).max(LEAST);
         Limits {
-            len: even.min(source.request_len).min(MOST),
+            len: even.min(source.request_len).min(self.most),
             tapers: false,
             merge_gap: source.merge_gap,
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },
             apart: u64::MAX,
+            passing: u64::MAX,
         }
+    }
+
+    fn needs(&self, source: &Traits, readers: usize, decrypts: bool) -> LoadNeeds {
+        let gathers = LONGER * if decrypts { PIECE_LEN } else { LEAST };
+        LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
+    }
+
+    fn bound(&mut self, shares: &LoadShares) {
+        self.most = (shares.gathers / LONGER).min(MOST);
     }
 
     fn unit(&self) -> u64 {

@@ -150,6 +150,7 @@ impl<'a> Target for Host<'a> {
             segments: MAX_SEGMENTS,
             unit: if decrypts { PIECE_LEN } else { 1 },
             apart: u64::MAX,
+            passing: u64::MAX,
         }
     }
 

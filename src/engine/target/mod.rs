@@ -11,6 +11,7 @@ use crate::engine::workers::Crew;
 use crate::error::Result;
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::Buffers;
+use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// Memory for the batches of a load.
 pub trait Target: Sync {
@@ -30,6 +31,14 @@ pub trait Target: Sync {
     /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
     /// pieces of encryption do.
     fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits;
+
+    /// What it takes beside the memory of the tensors, for so many readers of such a source at most.
+    fn needs(&self, source: &Traits, readers: usize, _decrypts: bool) -> LoadNeeds {
+        LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging: None }
+    }
+
+    /// Has it take no more than that.
+    fn bound(&mut self, _shares: &LoadShares) {}
 
     /// Bytes in whose multiples data are cut within a batch, at most.
     fn unit(&self) -> u64;

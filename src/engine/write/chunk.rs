@@ -47,9 +47,11 @@ pub struct Backlog {
 }
 
 impl Backlog {
-    /// For so many threads.
-    pub fn new(threads: usize) -> Self {
-        let enough = WAITING.saturating_mul(threads).max(LEAST);
+    /// For so many threads, or with a bound.
+    pub fn new(threads: usize, most: Option<u64>) -> Self {
+        let usual = WAITING.saturating_mul(threads).max(LEAST);
+        let most = most.and_then(|bytes| usize::try_from(bytes).ok());
+        let enough = most.map_or(usual, |most| most.min(usual));
         Backlog { waiting: AtomicUsize::new(0), enough }
     }
 

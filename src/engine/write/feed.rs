@@ -14,12 +14,15 @@ use crate::engine::download::Downloader;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::mem::device::{OnDevice, StreamsByDevice};
+use crate::mem::pinned::Share;
 
 /// Does the jobs of one call, on any thread.
 pub struct Feeder<'f, 'p> {
     pub pass: &'f Pass<'p>,
     pub copies: &'p Copies,
     pub streams: &'f StreamsByDevice,
+    /// How many staging buffers the call may have, if that is bounded.
+    pub share: Option<&'f Arc<Share>>,
 }
 
 impl<'p> Feeder<'_, 'p> {
@@ -112,7 +115,8 @@ impl<'p> Feeder<'_, 'p> {
         before_waiting: &'d dyn Fn() -> Result<()>,
         control: &'d Control<'_>,
     ) -> Downloader<'d> {
-        Downloader { counters: &self.pass.counters, cancel: control, before_waiting }
+        let (counters, share) = (&self.pass.counters, self.share);
+        Downloader { counters, cancel: control, before_waiting, share }
     }
 }
 

@@ -78,6 +78,7 @@ const LIMITS: Limits = Limits {
     segments: crate::sys::MAX_VECTORS,
     unit: PIECE_LEN,
     apart: u64::MAX,
+    passing: u64::MAX,
 };
 
 /// The data of neighbours in the file, in batches.

@@ -19,8 +19,8 @@ use crate::error::Result;
 use crate::format::tensors::header::Hashes;
 use crate::io::sink::WriteAt;
 use crate::mem::device::StreamsByDevice;
-use crate::mem::pinned::Pool;
-use crate::mem::pinned::buffer_len;
+use crate::mem::pinned::{Pool, Share, buffer_len};
+use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};
 use crate::stats::{Counters, PAGEABLE};
 
 /// Less than this is written on the calling thread.
@@ -36,6 +36,8 @@ pub struct WriteOptions<'o> {
     pub encryption: Option<&'o EncryptionOptions>,
     /// Whether the headers together are to name the file.
     pub named: bool,
+    /// What they may have in flight beside the tensors.
+    pub memory: MemoryLimit,
 }
 
 /// Writes headers and data of the items to their places. Gives what stands for each header where
@@ -50,24 +52,25 @@ pub fn write_tensors(
     items.iter().try_for_each(Item::check)?;
     let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
     let mut wanted = wanted.clamp(1, sink.max_writers().max(1));
+    let shares = shares(sink, items, options, wanted)?;
+    wanted = shares.threads.min(sink.max_writers().max(1));
     // Such a tensor is written by one thread from its beginning to its end, in a place of its own.
     if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
         wanted = wanted.min(sink.places().max(1));
     }
     let sha = options.hashes == Some(Hashes::All);
+    let bounded = shares.parts < u64::MAX;
+    let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
     let jobs = jobs(items, in_turns, buffer_len()?);
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
-    let (copies, backlog) = (Copies::default(), Backlog::new(threads));
-    let seal = |item: &Item<'_>| {
-        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
-    };
+    let (copies, backlog) = (Copies::default(), Backlog::new(threads, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
     let pass = Pass {
         sink,
         items,
-        seals: items.iter().map(seal).collect::<Result<Vec<_>>>()?,
+        seals: seals(items, options)?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
@@ -81,7 +84,7 @@ pub fn write_tensors(
         Origin::Device(bytes) => Some(bytes),
         _ => None,
     }))?;
-    let feeder = Feeder { pass: &pass, copies: &copies, streams: &streams };
+    let feeder = Feeder { pass: &pass, copies: &copies, streams: &streams, share: share.as_ref() };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
@@ -98,6 +101,46 @@ pub fn write_tensors(
     .map_err(|error| error.with_file("saving", sink.uri()))?;
     report(&pass, &streams, threads);
     Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+/// What the threads of a call may take, of which at most so many are wanted. Tells the sink.
+fn shares(
+    sink: &dyn WriteAt,
+    items: &[Item<'_>],
+    options: &WriteOptions<'_>,
+    wanted: usize,
+) -> Result<SaveShares> {
+    let memory = options.memory.known()?;
+    let (kept, part) = sink.kept();
+    let brought = items.iter().filter(|item| matches!(item.origin, Origin::Deferred(_)));
+    let brought = brought.map(|item| item.entry.data_len).max().unwrap_or(0);
+    let copies = items.iter().any(|item| matches!(item.origin, Origin::Bytes(_)));
+    let mut device = items.iter().filter_map(|item| match &item.origin {
+        Origin::Device(bytes) => Some(Pool::of(&bytes.device)),
+        _ => None,
+    });
+    let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
+    let shares = memory.save(&SaveNeeds {
+        threads: wanted,
+        thread: brought.saturating_add(if part > 0 { CONNECTION } else { 0 }),
+        copies: u64::from(copies) + u64::from(options.encryption.is_some()),
+        hashes: options.hashes == Some(Hashes::All),
+        kept,
+        part,
+        staging: staging.map(|(len, most)| (len as u64, most as u64)),
+    })?;
+    if memory.bytes().is_some() {
+        sink.limit_parts(shares.parts);
+    }
+    Ok(shares)
+}
+
+/// How each tensor is encrypted.
+fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Option<Seal<'o>>>> {
+    let seal = |item: &Item<'_>| {
+        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
+    };
+    items.iter().map(seal).collect()
 }
 
 /// The hashes of tensors that are written in several chunks; none without headers.
@@ -120,7 +163,7 @@ fn report(pass: &Pass<'_>, streams: &StreamsByDevice, threads: usize) {
     if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {
         pass.counters.fallback(PAGEABLE);
     }
-    pass.counters.threads(threads);
+    pass.counters.threads(threads, threads);
     pass.counters.bytes(pass.items.iter().map(|item| item.entry.data_len).sum());
     pass.counters.publish("save", pass.sink.uri(), device, pass.items.len());
 }

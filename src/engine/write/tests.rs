@@ -22,6 +22,7 @@ use crate::io::sink::{FileSink, WriteAt};
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
 use crate::mem::pinned::Pool;
+use crate::memory_limit::MemoryLimit;
 
 /// Bytes of a staging buffer by default.
 const BUFFER_LEN: usize = 4 << 20;
@@ -139,6 +140,7 @@ fn written(
         hashes: Some(hashes),
         encryption: None,
         named: false,
+        memory: MemoryLimit::default(),
     };
     let progress = AtomicU64::new(0);
     write_tensors(&sink, &items, &options, &progress, &Never)?;

@@ -12,6 +12,7 @@ use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::source::{FileSource, KnownHead, ReadAt, Traits, read_exact_at};
 use crate::mem::Buffers;
+use crate::memory_limit::MemoryLimit;
 use crate::sys::{self, Filled};
 
 /// How often somebody looks whether another process has brought what it brings.
@@ -190,6 +191,10 @@ impl ReadAt for CachedSource {
 
     fn traits(&self) -> Traits {
         self.server.traits()
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        self.server.limit_memory(limit);
     }
 
     fn read_at(

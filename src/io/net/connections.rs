@@ -61,6 +61,16 @@ impl Drop for EventLoop {
 pub struct PooledConnection<C>(Inherited<(EventLoop, C)>);
 
 impl<C> PooledConnection<C> {
+    /// A new one. `make` builds its client on its event loop.
+    pub fn new<F: Future<Output = Result<C, Failure>>>(
+        tries: &Tries<'_>,
+        make: impl FnOnce() -> F,
+    ) -> Result<Self, Failure> {
+        let events = EventLoop::new()?;
+        let client = events.run(tries, make())?;
+        Ok(PooledConnection(Inherited::new((events, client))))
+    }
+
     /// What talks to the server.
     pub fn client(&self) -> &C {
         &self.0.1
@@ -97,13 +107,14 @@ impl<C> ConnectionPool<C> {
             match idle {
                 Some(connection) if connection.0.maker().is_here() => return Ok(connection),
                 Some(_) => {}
-                None => {
-                    let events = EventLoop::new()?;
-                    let client = events.run(tries, make())?;
-                    return Ok(PooledConnection(Inherited::new((events, client))));
-                }
+                None => return PooledConnection::new(tries, make),
             }
         }
+    }
+
+    /// Closes those that are here.
+    pub fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// Takes a connection back.

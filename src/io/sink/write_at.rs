@@ -32,6 +32,14 @@ pub trait WriteAt: Send + Sync {
     /// Whether others see what was written before it is published.
     fn shows_early(&self) -> bool;
 
+    /// Bytes of memory that it keeps until the end, and of each part that it keeps until it is sent.
+    fn kept(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
+    /// Has it keep parts of so many bytes at most.
+    fn limit_parts(&self, _bytes: u64) {}
+
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, where it shows early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;

@@ -26,6 +26,7 @@ impl ReadAt for ClosedSource {
             most_readers: 1,
             request_len: 1 << 20,
             merge_gap: 0,
+            reader_memory: 0,
         }
     }
 

@@ -26,6 +26,8 @@ const BLOCK_OF_DISK: usize = 4096;
 const BLOCK: usize = 512 << 10;
 /// Reads that are under way at once for one reader.
 const DEPTH: usize = 8;
+/// Bytes of the buffer of one reader.
+pub const DIRECT_MEMORY: u64 = (DEPTH * BLOCK) as u64;
 /// Less than this goes through the buffer together with what is beside it.
 const STRAIGHT_FROM: usize = 64 << 10;
 

@@ -74,6 +74,7 @@ impl ReadAt for FileSource {
             most_readers: (first_readers * MORE).min(MAX_READERS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
+            reader_memory: 0,
         }
     }
 

@@ -31,6 +31,7 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
             most_readers: crate::cpu_count(),
             request_len: 8 << 20,
             merge_gap: 0,
+            reader_memory: 0,
         }
     }
 

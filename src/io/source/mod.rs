@@ -20,7 +20,7 @@ pub mod redis;
 pub mod s3;
 
 pub use closed::ClosedSource;
-pub use direct::DirectReader;
+pub use direct::{DIRECT_MEMORY, DirectReader};
 pub use file::FileSource;
 pub use known::{KnownHead, KnownHeads};
 pub use memory::MemorySource;
@@ -33,6 +33,7 @@ use std::sync::Arc;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
+use crate::memory_limit::MemoryLimit;
 
 /// What a source says about itself, so that a plan suits it.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +51,8 @@ pub struct Traits {
     pub request_len: u64,
     /// Unwanted bytes between two wanted ranges that are cheaper to read than to skip.
     pub merge_gap: u64,
+    /// Bytes that each reader's way to it takes: buffers of its connection.
+    pub reader_memory: u64,
 }
 
 impl Traits {
@@ -64,6 +67,7 @@ impl Traits {
             most_readers: one.most_readers.min(other.most_readers),
             request_len: one.request_len.min(other.request_len),
             merge_gap: one.merge_gap.min(other.merge_gap),
+            reader_memory: one.reader_memory.max(other.reader_memory),
         }))
     }
 }
@@ -94,6 +98,10 @@ pub trait ReadAt: Send + Sync {
     /// by that.
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
+
+    /// Has each of its connections take less, as the memory of its readers is bounded by so much. What
+    /// was said before stays, where that was less.
+    fn limit_memory(&self, _limit: MemoryLimit) {}
 
     /// A handle of its own for a reader of neighbouring ranges, where that is faster than this one.
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {

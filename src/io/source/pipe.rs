@@ -10,6 +10,7 @@ use super::{ReadAt, Traits};
 use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
+use crate::memory_limit::CONNECTION;
 
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
@@ -105,6 +106,7 @@ impl<S: Stream> ReadAt for PipeSource<S> {
             most_readers: 1,
             request_len: 8 << 20,
             merge_gap: 0,
+            reader_memory: CONNECTION,
         }
     }
 

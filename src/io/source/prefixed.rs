@@ -6,6 +6,7 @@ use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
+use crate::memory_limit::MemoryLimit;
 
 /// The bytes that were read, and what follows them.
 pub struct Prefixed {
@@ -28,6 +29,10 @@ impl ReadAt for Prefixed {
 
     fn traits(&self) -> Traits {
         self.rest.traits()
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        self.rest.limit_memory(limit);
     }
 
     fn read_at(

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 use std::time::Duration;
 
+use super::share::Held;
 use crate::error::Result;
 use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
@@ -84,6 +85,8 @@ pub struct Flight {
     pub stream: usize,
     /// The buffers.
     pub buffers: Vec<Buffer>,
+    /// What they are of the share of a call, if that is bounded.
+    pub _held: Option<Held>,
 }
 
 /// A piece of staging memory.

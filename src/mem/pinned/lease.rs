@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::buffers::{Buffer, Flight, Inner, POLL};
+use super::share::Held;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, Stream};
@@ -19,14 +20,16 @@ pub struct Lease<'p> {
     event: Option<Box<dyn Event>>,
     /// Whether a device writes to the buffers.
     filling: bool,
+    /// What they are of the share of a call, if that is bounded.
+    held: Option<Held>,
 }
 
 // SAFETY: the event, which is not `Sync` by itself, is reached exclusively only.
 unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
-    pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>) -> Self {
-        Lease { pool, buffers, stream: None, event: None, filling: false }
+    pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>, held: Option<Held>) -> Self {
+        Lease { pool, buffers, stream: None, event: None, filling: false, held }
     }
 
     /// The bytes of each buffer; none while copies are under way.
@@ -133,7 +136,8 @@ impl<'p> Lease<'p> {
     pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
-        Ok(Filled { pool: self.pool, buffers: std::mem::take(&mut self.buffers), len })
+        let (buffers, held) = (std::mem::take(&mut self.buffers), self.held.take());
+        Ok(Filled { pool: self.pool, buffers, len, _held: held })
     }
 }
 
@@ -143,6 +147,7 @@ pub struct Filled<'p> {
     /// At least one. No copy is under way.
     buffers: Vec<Buffer>,
     len: usize,
+    _held: Option<Held>,
 }
 
 impl AsRef<[u8]> for Filled<'_> {
@@ -181,7 +186,8 @@ impl Drop for Lease<'_> {
         match ended {
             Ok(None) => state.free.extend(buffers),
             Ok(Some((event, stream))) => {
-                state.in_flight.push_back(Flight { event, stream, buffers })
+                let held = self.held.take();
+                state.in_flight.push_back(Flight { event, stream, buffers, _held: held })
             }
             Err(_) => state.abandon(buffers),
         }

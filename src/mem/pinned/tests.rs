@@ -20,25 +20,25 @@ fn memory_grows_with_need_and_is_given_back() {
     let (fake, device) = device(Faults::default());
     let pool = Pool::new(4096, 20, PLENTY);
     assert_eq!(pool.size(), 0);
-    let first = pool.enter().lease(3, &device, &Never).unwrap();
+    let first = pool.enter(None).lease(3, &device, &Never).unwrap();
     assert_eq!(pool.size(), 8 * 4096);
-    let second = pool.enter().lease(17, &device, &Never).unwrap();
+    let second = pool.enter(None).lease(17, &device, &Never).unwrap();
     assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
-    assert!(pool.try_lease(1).is_none());
+    assert!(pool.try_lease(1, None).is_none());
     drop(second);
     // The first slab is still in use.
     assert_eq!(pool.release(), 12 * 4096);
     drop(first);
     assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
     // More than the limit for who needs it at once.
-    assert!(pool.enter().lease(21, &device, &Never).is_ok());
+    assert!(pool.enter(None).lease(21, &device, &Never).is_ok());
 }
 
 #[test]
 fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(1 << 46, 4, PLENTY);
-    let refused = pool.enter().lease(1, &device, &Never);
+    let refused = pool.enter(None).lease(1, &device, &Never);
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
     assert_eq!(pool.size(), 0);
 }
@@ -47,9 +47,9 @@ fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
 fn who_waits_is_served_in_turn_or_gives_up() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 2, PLENTY);
-    let all = pool.enter().lease(2, &device, &Never).unwrap();
-    assert!(pool.enter().lease(1, &device, &|| Err(Error::Cancelled)).is_err());
-    let (first, second) = (pool.enter(), pool.enter());
+    let all = pool.enter(None).lease(2, &device, &Never).unwrap();
+    assert!(pool.enter(None).lease(1, &device, &|| Err(Error::Cancelled)).is_err());
+    let (first, second) = (pool.enter(None), pool.enter(None));
     thread::scope(|scope| {
         let later = scope.spawn(|| second.lease(1, &device, &Never).is_ok());
         let sooner = scope.spawn(|| first.lease(2, &device, &Never).is_ok());
@@ -67,7 +67,7 @@ fn units_are_used_again_only_after_their_copies() {
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
     for number in 0..200usize {
-        let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+        let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
         lease.buffers()[0].fill(u8::try_from(number).unwrap());
         lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
         assert!(lease.buffers().is_empty(), "nobody touches what is being copied");
@@ -85,13 +85,13 @@ fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
     let mut there = [0u8; 64 * PLENTY];
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
-    let mut lease = pool.enter().lease(PLENTY, &device, &Never).unwrap();
+    let mut lease = pool.enter(None).lease(PLENTY, &device, &Never).unwrap();
     for buffer in 0..PLENTY {
         lease.upload(&stream, (buffer, 0, 64), &memory, buffer * 64).unwrap();
     }
     drop(lease);
     let sizes = pool.size();
-    assert!(pool.enter().lease(1, &device, &Never).is_ok());
+    assert!(pool.enter(None).lease(1, &device, &Never).is_ok());
     assert_eq!(pool.size(), sizes);
 }
 
@@ -103,7 +103,7 @@ fn what_is_begun_later_is_not_waited_for() {
     let mut there = [7u8; 64];
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
-    let lease = || pool.enter().lease(1, &device, &Never).unwrap();
+    let lease = || pool.enter(None).lease(1, &device, &Never).unwrap();
     let (mut first, mut later) = (lease(), lease());
     first.download(&stream, (0, 0, 64), &memory, 0).unwrap();
     first.begun().unwrap();
@@ -123,7 +123,7 @@ fn what_was_downloaded_is_there_after_the_wait() {
     let mut there = *b"0123456789";
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
-    let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+    let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
     lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
     assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
     assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the buffer");
@@ -135,7 +135,7 @@ fn what_was_downloaded_is_there_after_the_wait() {
 fn memory_that_cannot_be_pinned_serves_all_the_same() {
     let (fake, device) = device(Faults { pin: true, ..Faults::default() });
     let pool = Pool::new(64, 1, PLENTY);
-    drop(pool.enter().lease(1, &device, &Never).unwrap());
+    drop(pool.enter(None).lease(1, &device, &Never).unwrap());
     assert!(pool.is_pageable());
     assert_eq!((fake.pinned(), pool.release()), (0, 64));
     assert!(!pool.is_pageable());
@@ -149,13 +149,13 @@ fn units_of_a_lost_device_are_never_used_again() {
     let mut there = [0u8; 64];
     // SAFETY: outlives the copies; nobody else uses it.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
-    let mut lease = pool.enter().lease(1, &device, &Never).unwrap();
+    let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
     lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
     drop(lease);
-    let lost = pool.enter().lease(1, &device, &Never);
+    let lost = pool.enter(None).lease(1, &device, &Never);
     assert!(matches!(lost, Err(Error::Device { .. })));
     // The next one gets fresh memory.
-    assert!(pool.enter().lease(1, &device, &Never).is_ok());
+    assert!(pool.enter(None).lease(1, &device, &Never).is_ok());
     stream.finish().unwrap();
 }
 
@@ -196,7 +196,7 @@ fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                let lease = pool.enter().lease(8, &device, &Never).unwrap();
+                let lease = pool.enter(None).lease(8, &device, &Never).unwrap();
                 both.wait();
                 drop(lease);
             });

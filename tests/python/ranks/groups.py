@@ -361,3 +361,16 @@ def verified(address):
         return caught(
             lambda: tensorizer.load(address, "cpu", group=dist.group.WORLD, verify_hash=True)
         )
+
+
+def limited(path, limit):
+    """Load a file within a memory limit; return whether that was right, or the error."""
+    fetch_together()
+    expected = tensorizer.load(path)
+    with group():
+        try:
+            found = tensorizer.load(path, group=dist.group.WORLD, memory_limit=limit)
+        except ValueError as error:
+            return str(error)
+        same(found, expected)
+    return "the same"

@@ -54,7 +54,7 @@ impl Budget {
 
 /// What is taken at the moment.
 pub struct Memory {
-    budget: Budget,
+    budget: Mutex<Budget>,
     held: Mutex<Held>,
     freed: Condvar,
 }
@@ -97,12 +97,18 @@ pub struct Sending<'m>(&'m Memory);
 
 impl Memory {
     pub fn new(budget: Budget) -> Self {
-        Memory { budget, held: Mutex::default(), freed: Condvar::new() }
+        Memory { budget: Mutex::new(budget), held: Mutex::default(), freed: Condvar::new() }
     }
 
     /// How much may be taken.
     pub fn budget(&self) -> Budget {
-        self.budget
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has it be no more than that.
+    pub fn limit(&self, bytes: u64) {
+        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
+        budget.bytes = Some(budget.bytes.map_or(bytes, |before| before.min(bytes)));
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
@@ -113,16 +119,17 @@ impl Memory {
     /// sends some, or waits for it. Where none is, others can only become complete with this one,
     /// and it has its memory.
     pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
+        let limit = self.budget().limit(len as u64);
         let mut held = self.held();
         loop {
-            if let Some(free) = held.take(len, self.budget.limit(len as u64)) {
+            if let Some(free) = held.take(len, limit) {
                 drop(held);
                 return Ok(if free.is_empty() { vec![0; len] } else { free });
             }
             drop(held);
             send()?;
             held = self.held();
-            if held.is_short(len, self.budget.limit(len as u64)) {
+            if held.is_short(len, limit) {
                 let waited = self.freed.wait_timeout(held, POLL);
                 held = waited.unwrap_or_else(PoisonError::into_inner).0;
             }

@@ -363,6 +363,15 @@ impl WriteAt for UploadSink {
         self.0.memory.budget().places(self.0.longest_part())
     }
 
+    fn kept(&self) -> (u64, u64) {
+        let head = self.0.state().plan.as_ref().map_or(0, |plan| plan.head_len);
+        (head, self.0.longest_part())
+    }
+
+    fn limit_parts(&self, bytes: u64) {
+        self.0.memory.limit(bytes);
+    }
+
     fn shows_early(&self) -> bool {
         false
     }

@@ -16,6 +16,7 @@ use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
 use crate::io::net::NetOptions;
 use crate::mem::Buffers;
+use crate::memory_limit::MemoryLimit;
 use ask::Hub;
 use local::Local;
 use place::Place;
@@ -175,6 +176,10 @@ impl ReadAt for HfSource {
 
     fn traits(&self) -> Traits {
         self.inner.traits()
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        self.inner.limit_memory(limit);
     }
 
     fn read_at(

@@ -1,10 +1,10 @@
 //! Requests, redirects and bodies.
 
 use crate::mem::Buffers;
-use std::error::Error as _;
 use std::future::Future;
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use reqwest::header::{
 };
 use reqwest::{Client, ClientBuilder, Method, Request, RequestBuilder, Response, Url};
 
+use super::failure::timed;
 use super::reply::{Identity, Range};
 use crate::environment::reading;
 use crate::io::net::{
@@ -158,6 +159,8 @@ pub struct Clients {
     pool: ConnectionPool<Client>,
     options: NetOptions,
     certificates: Certificates,
+    /// Bytes that a server may send ahead on a new connection.
+    window: AtomicU32,
 }
 
 /// A client that a thread has for itself.
@@ -172,7 +175,20 @@ impl Clients {
     /// Reads the certificates; what is wrong with them is the error, if `tls` needs them at once.
     pub fn new(options: &NetOptions, tls: bool) -> std::result::Result<Self, String> {
         let certificates = Certificates::read(options, tls)?;
-        Ok(Clients { pool: ConnectionPool::default(), options: options.clone(), certificates })
+        let (pool, window) = (ConnectionPool::default(), AtomicU32::new(WINDOW));
+        Ok(Clients { pool, options: options.clone(), certificates, window })
+    }
+
+    /// Bytes that a server may send ahead on each connection.
+    pub fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// Has servers send no more ahead than that. Connections on which they may send more are closed.
+    pub fn set_window(&self, window: u32) {
+        if self.window.fetch_min(window, Ordering::Relaxed) > window {
+            self.pool.clear();
+        }
     }
 
     /// Lends a client for the length of a call.
@@ -189,11 +205,25 @@ impl Clients {
 
     /// Gives a client away.
     pub fn take(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
-        let connection = self.pool.take(tries, || async {
-            connect(&self.options, &self.certificates).map_err(Failure::from)
-        })?;
+        self.pool.take(tries, || self.connect()).map(|connection| self.one(connection))
+    }
+
+    /// Gives a client away that has no connection yet.
+    pub fn new_one(&self, tries: &Tries<'_>) -> std::result::Result<OneClient, Failure> {
+        PooledConnection::new(tries, || self.connect()).map(|connection| self.one(connection))
+    }
+
+    async fn connect(&self) -> std::result::Result<Client, Failure> {
+        let window = self.window();
+        let builder = builder(&self.options, &self.certificates)
+            .http2_initial_stream_window_size(window)
+            .http2_initial_connection_window_size(window);
+        reading(|| builder.build()).map_err(Failure::from)
+    }
+
+    fn one(&self, connection: PooledConnection<Client>) -> OneClient {
         let missing = self.certificates.missing.clone();
-        Ok(OneClient { connection, stall: self.options.stall, missing })
+        OneClient { connection, stall: self.options.stall, missing }
     }
 }
 
@@ -388,56 +418,4 @@ fn place(response: &Response) -> std::result::Result<&str, Failure> {
 
 fn too_many() -> Failure {
     Failure::lasting(ErrorKind::InvalidData, format!("more than {MAX_REDIRECTS} redirects"))
-}
-
-/// What a wait gives, unless it takes too long.
-async fn timed<T>(
-    stall: Duration,
-    wait: impl Future<Output = T>,
-) -> std::result::Result<T, Failure> {
-    tokio::time::timeout(stall, wait).await.map_err(|_| {
-        let what = format!("the server sent nothing for {} s", stall.as_secs());
-        Failure::passing(ErrorKind::TimedOut, what)
-    })
-}
-
-impl From<reqwest::Error> for Failure {
-    fn from(error: reqwest::Error) -> Self {
-        // The texts of all causes: the outermost says little, and would show the whole address.
-        let error = error.without_url();
-        let mut causes = Vec::new();
-        let mut kind = io::ErrorKind::Other;
-        let mut cause = error.source();
-        while let Some(found) = cause {
-            if let Some(io) = found.downcast_ref::<io::Error>() {
-                kind = io.kind();
-            }
-            causes.push(found.to_string());
-            cause = found.source();
-        }
-        causes.dedup();
-        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-        let lower = text.to_lowercase();
-        if lower.contains("dns error") {
-            let what = format!("the name of the server is not known: {text}; check the address");
-            return Failure::lasting(io::ErrorKind::NotFound, what);
-        }
-        if lower.contains("certificate") || lower.contains("invalid peer") {
-            let what = format!(
-                "the server's certificate is not trusted: {text}; name the authority that signed \
-                 it with certificate_handling=CAInfo(cacert=...)"
-            );
-            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
-        }
-        if error.is_builder() {
-            return Failure::lasting(io::ErrorKind::InvalidInput, text);
-        }
-        if error.is_timeout() {
-            kind = io::ErrorKind::TimedOut;
-        }
-        if kind == io::ErrorKind::Other {
-            kind = io::ErrorKind::ConnectionAborted;
-        }
-        Failure::passing(kind, text)
-    }
 }

@@ -1,6 +1,7 @@
 //! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
 
 pub(crate) mod client;
+mod failure;
 mod named;
 pub(crate) mod reply;
 mod sequential;
@@ -16,7 +17,8 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
-use client::{Clients, OneClient, Target};
+use crate::memory_limit::{CONNECTION, MemoryLimit};
+use client::{Clients, Target};
 use named::Named;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub use named::{Sign, Work};
@@ -51,6 +53,8 @@ pub struct HttpSource {
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
     tls: bool,
+    /// Whether its server sends ahead what was not waited for, by HTTP/2.
+    ahead: bool,
 }
 
 /// Opens an address: without a request if the head of its file is known. A server without ranges gives a
@@ -146,6 +150,7 @@ fn open_named(
         head,
         headers: reply.headers,
         tls,
+        ahead: reply.ahead.unwrap_or(tls),
     });
     match cache.zip(name) {
         Some((cache, name)) => cache.before(source, &name, patience, cancel),
@@ -245,16 +250,19 @@ impl HttpSource {
     }
 
     /// Finds out what the server has in the place of the file that was opened: the difference is the
-    /// error.
-    async fn look(
+    /// error. On a connection of its own, as a server may close that by which it has refused, and not
+    /// say so.
+    fn look(
         &self,
-        client: &OneClient,
         at: Option<&Arc<Target>>,
         tries: &Tries<'_>,
     ) -> std::result::Result<(), Failure> {
         let first = Range { start: 0, end: 1 };
-        let (_, response) = self.named.ask(client, at, Some(first), None, tries).await?;
-        self.identity.check_first(&response, first)
+        let client = self.clients.new_one(tries)?;
+        client.run(tries, async {
+            let (_, response) = self.named.ask(&client, at, Some(first), None, tries).await?;
+            self.identity.check_first(&response, first)
+        })
     }
 }
 
@@ -267,6 +275,7 @@ pub(crate) fn traits(len: Option<u64>, options: &NetOptions) -> Traits {
         most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
         request_len: REQUEST_LEN,
         merge_gap: MERGE_GAP,
+        reader_memory: CONNECTION,
     }
 }
 
@@ -292,7 +301,16 @@ impl ReadAt for HttpSource {
     }
 
     fn traits(&self) -> Traits {
-        traits(self.identity.len, &self.options)
+        let traits = traits(self.identity.len, &self.options);
+        let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
+        Traits { reader_memory: traits.reader_memory + ahead, ..traits }
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        if self.ahead {
+            let window = limit.window(u64::from(client::WINDOW));
+            self.clients.set_window(u32::try_from(window).unwrap_or(client::WINDOW));
+        }
     }
 
     fn read_at(
@@ -314,20 +332,20 @@ impl ReadAt for HttpSource {
         while done < end {
             let at = self.moved().clone();
             let range = Range { start: done, end };
+            let mut is_another = false;
             let outcome = self.clients.with(&tries, |client| {
                 client.run(&tries, async {
                     let opened = Some(&self.identity);
                     let asked = self.named.ask(client, at.as_ref(), Some(range), opened, &tries);
                     let (new, response) = asked.await?;
-                    if reply::is_of_another(&response) {
-                        self.look(client, at.as_ref(), &tries).await?;
-                    }
+                    is_another = reply::is_of_another(&response);
                     self.identity.check(&response, range)?;
                     client.scatter(response, range, buffers, &mut done, &tries).await?;
                     Ok(new)
                 })
             });
-            match outcome {
+            let looked = if is_another { self.look(at.as_ref(), &tries) } else { Ok(()) };
+            match looked.and(outcome) {
                 Ok(new) => *self.moved() = new,
                 Err(failure) if tries.renews(&failure) => *self.moved() = None,
                 Err(failure) => {

@@ -7,7 +7,7 @@ use reqwest::header::{
     CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName, LAST_MODIFIED,
     RETRY_AFTER,
 };
-use reqwest::{Response, StatusCode};
+use reqwest::{Response, StatusCode, Version};
 
 use crate::error::Error;
 use crate::io::net::Failure;
@@ -55,6 +55,8 @@ pub struct First {
     pub len: Option<u64>,
     pub identity: Identity,
     pub headers: Vec<(String, String)>,
+    /// Whether the server sends ahead by HTTP/2; None where it was not asked.
+    pub ahead: Option<bool>,
 }
 
 impl First {
@@ -69,7 +71,13 @@ impl First {
         }
         let (tag, modified) = (head.tag.clone(), head.modified.clone());
         let identity = Identity { len: Some(head.len), tag, modified };
-        Ok(First { ranges: true, len: Some(found), identity, headers: head.headers.clone() })
+        Ok(First {
+            ranges: true,
+            len: Some(found),
+            identity,
+            headers: head.headers.clone(),
+            ahead: None,
+        })
     }
 }
 
@@ -244,6 +252,7 @@ impl Identity {
 /// Reads what the response to the first request says.
 pub fn first(response: &Response, wanted: Range) -> Result<First, Failure> {
     let headers = response.headers();
+    let ahead = Some(response.version() == Version::HTTP_2);
     let all = headers
         .iter()
         .filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?.to_owned())))
@@ -251,14 +260,14 @@ pub fn first(response: &Response, wanted: Range) -> Result<First, Failure> {
     if response.status() == StatusCode::RANGE_NOT_SATISFIABLE {
         // Only an empty file has no first byte.
         let identity = Identity::of(headers, Some(0));
-        return Ok(First { ranges: true, len: Some(0), identity, headers: all });
+        return Ok(First { ranges: true, len: Some(0), identity, headers: all, ahead });
     }
     check_status(response)?;
     let ranged = response.status() == StatusCode::PARTIAL_CONTENT;
     match content_range(headers).filter(|_| ranged) {
         Some((0, end, Some(len))) if end == wanted.end.min(len) => {
             let identity = Identity::of(headers, Some(len));
-            Ok(First { ranges: true, len: Some(end), identity, headers: all })
+            Ok(First { ranges: true, len: Some(end), identity, headers: all, ahead })
         }
         // A range without a total, or another range than was asked for.
         Some(_) => Err(Failure::passing(
@@ -275,7 +284,7 @@ pub fn first(response: &Response, wanted: Range) -> Result<First, Failure> {
         )),
         None => {
             let identity = Identity::of(headers, length(headers));
-            Ok(First { ranges: false, len: identity.len, identity, headers: all })
+            Ok(First { ranges: false, len: identity.len, identity, headers: all, ahead })
         }
     }
 }

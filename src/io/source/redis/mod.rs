@@ -7,6 +7,7 @@ mod stream;
 
 use std::io::ErrorKind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use redis::{Pipeline, Value, cmd};
@@ -16,6 +17,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result, Shown};
 use crate::io::net::{Failure, NetOptions, Tries};
 use crate::mem::Buffers;
+use crate::memory_limit::{CONNECTION, MemoryLimit};
 use client::{Address, Connections};
 
 /// Bytes that one command asks for.
@@ -51,6 +53,8 @@ pub struct RedisSource {
     options: NetOptions,
     held: Vec<Held>,
     end: u64,
+    /// Bytes that are asked for before the first answer is read.
+    batch_len: AtomicU64,
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
@@ -58,7 +62,8 @@ pub fn open(address: &str, options: NetOptions, cancel: &dyn Cancel) -> Result<A
     let parsed = Address::parse(address).map_err(Error::InvalidArgument)?;
     let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
     let connections = Connections::new(parsed, &options).map_err(Error::InvalidArgument)?;
-    let mut source = RedisSource { shown, connections, options, held: Vec::new(), end: 0 };
+    let (held, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
+    let mut source = RedisSource { shown, connections, options, held, end, batch_len };
     source.held = source.find(&prefix, cancel)?;
     if source.held.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
@@ -188,7 +193,7 @@ impl RedisSource {
     fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;
-        let stop = end.min(start.saturating_add(BATCH_LEN));
+        let stop = end.min(start.saturating_add(self.batch_len.load(Ordering::Relaxed)));
         let mut number = self.held.partition_point(|held| held.start <= start);
         number = number.saturating_sub(1);
         while at < stop && pieces.len() < BATCH_COMMANDS {
@@ -263,7 +268,13 @@ impl ReadAt for RedisSource {
             most_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
+            // What a server has answered, and the values of that.
+            reader_memory: CONNECTION + 2 * self.batch_len.load(Ordering::Relaxed),
         }
+    }
+
+    fn limit_memory(&self, limit: MemoryLimit) {
+        self.batch_len.fetch_min(limit.window(BATCH_LEN), Ordering::Relaxed);
     }
 
     fn read_at(

@@ -1,0 +1,74 @@
+"""What follows from the figures of a load, in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .output import plural
+from .progress import size
+
+#: Shorter loads end before it is known whether more connections help.
+_SHORT = 1.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a load took.
+
+    ``seconds`` has those of the whole for each stage; ``read_seconds`` is the time of all
+    connections together. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
+    """
+
+    bytes: int
+    whole: float
+    seconds: dict[str, float]
+    read_seconds: float
+    source: str
+    path: str
+    connections: int
+    most: int
+    chosen: bool
+    device: str
+    fallbacks: list[str]
+
+    @property
+    def limit(self) -> str:
+        """What took the largest share: a stage, or where the bytes were read from."""
+        stage = max(self.seconds, key=self.seconds.__getitem__)
+        return self.source if stage == "read" else stage
+
+
+def advice(figures: Figures) -> str:
+    """Return what would make a load faster, or would not."""
+    if figures.limit == "network":
+        return _network(figures)
+    return {
+        "disk": "the file came from a disk; its next load comes from memory, if that has room",
+        "page cache": "the file was in memory, and copying it takes the time; --mmap (mmap=True) "
+        "uses it in place, for files that are only read",
+        "open": "fewer bytes than opening takes: more connections would not help; open the file "
+        "once and keep it, or save small files as one",
+        "plan": "so many small tensors that finding out where they go takes the time",
+        "first touch": "the system gives new memory slowly; tensors that exist already "
+        "(load(out=...)) or huge pages (transparent_hugepage=madvise) spare that",
+        "decrypt": "decryption; it runs on each reader's core, so that more cores would help",
+        "hash": "comparison with hashes; verify_hash='crc32' costs less, and none is needed where "
+        "the file was verified before",
+        "memory": "the device takes the bytes no faster than this; more staging memory "
+        "(TENSORIZER_PINNED_MB) helps only where copies come in bursts",
+        "copy": "the bus to the device; more readers would not help",
+    }[figures.limit]
+
+
+def _network(figures: Figures) -> str:
+    rate = size(round(figures.bytes / max(figures.read_seconds, 1e-9)))
+    said = f"{plural(figures.connections, 'connection')} of {rate}/s each; "
+    if figures.most == 1:
+        return said + "this server or this memory limit allows no more than one"
+    if figures.chosen:
+        return said + "more may help: without --readers as many are used as do"
+    if figures.connections >= figures.most:
+        return said + "these are all that are used by themselves; --readers with more may help"
+    if figures.whole < _SHORT:
+        return said + "the load was too short to find out whether more would help"
+    return said + "more would not help: twice as many did not bring 15 % more, or CPUs are busy"

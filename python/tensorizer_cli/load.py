@@ -1,0 +1,186 @@
+"""``tensorizer load``: how fast this machine gets a file, and what holds it back."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorizer import stats
+from tensorizer._native import first_touch
+from tensorizer.file.arguments import resolve_device
+from tensorizer.file.tensor_file import TensorFile
+from tensorizer.streams.addresses import is_address
+
+from . import keys
+from .advice import Figures, advice
+from .output import Report, plural, without_password
+from .progress import Progress, size
+
+#: Bytes of new memory that are written to, to see how fast it is had.
+_TOUCHED = 64 << 20
+_PAGE = 4096
+#: What is moved by one stage while another is, in the order of a byte's way.
+_STAGES = ("read", "first touch", "decrypt", "hash", "memory", "copy")
+_MEANINGS = {
+    "open": "connecting, the first bytes, the index",
+    "plan": "what to read, and how",
+    "first touch": "new memory from the system (estimated)",
+    "decrypt": "decryption",
+    "hash": "comparison with hashes",
+    "memory": "waiting for staging memory: for the device, if all of it is in use",
+    "copy": "starting copies to the device",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load a file, every byte of it, and report."""
+    report = Report(options)
+    shown = without_password(options.file)
+    figures, file = _measured(options)
+    shares = {name: part / figures.whole for name, part in figures.seconds.items()}
+    rate = figures.bytes / figures.whole
+    said = advice(figures)
+    report.finding(
+        f"{plural(file['tensors'], 'tensor')}, {size(figures.bytes)} in {figures.whole:.3f} s, "
+        f"{rate / 1e9:.2f} GB/s, to {figures.device}"
+    )
+    report.finding(f"path  {figures.path}")
+    for name, share in shares.items():
+        meaning = _MEANINGS.get(name, f"reading: {figures.source}")
+        report.finding(
+            f"{name.ljust(11)}  {figures.seconds[name]:>9.3f} s  {share:>6.1%}  {meaning}"
+        )
+    for fallback in figures.fallbacks:
+        report.finding(f"slower way  {fallback}")
+    report.finding(f"limit  {figures.limit}: {said}")
+    report.result(
+        file=shown,
+        **file,
+        bytes=figures.bytes,
+        device=figures.device,
+        seconds=round(figures.whole, 6),
+        bytes_per_second=round(rate),
+        path=figures.path,
+        source=figures.source,
+        connections=figures.connections,
+        connections_at_most=figures.most,
+        stages={name: round(part, 6) for name, part in figures.seconds.items()},
+        shares={name: round(share, 4) for name, share in shares.items()},
+        limit=figures.limit,
+        advice=said,
+        fallbacks=figures.fallbacks,
+    )
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
+    device = resolve_device(options.device)
+    before = (stats() or {"call": 0})["call"]
+    from_disk = _from_disk()
+    begun = time.perf_counter()
+    with TensorFile(
+        options.file,
+        encryption=keys.decryption(options),
+        num_readers=options.readers,
+        verify_hash=options.verify,
+        mmap=options.mmap,
+        memory_limit=options.memory_limit,
+    ) as file:
+        opened = time.perf_counter() - begun
+        every = range(len(file))
+        total = file.reader.data_len(every)
+        with Progress(total, options) as progress:
+            tensors = [tensor for _, tensor, _ in file.load(every, device)]
+            # What is mapped comes when it is touched.
+            touched = time.perf_counter()
+            if options.mmap:
+                for tensor in tensors:
+                    tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+            elif device.type == "cuda":
+                torch.cuda.synchronize(device)
+            touched = time.perf_counter() - touched
+            progress.add(total)
+        whole = time.perf_counter() - begun
+        from_disk = _from_disk() - from_disk
+        calls = stats(since=before)
+        facts = {
+            "format": file.reader.format,
+            "encrypted": file.reader.encrypted,
+            "tensors": len(file),
+        }
+        local, parallel = file.is_local, file.reader.parallel
+    seconds = _stages(calls, total, options.mmap)
+    read = seconds["read"]
+    threads = max((call["threads"] for call in calls), default=1)
+    key = "read" if options.mmap else "copy"
+    seconds[key] += touched * max(threads, 1)
+    source = _source(options.file, local, from_disk, total)
+    names = {call["reading"] for call in calls} - {""}
+    figures = Figures(
+        bytes=total,
+        whole=whole,
+        seconds=_of_whole(seconds, calls, opened, whole),
+        read_seconds=read,
+        source=source,
+        path=_path(options, source, threads if parallel else 0, names),
+        connections=threads,
+        most=max((call["most_threads"] for call in calls), default=1),
+        chosen=options.readers is not None,
+        device=", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
+        fallbacks=list(dict.fromkeys(why for call in calls for why in call["fallbacks"])),
+    )
+    return figures, facts
+
+
+def _stages(calls: list[dict[str, Any]], total: int, mapped: bool) -> dict[str, float]:
+    """Return the seconds of all threads in each stage that moves bytes."""
+    found = {name: sum(call["stages"].get(name, 0.0) for call in calls) for name in _STAGES}
+    found["first touch"] = 0.0
+    to_host = all(call["device"] == "cpu" for call in calls)
+    if to_host and not mapped and total:
+        # It is part of what reading takes, and cannot be more.
+        probe = min(total, _TOUCHED)
+        estimate = first_touch(probe) * total / probe
+        found["first touch"] = min(estimate, found["read"] / 2)
+        found["read"] -= found["first touch"]
+    return found
+
+
+def _of_whole(
+    stages: dict[str, float], calls: list[dict[str, Any]], opened: float, whole: float
+) -> dict[str, float]:
+    """Share the time of the whole among stages, as threads have spent theirs."""
+    planned = min(sum(call["stages"]["plan"] for call in calls), whole - opened)
+    moving = max(whole - opened - planned, 0.0)
+    spent = sum(stages.values()) or 1.0
+    shares = {name: moving * stage / spent for name, stage in stages.items()}
+    return {"open": opened, "plan": planned, **shares}
+
+
+def _from_disk() -> int:
+    """Return the bytes that this process has had read from disks."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+
+
+def _source(file: str, local: bool, from_disk: int, total: int) -> str:
+    if not local:
+        return "network"
+    return "disk" if from_disk * 2 > total else "page cache"
+
+
+def _path(options: argparse.Namespace, source: str, threads: int, names: set[str]) -> str:
+    """Return the way that the bytes took; with no threads, front to back."""
+    if source == "network":
+        if threads == 0:
+            return "front to back over 1 connection"
+        return f"ranges over {plural(threads, 'connection')}"
+    where = "the cache of servers' files" if is_address(options.file) else "a local file"
+    how = "mapped" if options.mmap else ", ".join(sorted(names)) or "buffered reads"
+    return f"{where}, {how}, {plural(threads, 'reader')}"

@@ -1,0 +1,60 @@
+//! What goes wrong with a request.
+
+use std::error::Error as _;
+use std::future::Future;
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use crate::io::net::Failure;
+
+/// What a wait gives, unless it takes too long.
+pub async fn timed<T>(
+    stall: Duration,
+    wait: impl Future<Output = T>,
+) -> std::result::Result<T, Failure> {
+    tokio::time::timeout(stall, wait).await.map_err(|_| {
+        let what = format!("the server sent nothing for {} s", stall.as_secs());
+        Failure::passing(ErrorKind::TimedOut, what)
+    })
+}
+
+impl From<reqwest::Error> for Failure {
+    fn from(error: reqwest::Error) -> Self {
+        // The texts of all causes: the outermost says little, and would show the whole address.
+        let error = error.without_url();
+        let mut causes = Vec::new();
+        let mut kind = io::ErrorKind::Other;
+        let mut cause = error.source();
+        while let Some(found) = cause {
+            if let Some(io) = found.downcast_ref::<io::Error>() {
+                kind = io.kind();
+            }
+            causes.push(found.to_string());
+            cause = found.source();
+        }
+        causes.dedup();
+        let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
+        let lower = text.to_lowercase();
+        if lower.contains("dns error") {
+            let what = format!("the name of the server is not known: {text}; check the address");
+            return Failure::lasting(io::ErrorKind::NotFound, what);
+        }
+        if lower.contains("certificate") || lower.contains("invalid peer") {
+            let what = format!(
+                "the server's certificate is not trusted: {text}; name the authority that signed \
+                 it with certificate_handling=CAInfo(cacert=...)"
+            );
+            return Failure::lasting(io::ErrorKind::PermissionDenied, what);
+        }
+        if error.is_builder() {
+            return Failure::lasting(io::ErrorKind::InvalidInput, text);
+        }
+        if error.is_timeout() {
+            kind = io::ErrorKind::TimedOut;
+        }
+        if kind == io::ErrorKind::Other {
+            kind = io::ErrorKind::ConnectionAborted;
+        }
+        Failure::passing(kind, text)
+    }
+}

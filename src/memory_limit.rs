@@ -1,0 +1,409 @@
+//! How much memory a call may have in flight beside its tensors, and how the parts of the call share it.
+//!
+//! Pure functions of numbers, but for what the environment says.
+
+use crate::environment::MEMORY_MB;
+use crate::error::{Error, Result};
+
+/// What a connection takes beside what its server may send ahead: buffers of HTTP and TLS, an event
+/// loop, a thread.
+pub const CONNECTION: u64 = 1 << 20;
+/// The least that a server may send ahead: what HTTP/2 begins with.
+const SHORTEST_WINDOW: u64 = 64 << 10;
+/// Of a limit, what a server may send ahead on each connection: with less, it waits for answers; with
+/// more, there are too few connections.
+const WINDOWS: u64 = 8;
+/// For headers of tensors, and for what is read over between them: the least for a reader.
+const PASSING: u64 = 256 << 10;
+/// A reader of a server.
+const READER: u64 = CONNECTION + PASSING;
+/// Of a limit, what staging buffers, parts of uploads or tensors may take where readers or writers need
+/// some too: three quarters.
+const SHARE: (u64, u64) = (3, 4);
+/// Bytes that a thread of a save copies at once, at most: two pieces of encryption, with what is beside
+/// them.
+const COPIED: u64 = 6 << 20;
+/// Copies that wait for their hash, at least.
+const WAITING: u64 = 2 << 20;
+/// The most tensors of which more than one is held at a time, and how much of a limit is for what
+/// reads them.
+const READS: u64 = 16 << 20;
+/// A batch that a member of a group fetches, at least.
+const BATCH: u64 = 1 << 20;
+
+/// How much memory a call may have in flight beside its tensors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// None where the caller sets no limit.
+    bytes: Option<u64>,
+    /// What the caller of this call keeps of its own limit for something else.
+    beside: u64,
+}
+
+/// What a load would take.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LoadNeeds {
+    /// Readers at most.
+    pub readers: usize,
+    /// What each takes, beside what passes it.
+    pub reader: u64,
+    /// The least that each has in memory to gather from; 0 where it does not.
+    pub gathers: u64,
+    /// Bytes of a staging buffer, at least and at most how many of them; None without a device.
+    pub staging: Option<(u64, u64, u64)>,
+}
+
+/// What a load may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadShares {
+    /// Readers at most.
+    pub readers: usize,
+    /// Bytes of a batch that are headers, or that nobody wants.
+    pub passing: u64,
+    /// Bytes of a batch to gather from.
+    pub gathers: u64,
+    /// Staging buffers.
+    pub staging: u64,
+}
+
+/// What a save would take.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SaveNeeds {
+    /// Threads at most.
+    pub threads: usize,
+    /// What each takes beside copies: connections, tensors that are brought one by one.
+    pub thread: u64,
+    /// Copies of what it writes that each has: one, and another that is encrypted.
+    pub copies: u64,
+    /// Whether copies wait for hashes.
+    pub hashes: bool,
+    /// Bytes that are kept until the end.
+    pub kept: u64,
+    /// Bytes of a part that is kept until it is sent; 0 for none.
+    pub part: u64,
+    /// Bytes of a staging buffer, and how many there are at most; None without a device.
+    pub staging: Option<(u64, u64)>,
+}
+
+/// What a save may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SaveShares {
+    /// Threads at most.
+    pub threads: usize,
+    /// Bytes that wait for their hash, beyond which threads hash before they write more; None for as
+    /// many as suit.
+    pub waiting: Option<u64>,
+    /// Bytes of parts that are not sent yet.
+    pub parts: u64,
+    /// Staging buffers.
+    pub staging: u64,
+}
+
+/// What each member of a group may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupShares {
+    /// Bytes of a batch.
+    pub batch: u64,
+    /// Batches that are fetched at once.
+    pub at_once: u64,
+    /// For each of them.
+    pub load: MemoryLimit,
+}
+
+impl MemoryLimit {
+    /// So many bytes; None for what the environment says.
+    pub fn of(bytes: Option<u64>) -> Self {
+        MemoryLimit { bytes, beside: 0 }
+    }
+
+    /// The same, with what the environment says where the caller says nothing.
+    pub fn known(self) -> Result<Self> {
+        let of_all = || -> Result<Option<u64>> {
+            let all = Some(MEMORY_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
+            Ok(all.map(|all| all.saturating_sub(self.beside)))
+        };
+        let bytes = self.bytes.map_or_else(of_all, |bytes| Ok(Some(bytes)))?;
+        Ok(MemoryLimit { bytes, ..self })
+    }
+
+    /// What is left where so much of it is kept for something else.
+    pub fn without(self, beside: u64) -> Self {
+        let bytes = self.bytes.map(|bytes| bytes.saturating_sub(beside));
+        MemoryLimit { bytes, beside: self.beside.saturating_add(beside) }
+    }
+
+    /// What of it is kept for something else.
+    pub fn beside(self) -> u64 {
+        self.beside
+    }
+
+    /// Bytes; None where there is no limit.
+    pub fn bytes(self) -> Option<u64> {
+        self.bytes
+    }
+
+    /// What a server may send ahead on a connection.
+    pub fn window(self, most: u64) -> u64 {
+        self.bytes.map_or(most, |bytes| (bytes / WINDOWS).clamp(SHORTEST_WINDOW.min(most), most))
+    }
+
+    /// Bytes that are held in host memory at once, of things of which the largest has so many.
+    pub fn held(self, wanted: u64, largest: u64) -> Result<u64> {
+        let Some(bytes) = self.bytes else { return Ok(wanted) };
+        self.needs(largest, || format!("a tensor of {largest} bytes is held as a whole"))?;
+        Ok(wanted.min(bytes).max(largest))
+    }
+
+    fn needs(self, least: u64, why: impl Fn() -> String) -> Result<()> {
+        match self.bytes {
+            Some(bytes) if bytes < least => Err(Error::InvalidArgument(format!(
+                "a memory limit of {} bytes is too small: at least {} are needed, as {}",
+                bytes.saturating_add(self.beside),
+                least.saturating_add(self.beside),
+                why()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// How the readers of a load share it.
+    pub fn load(self, needs: &LoadNeeds) -> Result<LoadShares> {
+        let LoadNeeds { readers, reader, gathers, staging } = *needs;
+        let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
+        let Some(bytes) = self.bytes else {
+            return Ok(LoadShares { readers, passing: u64::MAX, gathers: u64::MAX, staging: most });
+        };
+        let each = reader.saturating_add(PASSING).saturating_add(gathers);
+        let least = each.saturating_add(fewest.saturating_mul(buffer));
+        self.needs(least, || {
+            let staged = format!(", and {fewest} staging buffers of {buffer}");
+            let staged = if staging.is_some() { staged } else { String::new() };
+            format!("one reader takes {each} bytes{staged}")
+        })?;
+        // What is left for one reader bounds the buffers too.
+        let staging = match buffer {
+            0 => 0,
+            _ => (share(bytes).min(bytes - each) / buffer).clamp(fewest, most.max(fewest)),
+        };
+        let left = bytes - staging.saturating_mul(buffer);
+        let fitting = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        let readers = readers.clamp(1, fitting.max(1));
+        let more = left / readers as u64 - each;
+        let (passing, gathers) =
+            if gathers > 0 { (PASSING, gathers + more) } else { (PASSING + more, 0) };
+        Ok(LoadShares { readers, passing, gathers, staging })
+    }
+
+    /// How the threads of a save share it.
+    pub fn save(self, needs: &SaveNeeds) -> Result<SaveShares> {
+        let SaveNeeds { threads, thread, copies, hashes, kept, part, staging } = *needs;
+        let (buffer, most) = staging.unwrap_or((0, 0));
+        let Some(bytes) = self.bytes else {
+            return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
+        };
+        let waiting = if hashes { WAITING } else { 0 };
+        let each = thread.saturating_add(copies.saturating_mul(COPIED));
+        // A part that is filled, and one that waits for the header of its tensor.
+        let (parts, fewest) = (part.saturating_mul(2), u64::from(buffer > 0));
+        let fixed = kept.saturating_add(waiting);
+        let least = [each, parts, fewest * buffer].into_iter().fold(fixed, u64::saturating_add);
+        self.needs(least, || {
+            let parts = format!(", two parts of {part} and the first {kept} of the file");
+            let parts = if part > 0 { parts } else { String::new() };
+            let staged = format!(", a staging buffer {buffer}");
+            let staged = if buffer > 0 { staged } else { String::new() };
+            format!("one thread takes {each} bytes, hashes {waiting}{parts}{staged}")
+        })?;
+        let free = bytes - fixed - each;
+        let of_parts = share(free).max(parts).min(free - fewest * buffer);
+        let for_parts = if part > 0 { of_parts } else { 0 };
+        let left = free - for_parts;
+        let staging = match buffer {
+            0 => 0,
+            _ => (share(left) / buffer).clamp(fewest, most.max(fewest)),
+        };
+        let left = left.saturating_sub(staging.saturating_mul(buffer));
+        let more = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        // Each thread writes to a part of its own, and as many are on their way.
+        let fitting = for_parts
+            .checked_div(parts)
+            .map_or(usize::MAX, |pairs| usize::try_from(pairs).unwrap_or(usize::MAX).max(1));
+        let threads = threads.clamp(1, more.saturating_add(1).min(fitting));
+        Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts: for_parts, staging })
+    }
+
+    /// How tensors that are held for the caller, of which the largest has so many bytes, share it with
+    /// what reads them: bytes of tensors, and the limit of the rest.
+    pub fn tensors(self, wanted: u64, largest: u64) -> Result<(u64, MemoryLimit)> {
+        let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
+        let reads = READS.min(bytes / 2).max(bytes - share(bytes));
+        self.needs(largest.saturating_add(READER), || {
+            format!("a tensor of {largest} bytes is held, and a reader takes {READER}")
+        })?;
+        let tensors = wanted.min(bytes - reads).min(bytes - READER).max(largest);
+        Ok((tensors, self.without(tensors)))
+    }
+
+    /// How batches that a member of a group fetches for all share it with what reads them. Of `most`
+    /// bytes each; `reads` at once, and `others` that are sent or wait. `whole`: bytes of a batch that
+    /// cannot be shorter.
+    pub fn group(self, most: u64, reads: u64, others: u64, whole: u64) -> Result<GroupShares> {
+        let Some(bytes) = self.bytes else {
+            return Ok(GroupShares { batch: most, at_once: reads, load: self });
+        };
+        let batches = reads.saturating_add(others);
+        let least = BATCH.max(whole);
+        // What reads has a quarter, and one reads at a time where that is little.
+        let quarter = bytes - share(bytes);
+        let fitting = (bytes.saturating_sub(READER) / least).saturating_sub(others);
+        let at_once = (quarter / READS).min(fitting).clamp(1, reads.max(1));
+        let fewest = least.saturating_mul(at_once.saturating_add(others));
+        self.needs(fewest.saturating_add(READER), || {
+            format!("{} batches of {least} bytes are on their way", at_once + others)
+        })?;
+        let batch = (share(bytes) / batches.max(1)).clamp(least, most.max(least));
+        let held = batch.saturating_mul(at_once.saturating_add(others));
+        let held = held.min(bytes - READER).max(fewest);
+        let batch = held / (at_once.saturating_add(others)).max(1);
+        let each = (bytes - held) / at_once;
+        Ok(GroupShares { batch, at_once, load: self.without(bytes - each) })
+    }
+}
+
+fn share(bytes: u64) -> u64 {
+    bytes / SHARE.1 * SHARE.0
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn of(bytes: u64) -> MemoryLimit {
+        MemoryLimit::of(Some(bytes))
+    }
+
+    /// The least that an error names.
+    fn named(error: &Error) -> u64 {
+        let text = error.to_string();
+        let (_, after) = text.split_once("at least ").unwrap();
+        after.split(' ').next().unwrap().parse().unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn a_load_takes_no_more(
+            bytes in 0u64..1 << 36,
+            readers in 1usize..300,
+            reader in 0u64..40 << 20,
+            gathers in prop_oneof![Just(0u64), 1u64..8 << 20],
+            staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, fewest, most)| Some((1u64 << len, fewest, most.max(fewest))))],
+        ) {
+            let needs = LoadNeeds { readers, reader, gathers, staging };
+            match of(bytes).load(&needs) {
+                Ok(shares) => {
+                    prop_assert!((1..=readers).contains(&shares.readers));
+                    prop_assert!(shares.passing >= PASSING && shares.gathers >= gathers);
+                    let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
+                    prop_assert!((fewest..=most).contains(&shares.staging));
+                    let each = reader + shares.passing + shares.gathers;
+                    let all = each * shares.readers as u64 + shares.staging * buffer;
+                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+                    // More readers only where there are not as many as are of use.
+                    prop_assert!(of(bytes * 2).load(&needs).unwrap().readers >= shares.readers);
+                }
+                Err(error) => {
+                    let least = named(&error);
+                    prop_assert!(least > bytes);
+                    prop_assert!(of(least).load(&needs).is_ok());
+                    prop_assert!(of(least - 1).load(&needs).is_err());
+                }
+            }
+        }
+
+        #[test]
+        fn a_save_takes_no_more(
+            bytes in 0u64..1 << 36,
+            threads in 1usize..300,
+            thread in 0u64..40 << 20,
+            copies in 0u64..3,
+            hashes in any::<bool>(),
+            kept in 0u64..16 << 20,
+            part in prop_oneof![Just(0u64), 5u64 << 20..100 << 20],
+            staging in prop_oneof![Just(None), ((20u32..27), 1u64..500).prop_map(|(len, most)| Some((1u64 << len, most)))],
+        ) {
+            let needs = SaveNeeds { threads, thread, copies, hashes, kept, part, staging };
+            match of(bytes).save(&needs) {
+                Ok(shares) => {
+                    prop_assert!((1..=threads).contains(&shares.threads));
+                    prop_assert!(part == 0 || shares.parts >= 2 * part);
+                    let (buffer, most) = staging.unwrap_or((0, 0));
+                    prop_assert!(shares.staging <= most);
+                    prop_assert!(staging.is_none() || shares.staging > 0);
+                    let each = thread + copies * COPIED;
+                    let all = each * shares.threads as u64
+                        + shares.waiting.unwrap_or(0)
+                        + kept
+                        + shares.parts
+                        + shares.staging * buffer;
+                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+                }
+                Err(error) => {
+                    let least = named(&error);
+                    prop_assert!(least > bytes);
+                    prop_assert!(of(least).save(&needs).is_ok());
+                }
+            }
+        }
+
+        #[test]
+        fn tensors_and_groups_take_no_more(
+            bytes in 0u64..1 << 36,
+            wanted in 0u64..1 << 32,
+            largest in 0u64..1 << 30,
+            most in 1u64 << 20..1 << 30,
+            reads in 1u64..5,
+            others in 0u64..5,
+        ) {
+            let limit = of(bytes);
+            match limit.tensors(wanted, largest) {
+                Ok((tensors, rest)) => {
+                    prop_assert!(tensors >= largest);
+                    prop_assert_eq!(tensors + rest.bytes.unwrap(), bytes);
+                }
+                Err(error) => prop_assert!(of(named(&error)).tensors(wanted, largest).is_ok()),
+            }
+            match limit.group(most, reads, others, largest) {
+                Ok(shares) => {
+                    prop_assert!(shares.batch >= largest && shares.at_once <= reads);
+                    let batches = shares.at_once + others;
+                    let all = batches * shares.batch + shares.at_once * shares.load.bytes.unwrap();
+                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+                }
+                Err(error) => {
+                    let least = named(&error);
+                    prop_assert!(least > bytes);
+                    prop_assert!(of(least).group(most, reads, others, largest).is_ok());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_limit_all_is_as_it_was() {
+        let none = MemoryLimit::default();
+        let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
+        let shares = none.load(&needs).unwrap();
+        assert_eq!((shares.readers, shares.staging, shares.passing), (32, 64, u64::MAX));
+        assert_eq!(none.window(16 << 20), 16 << 20);
+        assert_eq!(none.tensors(1 << 30, 1 << 40).unwrap(), (1 << 30, none));
+    }
+
+    #[test]
+    fn an_error_names_the_limit_that_was_given() {
+        let error = of(3 << 20).without(1 << 20).held(1, 5 << 20).unwrap_err().to_string();
+        assert!(error.contains("limit of 3145728 bytes") && error.contains("least 6291456"));
+    }
+}

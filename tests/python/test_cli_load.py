@@ -1,0 +1,161 @@
+"""``tensorizer load``: what holds a load back, where that is certain."""
+
+import json
+import time
+
+import pytest
+import tensorizer
+import torch
+from servers import Scripted
+from tensorizer import EncryptionParams, stats
+from tensorizer_cli.advice import Figures, advice
+from tensorizer_cli.main import main
+
+MIB = 1 << 20
+TENSORS = {f"t{n}": torch.full((MIB,), n, dtype=torch.uint8) for n in range(8)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("load")
+    tensorizer.save(TENSORS, folder / "f")
+    tensorizer.save(TENSORS, folder / "enc", encryption=EncryptionParams(bytes(32)))
+    (folder / "key").write_bytes(bytes(32))
+    torch.save(TENSORS, folder / "f.pt")
+    tensorizer.save(TENSORS, folder / "f.safetensors")
+    return folder
+
+
+def loaded(capsys, *arguments):
+    """Return what the command says of a load."""
+    assert main(["load", "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+class Slow(Scripted):
+    """Serves a file, 64 KiB in 25 ms on each connection."""
+
+    def __init__(self, data):
+        self.data = data
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/f"
+
+    def answer(self, handler):
+        first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
+        body = self.data[int(first) : int(last) + 1]
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(body)))
+        end = int(first) + len(body) - 1
+        handler.send_header("Content-Range", f"bytes {first}-{end}/{len(self.data)}")
+        handler.end_headers()
+        # The first answer is not what is to be seen.
+        for at in range(0, len(body), 1 << 16):
+            handler.wfile.write(body[at : at + (1 << 16)])
+            time.sleep(0.025 if int(first) else 0)
+
+
+def test_a_slow_server_is_the_limit(folder, capsys):
+    with Slow((folder / "f").read_bytes()) as server:
+        found = loaded(capsys, "--report", server.url)
+        assert (found["limit"], found["source"]) == ("network", "network")
+        assert found["shares"]["read"] > 0.5
+        assert found["path"].startswith("ranges over ")
+        assert found["connections"] <= found["connections_at_most"] <= 32
+        assert f"{found['connections']} connections of " in found["advice"]
+        one = loaded(capsys, "--readers", 1, server.url)
+        assert (one["connections"], one["limit"]) == (1, "network")
+        assert "more may help: without --readers" in one["advice"]
+
+
+@pytest.mark.parametrize("name", ["f", "f.pt", "f.safetensors"])
+def test_a_file(folder, capsys, name):
+    found = loaded(capsys, folder / name)
+    assert found["bytes"] == 8 * MIB and found["tensors"] == 8
+    assert found["format"] == {"f": "tensors", "f.pt": "torch"}.get(name, "safetensors")
+    assert found["path"].startswith("a local file, ")
+    assert found["shares"]["read"] > 0 and found["shares"]["open"] > 0
+    assert found["shares"]["decrypt"] == found["shares"]["hash"] == 0
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert sum(found["stages"].values()) == pytest.approx(found["seconds"], rel=0.01)
+    assert found["limit"] in {*found["stages"], "disk", "page cache"} - {"read"}
+
+
+def test_hashes_have_a_share(folder, capsys):
+    found = loaded(capsys, "--verify", folder / "f")
+    assert found["shares"]["hash"] > 0
+
+
+def test_decryption_has_a_share(folder, capsys):
+    found = loaded(capsys, "--key-file", folder / "key", folder / "enc")
+    assert found["encrypted"] and found["shares"]["decrypt"] > 0
+    assert main(["load", str(folder / "enc")]) == 2
+    assert "encrypted" in capsys.readouterr().err
+
+
+def test_a_mapping(folder, capsys):
+    found = loaded(capsys, "--mmap", folder / "f")
+    assert "mapped" in found["path"]
+    assert found["shares"]["first touch"] == 0
+
+
+def test_the_way_to_a_device(folder, capsys, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+    from tensorizer import _C
+
+    _C.forget_environment()
+    try:
+        found = loaded(capsys, folder / "f")
+    finally:
+        monkeypatch.undo()
+        _C.forget_environment()
+    assert found["device"] != "cpu" and found["shares"]["copy"] > 0
+    assert found["shares"]["first touch"] == 0
+
+
+def test_for_people(folder, capsys):
+    assert main(["load", "--verify", str(folder / "f")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8 tensors, 8.4 MB in ") and " GB/s, to " in lines[0]
+    names = [line.split("  ")[0].strip() for line in lines]
+    stages = ["open", "plan", "read", "first touch", "decrypt", "hash", "memory", "copy"]
+    assert names[1:] == ["path", *stages, "limit"]
+
+
+def test_what_stats_count(folder):
+    before = stats()["call"] if stats() else 0
+    tensorizer.load(folder / "f", num_readers=2)
+    [call] = stats(since=before)
+    assert call["stages"]["plan"] > 0 and call["most_threads"] == call["threads"] == 2
+
+
+def figures(**more):
+    """Return what a load over a network took."""
+    seconds = {"open": 0.1, "read": 1.0}
+    usual = {"bytes": 10**9, "whole": 10.0, "seconds": seconds, "read_seconds": 8.0,
+             "source": "network", "path": "", "connections": 8, "most": 32, "chosen": False,
+             "device": "cpu", "fallbacks": []}  # fmt: skip
+    return Figures(**{**usual, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "8 connections of 125.0 MB/s each; more would not help"),
+        ({"connections": 32}, "these are all that are used by themselves"),
+        ({"most": 1, "connections": 1}, "allows no more than one"),
+        ({"chosen": True}, "more may help: without --readers"),
+        ({"whole": 0.2}, "too short to find out"),
+    ],
+)
+def test_advice_on_connections(more, said):
+    assert said in advice(figures(**more))
+
+
+@pytest.mark.parametrize(
+    "stage", ["open", "plan", "first touch", "decrypt", "hash", "memory", "copy"]
+)
+def test_there_is_advice_for_each_limit(stage):
+    assert figures(seconds={"read": 1.0, stage: 2.0}).limit == stage
+    assert advice(figures(seconds={"read": 1.0, stage: 2.0}))
+    for source in ("disk", "page cache"):
+        assert advice(figures(source=source))

@@ -1,0 +1,300 @@
+"""What a call has in flight beside its tensors stays within its memory limit."""
+
+import json
+import os
+import re
+import time
+
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same as same_tensor, run_python
+from servers import FaultServer, Moto, Nginx, Redis, Scripted
+from tensorizer._native import shares_of_group, shares_of_tensors
+from tensorizer.group.exchange import Shares
+
+MIB = 1 << 20
+#: What an allocator, threads and an interpreter take besides.
+SLACK = 14 * MIB
+#: Runs a call and prints how much the memory of the process grew at most.
+MEASURED = """
+import json, sys, time, torch, tensorizer
+def status(name):
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+def measured(call):
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    call()
+    print(json.dumps(status("VmHWM") - before))
+limit = int(sys.argv[2]) << 20 or None
+"""
+
+
+def grown(code, *args, **env):
+    """Return the bytes by which the memory of a process grew while it made a call."""
+    done = run_python(MEASURED + code, *map(str, args), env=os.environ | env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        same_tensor(tensor, expected[name])
+
+
+def least(error):
+    """Return the least that a message names."""
+    return int(re.search(r"at least (\d+) are needed", str(error))[1])
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nginx")
+    server = Nginx(folder)
+    # Of each pair the first is wanted; what lies between is shorter than another request.
+    rows = {}
+    for number in range(400):
+        rows[f"w{number}"] = torch.full((40_000,), number % 100, dtype=torch.uint8)
+        rows[f"gap{number}"] = torch.zeros(400_000, dtype=torch.uint8)
+    tensorizer.save(rows, server.root / "gaps")
+    whole = {f"t{n}": torch.full((4 * MIB,), n, dtype=torch.uint8) for n in range(48)}
+    tensorizer.save(whole, server.root / "whole")
+    yield server
+    server.stop()
+
+
+# Loads
+
+GAPS = """
+measured(lambda: tensorizer.load(
+    sys.argv[1], filter_func=lambda name: name[0] == "w", memory_limit=limit))
+"""
+
+
+@pytest.mark.parametrize("limit", [16, 64])
+def test_what_is_read_over_from_a_server(nginx, limit):
+    wanted = 400 * 40_000
+    address = f"{nginx.http}/gaps"
+    free = grown(GAPS, address, 0, TENSORIZER_CONNECTIONS="24") - wanted
+    bound = grown(GAPS, address, limit, TENSORIZER_CONNECTIONS="24") - wanted
+    by_all = grown(GAPS, address, 0, TENSORIZER_CONNECTIONS="24", TENSORIZER_MEMORY_MB=str(limit))
+    assert bound <= limit * MIB + SLACK
+    assert by_all - wanted <= limit * MIB + SLACK
+    assert free > 64 * MIB + SLACK, "the limit makes no difference"
+
+
+class Counting(Scripted):
+    """Serves a file slowly; ``most`` is how many requests were answered at once."""
+
+    def __init__(self, data):
+        self.data, self.now, self.most = data, 0, 0
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/f"
+
+    def answer(self, handler):
+        first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
+        body = self.data[int(first) : int(last) + 1]
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(body)))
+        end = int(first) + len(body) - 1
+        handler.send_header("Content-Range", f"bytes {first}-{end}/{len(self.data)}")
+        handler.end_headers()
+        handler.wfile.write(body)
+        with self.lock:
+            self.now -= 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "f"
+    tensors = {f"t{n}": torch.full((MIB,), n, dtype=torch.uint8) for n in range(64)}
+    tensorizer.save(tensors, path)
+    return path, tensors
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 32), (16 * MIB, 12), (3 * MIB, 2)])
+def test_connections_follow_from_the_limit(small, limit, most):
+    path, tensors = small
+    with Counting(path.read_bytes()) as server:
+        loaded = tensorizer.load(server.url, num_readers=32, memory_limit=limit)
+    assert_same(loaded, tensors)
+    assert 1 <= server.most <= most
+    assert tensorizer.stats()["threads"] <= most
+    if limit is None:
+        assert server.most > 12
+
+
+def test_a_limit_that_is_too_small_names_the_least(small):
+    path, tensors = small
+    with FaultServer(path.read_bytes()) as server:
+        with pytest.raises(ValueError, match="a memory limit of 1000 bytes is too small") as caught:
+            tensorizer.load(server.url, memory_limit=1000)
+        enough = least(caught.value)
+        with pytest.raises(ValueError, match=f"at least {enough} are"):
+            tensorizer.load(server.url, memory_limit=enough - 1)
+        assert_same(tensorizer.load(server.url, memory_limit=enough), tensors)
+    # A file needs no connection.
+    assert_same(tensorizer.load(path, memory_limit=MIB), tensors)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1 << 63])
+def test_limits_that_are_none(small, wrong):
+    with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes"):
+        tensorizer.load(small[0], memory_limit=wrong)
+    for other in (True, "64", 1.5):
+        with pytest.raises(TypeError, match="memory_limit must be an int or None"):
+            tensorizer.TensorDeserializer(small[0], memory_limit=other)
+
+
+ITERATE = """
+def call():
+    for _, tensor in tensorizer.iterate(sys.argv[1], memory_limit=limit):
+        time.sleep(0.01)
+measured(call)
+"""
+
+
+def test_a_slow_consumer(nginx):
+    address = f"{nginx.http}/whole"
+    assert grown(ITERATE, address, 64) <= 64 * MIB + SLACK
+    assert grown(ITERATE, address, 0) > 64 * MIB + SLACK, "the limit makes no difference"
+
+
+def test_a_tensor_that_iterate_has_no_room_for(nginx):
+    with pytest.raises(ValueError, match="a tensor of 4194304 bytes is held") as caught:
+        tensorizer.iterate(f"{nginx.http}/whole", memory_limit=4 * MIB)
+    with tensorizer.TensorDeserializer(f"{nginx.http}/whole", lazy_load=True) as file:
+        some = list(tensorizer.iterate(f"{nginx.http}/whole", memory_limit=least(caught.value)))
+        assert len(some) == len(file) == 48
+
+
+# Devices
+
+DEVICE = """
+from tensorizer import release_pinned, stats
+loaded = tensorizer.load(sys.argv[1], verify_hash=True, num_readers=6, memory_limit=limit)
+assert stats()["device"] != "cpu" and len(loaded) == 48
+assert all(bool((tensor == int(name[1:])).all()) for name, tensor in loaded.items())
+print(release_pinned())
+"""
+
+
+@pytest.mark.parametrize("limit", [16, 64])
+def test_staging_memory_of_the_stand_in(nginx, limit):
+    path = nginx.root / "whole"
+    env = {"TENSORIZER_FAKE_DEVICE": "7"}
+    assert 0 < grown(DEVICE, path, limit, **env) <= limit * MIB
+    assert 0 < grown(DEVICE, f"{nginx.http}/whole", limit, **env) <= limit * MIB
+    if limit == 16:
+        assert grown(DEVICE, path, 0, **env) > limit * MIB, "the limit makes no difference"
+
+
+def test_staging_memory_that_is_not_enough(nginx):
+    code = """
+try:
+    tensorizer.load(sys.argv[1], memory_limit=1 << 20)
+except ValueError as error:
+    assert "2 staging buffers of 4194304" in str(error), error
+    print(1)
+"""
+    assert grown(code, nginx.root / "whole", 0, TENSORIZER_FAKE_DEVICE="7") == 1
+
+
+# Uploads
+
+UPLOAD = """
+tensors = {f"t{n}": torch.full((20 << 20,), n, dtype=torch.uint8) for n in range(10)}
+measured(lambda: tensorizer.save(tensors, sys.argv[1], memory_limit=limit))
+"""
+
+
+@pytest.fixture(scope="module")
+def moto():
+    server = Moto()
+    server.client().create_bucket(Bucket="bucket")
+    yield server
+    server.stop()
+
+
+def test_parts_of_an_upload(moto):
+    free = grown(UPLOAD, "s3://bucket/free", 0, **moto.settings())
+    bound = grown(UPLOAD, "s3://bucket/bound", 64, **moto.settings())
+    assert bound <= 64 * MIB + SLACK
+    assert free > 64 * MIB + SLACK, "the limit makes no difference"
+
+
+def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+    tensors = {"a": torch.arange(10 * MIB, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="two parts of 8388608 and the first 8388608") as caught:
+        tensorizer.save(tensors, "s3://bucket/small", memory_limit=16 * MIB)
+    tensorizer.save(tensors, "s3://bucket/small", memory_limit=least(caught.value))
+    assert_same(tensorizer.load("s3://bucket/small"), tensors)
+
+
+# Groups, Redis and the command
+
+
+@pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB, 1 << 30])
+def test_batches_of_a_group(limit):
+    shares = Shares.of(limit, 32 * MIB, 1)
+    taken = limit - shares.beside
+    assert (shares.at_once + 4) * shares.batch + shares.at_once * taken <= limit
+    assert shares.batch >= min(limit // 20, 32 * MIB)
+    assert Shares.of(None, 32 * MIB, 1) == Shares(32 * MIB, 3, 0)
+
+
+def test_a_group_without_room(ranks, small):
+    path, _ = small
+    for found in ranks.start("groups.limited", 2, path, 64 * MIB):
+        assert found == "the same"
+    for found in ranks.start("groups.limited", 2, path, 2 * MIB):
+        assert "a memory limit of 2097152 bytes is too small" in found
+
+
+def test_shares_of_tensors():
+    assert shares_of_tensors(None, 100, 1000) == (100, 0)
+    tensors, beside = shares_of_tensors(64 * MIB, 1 << 30, 1)
+    assert tensors == beside == 48 * MIB
+    with pytest.raises(ValueError, match="at least"):
+        shares_of_group(MIB, MIB, 3, 4, 1)
+
+
+def test_values_of_redis(small, tmp_path):
+    redis = pytest.importorskip("redis")
+    path, tensors = small
+    server = Redis(tmp_path)
+    try:
+        client = redis.Redis.from_url(server.address)
+        with tensorizer.TensorDeserializer(path, lazy_load=True, memory_limit=2 * MIB) as file:
+            file.to_redis(client, "limited")
+        lens = [client.strlen(key) for key in client.keys("limited:*")]
+        assert max(lens) <= MIB // 2
+        loaded = tensorizer.load(f"{server.address}/limited", memory_limit=8 * MIB)
+        assert_same(loaded, tensors)
+        client.close()
+    finally:
+        server.stop()
+
+
+COPY = """
+from tensorizer_cli.main import main
+def call():
+    options = [f"--memory-limit={limit >> 20}MiB"] if limit else []
+    assert main(["cp", "--quiet", *options, sys.argv[1], sys.argv[3]]) == 0
+measured(call)
+"""
+
+
+def test_copies_by_the_command(nginx, tmp_path):
+    path = nginx.root / "whole"
+    assert grown(COPY, path, 64, tmp_path / "copy") <= 64 * MIB + SLACK
+    assert_same(tensorizer.load(tmp_path / "copy"), tensorizer.load(path))
+    assert grown(COPY, path, 0, tmp_path / "copy") > 64 * MIB + SLACK
