@@ -1,5 +1,6 @@
 """Tensors that are used in place in a mapping of their file, or own their memory."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,20 @@ def test_what_was_loaded_can_be_saved_over_its_file(tmp_path):
     """Opened for writing, and so truncated, as callers of the old package do."""
     done = run_python(SAVED_OVER, tmp_path / "f")
     assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_that_is_cut_shorter(mmap, tmp_path):
+    """What the documents warn of, and what they promise of tensors with memory of their own."""
+    tensorizer.save({"a": torch.ones(1 << 20)}, tmp_path / "f")
+    code = (
+        "import os, sys, tensorizer\n"
+        "a = tensorizer.load(sys.argv[1], 'cpu', mmap=sys.argv[2] == 'True')['a']\n"
+        "os.truncate(sys.argv[1], 4096)\nassert a.sum() == 1 << 20"
+    )
+    done = run_python(code, tmp_path / "f", mmap)
+    assert done.returncode == (-signal.SIGBUS if mmap else 0), done.stderr
 
 
 @pytest.mark.host
