@@ -27,7 +27,12 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
 
     """
     if not _is_container(state_dict):
-        raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}")
+        hint = ""
+        if isinstance(state_dict, torch.nn.Module):
+            hint = ": write_module takes modules; their state_dict() is a mapping"
+        elif isinstance(state_dict, torch.Tensor):
+            hint = ": give it a name, as in {'name': tensor}"
+        raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}{hint}")
     if isinstance(state_dict, Mapping):
         rest = {}
         for key, value in state_dict.items():

@@ -32,7 +32,8 @@ class Place:
         """
         if not isinstance(name, str) or kind is TensorType.STATE_DICT:
             raise NotImplementedError(
-                f"{name!r} is part of a state dict, not of a module: use tree() or the mapping"
+                f"{name!r} is part of a state dict, not of a module: use the mapping, which "
+                "load_state_dict() of the module takes, or tree()"
             )
         return Place._of(root, name, kind)
 
