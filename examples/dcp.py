@@ -69,7 +69,8 @@ def run(job, folder: str, ranks: int) -> None:
     # The ranks find each other by a file; torchrun has a server for that.
     with tempfile.TemporaryDirectory() as temporary:
         meeting = f"file://{temporary}/meeting"
-        mp.spawn(rank, (ranks, meeting, folder, job), nprocs=ranks)
+        # Forked, they have torch already. A process that has used CUDA cannot do that.
+        mp.start_processes(rank, (ranks, meeting, folder, job), nprocs=ranks, start_method="fork")
 
 
 def main() -> None:

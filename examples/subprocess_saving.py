@@ -9,6 +9,7 @@ which is enough unless this process may end before the file is written.
 """
 
 import sys
+import time
 
 import torch
 import torch.multiprocessing as mp
@@ -46,6 +47,7 @@ def main(path: str) -> None:
         optimizer.zero_grad()
         model(torch.randn(32, 256)).square().mean().backward()
         optimizer.step()
+        time.sleep(0.01)  # where a GPU would be at work
         steps += 1
     saving.join()
     if saving.exitcode != 0:

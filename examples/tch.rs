@@ -1,6 +1,6 @@
 //! Saves the variables of a tch model and loads them into another one of the same shape.
 //!
-//!     cargo run --no-default-features --features tch --example tch
+//!     cargo run --package tensorizer-torch --features tch --example tch
 
 use tch::nn::{self, Module as _};
 use tch::{Device, Kind, Tensor};

@@ -1,5 +1,6 @@
 """The examples in Python run as programs, and do what they say."""
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -81,6 +82,10 @@ def test_every_example_is_run():
     programs = {path.name for path in EXAMPLES.glob("*.py")} - {"small_model.py"}
     assert len(programs) == 9
     assert [name for name in programs if f'"{name}"' not in here] == []
+    listed = (EXAMPLES / "README.md").read_text()
+    for name in programs:
+        said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())).splitlines()[0]
+        assert f"| [`{name}`]({name}) | {said} |" in listed
     # The others: a server, and a program in Rust.
     assert "examples/cpp-server" in (ROOT / "tests/python/test_cpp.py").read_text()
     assert "examples/tch" in (ROOT / "Makefile").read_text()

@@ -256,8 +256,12 @@ def test_dtype_casts_floating_point_only(lazy, path):
     with TensorDeserializer(path, "cpu", dtype=torch.complex128) as file:
         assert file["f"].dtype == file["a"].dtype == torch.complex128
         assert file["c"].dtype == torch.int64
-    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
-        TensorDeserializer(path, "cpu", dtype="float16")
+    with TensorDeserializer(path, "cpu", dtype="float16", lazy_load=lazy) as file:
+        assert file["a"].dtype == torch.float16 and file["c"].dtype == torch.int64
+    assert tensorizer.load(path, "cpu", dtype="bfloat16")["a"].dtype == torch.bfloat16
+    for wrong in ("Tensor", "float15", 16):
+        with pytest.raises(TypeError, match=f"the name of one, not {wrong!r}"):
+            TensorDeserializer(path, "cpu", dtype=wrong)
 
 
 def test_devices(path, monkeypatch):

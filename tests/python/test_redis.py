@@ -200,9 +200,30 @@ def test_bad_arguments(server, client, path):
         with pytest.raises(TypeError, match="prefix"):
             deserializer.to_redis(client, b"m")
     with pytest.raises(ValueError, match="closed"):
-        TensorDeserializer(path, "cpu").to_redis(client, "m")
+        TensorDeserializer(io.BytesIO(path.read_bytes()), "cpu").to_redis(client, "m")
     with pytest.raises(ValueError, match="to_redis"):
         tensorizer.save(TENSORS, f"{server.address}/m")
+
+
+def test_a_copy_after_a_load_that_has_closed_the_file(server, client, path, nginx):
+    (nginx.root / "f.tensors").write_bytes(path.read_bytes())
+    chosen = {"big", "small.3", "meta"}
+    for prefix, name in (("path", path), ("http", f"{nginx.http}/f.tensors")):
+        loaded = TensorDeserializer(name, "cpu", filter_func=chosen.__contains__)
+        loaded.to_redis(client, prefix)
+        found = tensorizer.load(f"{server.address}/{prefix}", "cpu", verify_hash=True)
+        check(found, {name: TENSORS[name] for name in TENSORS if name in chosen})
+
+
+def test_a_file_that_was_replaced_is_not_copied(client, path):
+    loaded = TensorDeserializer(path, "cpu")
+    tensorizer.save(TENSORS | {"big": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="has changed since it was loaded"):
+        loaded.to_redis(client, "m")
+    assert client.keys() == []
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        loaded.to_redis(client, "m")
 
 
 def test_nobody_listens(client):

@@ -188,8 +188,8 @@ def test_state_dicts(tmp_path):
         ({"a": {torch.ones(1)}}, TypeError, "found set"),
         ({1: torch.ones(1)}, TypeError, "keys must be str, found 1"),
         (cycle, ValueError, "contains itself"),
-        (torch.ones(1), TypeError, "expected a mapping or a sequence"),
-        (torch.nn.Linear(1, 1), TypeError, r"not Linear: save its state_dict\(\)"),
+        (torch.ones(1), TypeError, "expected a mapping or a sequence, not Tensor: give it a name"),
+        (torch.nn.Linear(1, 1), TypeError, "not Linear: write_module takes modules"),
         ("text", TypeError, "expected a mapping or a sequence"),
     ]:
         with TensorSerializer(io.BytesIO()) as serializer, pytest.raises(error, match=text):

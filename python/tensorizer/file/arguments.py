@@ -30,11 +30,12 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype, which must be one."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
-    return dtype
+def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype, which may be named as torch does."""
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is not None and not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, or the name of one, not {dtype!r}")
+    return found
 
 
 def checked_verification(verify_hash: bool | str | None) -> str:

@@ -35,7 +35,7 @@ def iterate(
     device: torch.device | str | None = None,
     *,
     buffer_bytes: int = 1 << 30,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     verify_hash: bool | str = False,
     num_readers: int | None = None,
     encryption: DecryptionParams | None = None,

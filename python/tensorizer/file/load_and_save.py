@@ -29,7 +29,7 @@ def load(
     device: torch.device | str | None = None,
     *,
     names: Iterable[Name] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     verify_hash: bool | str = False,
     num_readers: int | None = None,
     mmap: bool = False,

@@ -27,8 +27,11 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
 
     """
     if not _is_container(state_dict):
-        is_module = isinstance(state_dict, torch.nn.Module)
-        hint = ": save its state_dict()" if is_module else ""
+        hint = ""
+        if isinstance(state_dict, torch.nn.Module):
+            hint = ": write_module takes modules; their state_dict() is a mapping"
+        elif isinstance(state_dict, torch.Tensor):
+            hint = ": give it a name, as in {'name': tensor}"
         raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}{hint}")
     if isinstance(state_dict, Mapping):
         rest = {}

@@ -47,7 +47,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             number is the device that is current when tensors are loaded.
         filter_func: Called once with each tensor's name; those for which it returns something
             false are left out. Structured names come as tuples.
-        dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex).
+        dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex). It
+            may be named: ``"float16"``.
             Integers and booleans keep theirs.
         lazy_load: Read tensors when they are asked for, in any order. Otherwise all of them are
             read at once and the file is closed. A pipe is read as a whole at the first access.
@@ -109,7 +110,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
         device: torch.device | str | None = None,
         filter_func: FilterFuncType | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         lazy_load: bool = False,
         plaid_mode: bool | None = None,
@@ -504,15 +505,17 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             force: Store tensors too that are stored already.
 
         Raises:
-            ValueError: The file was closed, as it is after a load that is not lazy.
+            ValueError: The file was closed, as it is after a load that is not lazy, and cannot be
+                opened again: it was no path and no address, or it has changed.
             NotImplementedError: The file is not a ``.tensors`` file.
             TypeError: ``redis_client`` is not a client of Redis.
 
         """
         limit = self._file.memory_limit
-        copy_to_redis(
-            self._file.reader, self._selection, redis_client, key_prefix, force, memory_limit=limit
-        )
+        with self._file.opened_again() as reader:
+            copy_to_redis(
+                reader, self._selection, redis_client, key_prefix, force, memory_limit=limit
+            )
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
         """Compare the tensors of a module with the hashes in the file.

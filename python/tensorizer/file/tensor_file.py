@@ -77,7 +77,7 @@ class TensorFile:
         self,
         file_obj: Any,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         num_readers: int | None = None,
         verify_hash: bool | str | None = False,
         encryption: DecryptionParams | None = None,
@@ -93,6 +93,9 @@ class TensorFile:
         by_address = (heads is not None or cache_dir is not None) and is_address(file_obj)
         opened = file_obj if by_address else open_model(file_obj)
         self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
+        #: By which it can be opened again.
+        self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
+        self._closed = False
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         #: Bytes read so far, of slices too.
         self._read = [0]
@@ -170,8 +173,26 @@ class TensorFile:
         if self._checkpoint is not None:
             self._checkpoint.stop()
 
+    @contextlib.contextmanager
+    def opened_again(self) -> Iterator[Reader]:
+        """Lend a reader of the file, which is opened once more if it was closed.
+
+        Raises:
+            ValueError: Another file has its name now. A file that has none stays closed.
+
+        """
+        if not self._closed or self._name is None:
+            yield self.reader
+            return
+        with TensorFile(self._name, key_needed=False) as again:
+            every = range(len(self))
+            if len(again) != len(self) or again.reader.head_of(every) != self.reader.head_of(every):
+                raise ValueError(f"{self.reader.uri} has changed since it was loaded")
+            yield again.reader
+
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
+        self._closed = True
         reader: Reader | None = getattr(self, "reader", None)
         if reader is not None:
             reader.close()
