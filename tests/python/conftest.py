@@ -220,6 +220,32 @@ def no_settings_of_the_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory):
+    """A server of Azure with a container called bucket."""
+    from emulators import Azurite
+
+    server = Azurite(tmp_path_factory.mktemp("azurite"))
+    server.make_containers()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["gs", "az"])
+def bucket(request, no_settings_of_the_machine, monkeypatch):
+    """A bucket of Google's, and a container of Azure's, of servers of this environment."""
+    from buckets import Azure, Google
+
+    if request.param == "gs":
+        server = Google(request.getfixturevalue("moto"))
+    else:
+        server = Azure(request.getfixturevalue("azurite"))
+    for name, value in server.settings().items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Fail a test that leaves threads or file descriptors."""

@@ -2,7 +2,6 @@
 
 import base64
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -10,9 +9,8 @@ import threading
 import pytest
 import tensorizer
 import torch
-from buckets import Azure, Google
-from conftest import HEED_CTRL_C, assert_same, run_python
-from emulators import Azurite, GoogleXml, Tokens, crc32c
+from conftest import assert_same
+from emulators import GoogleXml, Tokens, crc32c
 from servers import Relay, silent
 from tensorizer import TensorSerializer
 from tensorizer.stream_io import open_stream
@@ -31,38 +29,17 @@ def settings(no_settings_of_the_machine, monkeypatch):
     monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "60")
 
 
-@pytest.fixture(scope="module")
-def azure(tmp_path_factory):
-    server = Azurite(tmp_path_factory.mktemp("azurite"))
-    server.make_containers()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(params=["gs", "az"])
-def cloud(request, monkeypatch):
-    """A server of each cloud, as that of this environment."""
-    if request.param == "gs":
-        server = Google(request.getfixturevalue("moto"))
-    else:
-        server = Azure(request.getfixturevalue("azure"))
-    for name, value in server.settings().items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def key(request, cloud):
+def key(request, bucket):
     """A name of the test's own; at the end no upload under way may be left."""
     key = request.node.name.translate(str.maketrans("[]/ ", "----"))
     yield key
-    assert cloud.left(key) == []
+    assert bucket.left(key) == []
 
 
 @pytest.fixture
-def address(cloud, key):
-    return f"{cloud.scheme}://bucket/{key}"
+def address(bucket, key):
+    return f"{bucket.scheme}://bucket/{key}"
 
 
 def check(address, tensors):
@@ -72,9 +49,9 @@ def check(address, tensors):
         assert_same(loaded[name], tensor)
 
 
-def gone(cloud, key):
+def gone(bucket, key):
     try:
-        cloud.read(key)
+        bucket.read(key)
     except Exception as error:
         assert "404" in str(error) or "NoSuchKey" in str(error)
         return True
@@ -82,15 +59,15 @@ def gone(cloud, key):
 
 
 @pytest.fixture
-def through(cloud, monkeypatch):
+def through(bucket, monkeypatch):
     """Save through a relay with a script, which is given the stage of a request and its number."""
 
     def save(tensors, address, script):
         def by_stage(method, path, number):
-            return script(cloud.stage(method, path), number)
+            return script(bucket.stage(method, path), number)
 
-        with Relay(cloud.host, by_stage) as relay, monkeypatch.context() as patch:
-            for name, value in cloud.settings(relay.host).items():
+        with Relay(bucket.host, by_stage) as relay, monkeypatch.context() as patch:
+            for name, value in bucket.settings(relay.host).items():
                 patch.setenv(name, value)
             tensorizer.save(tensors, address)
 
@@ -99,7 +76,7 @@ def through(cloud, monkeypatch):
 
 @pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("way", ["address", "stream", "save", "background", "operator"])
-def test_every_way_of_writing(cloud, key, address, tmp_path, way, tensors):  # noqa: PLR0917
+def test_every_way_of_writing(bucket, key, address, tmp_path, way, tensors):  # noqa: PLR0917
     if way == "address":
         with TensorSerializer(address) as serializer:
             serializer.write_state_dict(tensors)
@@ -115,17 +92,17 @@ def test_every_way_of_writing(cloud, key, address, tmp_path, way, tensors):  # n
         ops.save(address, tensors)
     # The same bytes as a local file's.
     tensorizer.save(tensors, tmp_path / "local")
-    assert cloud.read(key) == (tmp_path / "local").read_bytes()
+    assert bucket.read(key) == (tmp_path / "local").read_bytes()
     check(address, tensors)
 
 
-def test_bytes_of_the_caller(cloud, key, address):
+def test_bytes_of_the_caller(bucket, key, address):
     data = os.urandom(1 << 20) * 40
     with open_stream(address, "wb") as stream:
         for start in range(0, len(data), 3 << 20):
             stream.write(data[start : start + (3 << 20)])
-        assert gone(cloud, key)
-    assert cloud.read(key) == data
+        assert gone(bucket, key)
+    assert bucket.read(key) == data
     with open_stream(address) as stream:
         assert stream.read() == data
     for mode in ("rb+", "xb"):
@@ -133,7 +110,7 @@ def test_bytes_of_the_caller(cloud, key, address):
             open_stream(address, mode)
 
 
-def test_folders_and_the_command(cloud, key, address, tmp_path):
+def test_folders_and_the_command(bucket, key, address, tmp_path):
     folder = f"{address}-folder"
     tensorizer.save(LARGE, f"{folder}/model.safetensors", max_shard_size=20_000_000)
     found = tensorizer.load(f"{folder}/")
@@ -148,11 +125,11 @@ def test_folders_and_the_command(cloud, key, address, tmp_path):
 
     run("cp", tmp_path / "f.tensors", address)
     run("cp", "--verify", address, f"{address} copy")
-    assert cloud.read(key) == (tmp_path / "f.tensors").read_bytes()
+    assert bucket.read(key) == (tmp_path / "f.tensors").read_bytes()
     check(f"{address} copy", LARGE)
 
 
-def test_checkpoints_of_torch(cloud, address):
+def test_checkpoints_of_torch(bucket, address):
     import torch.distributed.checkpoint as dcp
     from tensorizer.distributed import Reader, Writer
 
@@ -162,16 +139,16 @@ def test_checkpoints_of_torch(cloud, address):
     assert_same(state["w"], LARGE["first"])
 
 
-def test_an_exception_keeps_the_old_object(cloud, key, address):
-    cloud.put(key, b"old")
+def test_an_exception_keeps_the_old_object(bucket, key, address):
+    bucket.put(key, b"old")
     with pytest.raises(RuntimeError, match="mine"), TensorSerializer(address) as one:
         one.write_state_dict(LARGE)
-        assert cloud.read(key) == b"old"
+        assert bucket.read(key) == b"old"
         raise RuntimeError("mine")
     with pytest.raises(RuntimeError, match="mine"), open_stream(address, "wb") as two:
         two.write(bytes(70 << 20))
         raise RuntimeError("mine")
-    assert cloud.read(key) == b"old"
+    assert bucket.read(key) == b"old"
 
 
 def test_passing_failures(address, through):
@@ -191,15 +168,15 @@ def test_passing_failures(address, through):
 
 
 @pytest.mark.parametrize("stage", ["begin", "part", "complete", "put"])
-def test_lasting_failures_publish_nothing(cloud, key, address, through, stage):
-    if stage == "begin" and cloud.scheme == "az":
+def test_lasting_failures_publish_nothing(bucket, key, address, through, stage):
+    if stage == "begin" and bucket.scheme == "az":
         stage = "part"  # blocks are not begun
-    cloud.put(key, b"old")
+    bucket.put(key, b"old")
     with pytest.raises(OSError, match=f"://bucket/{key[:10]}.*503.*3 tries") as raised:
         through(SMALL if stage == "put" else LARGE, address,
                 lambda now, _: ("status", 503) if now == stage else None)  # fmt: skip
     assert "secret" not in str(raised.value)
-    assert cloud.read(key) == b"old"
+    assert bucket.read(key) == b"old"
 
 
 def test_an_answer_that_was_lost_is_looked_into(address, through):
@@ -217,14 +194,14 @@ def test_an_answer_that_was_lost_is_looked_into(address, through):
     check(address, LARGE)
 
 
-def test_two_who_write_one_object(cloud, key, address):
+def test_two_who_write_one_object(bucket, key, address):
     """What is there is whole, and of one of them."""
     other = {name: tensor + 1 for name, tensor in LARGE.items()}
     with TensorSerializer(address) as one:
         one.write_state_dict(LARGE)
         tensorizer.save(other, address)
         check(address, other)
-        if cloud.scheme == "gs":
+        if bucket.scheme == "gs":
             one.close()
             check(address, LARGE)
             return
@@ -254,18 +231,18 @@ def test_both_at_once(address):
     assert found.unique().numel() == 1
 
 
-def test_an_object_of_somebody_else_is_not_taken_for_it(cloud, key, address, through):
+def test_an_object_of_somebody_else_is_not_taken_for_it(bucket, key, address, through):
     """Of the same size and the same parts."""
     tensorizer.save(LARGE, address)
     refusals = {"gs": (404, {}, b"<Error><Code>NoSuchUpload</Code></Error>"),
                 "az": (400, {"x-ms-error-code": "InvalidBlockList"})}  # fmt: skip
-    refusal = ("status", *refusals[cloud.scheme])
+    refusal = ("status", *refusals[bucket.scheme])
     with pytest.raises(OSError, match="NoSuchUpload|another program"):
         through(LARGE, address, lambda stage, _: refusal if stage == "complete" else None)
     check(address, LARGE)
 
 
-@pytest.mark.parametrize("cloud", ["gs"], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_spoiled_bytes_are_sent_again(address, through):
     """Azurite refuses fields with sums."""
     flipped = []
@@ -281,21 +258,21 @@ def test_spoiled_bytes_are_sent_again(address, through):
     check(address, SMALL)
 
 
-def test_sums(cloud, address, monkeypatch):
+def test_sums(bucket, address, monkeypatch):
     """Those that Google and Azure document; Azure's is that of its own module for Python."""
-    with Relay(cloud.host) as relay:
-        for name, value in cloud.settings(relay.host).items():
+    with Relay(bucket.host) as relay:
+        for name, value in bucket.settings(relay.host).items():
             monkeypatch.setenv(name, value)
         with open_stream(address, "wb") as stream:
             stream.write(b"123456789")
         tensorizer.save(LARGE, f"{address}-large")
         found = list(zip(relay.requests, relay.fields, strict=True))
-    parts = [fields for (method, _, path), fields in found if cloud.stage(method, path) == "part"]
+    parts = [fields for (method, _, path), fields in found if bucket.stage(method, path) == "part"]
     assert len(parts) > 3
-    if cloud.scheme == "gs":
+    if bucket.scheme == "gs":
         assert found[0][1]["x-goog-hash"] == "crc32c=4waSgw==" == f"crc32c={crc32c(b'123456789')}"
         assert all("x-goog-hash" in fields for fields in parts)
-        assert cloud.door.summed
+        assert bucket.door.summed
     else:
         assert found[0][1]["x-ms-content-crc64"] == "iJh5CoYUi64="
         # The emulator refuses the field, and is not told it again.
@@ -304,17 +281,17 @@ def test_sums(cloud, address, monkeypatch):
     check(f"{address}-large", LARGE)
 
 
-def test_refused_credentials(cloud, key, address, monkeypatch):
-    cloud.put(key, b"old")
-    if cloud.scheme == "gs":
-        cloud.door.good = lambda token, number: False
+def test_refused_credentials(bucket, key, address, monkeypatch):
+    bucket.put(key, b"old")
+    if bucket.scheme == "gs":
+        bucket.door.good = lambda token, number: False
     else:
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"secret").decode())
     for tensors in (SMALL, LARGE):
-        with pytest.raises(PermissionError, match=cloud.refusal) as raised:
+        with pytest.raises(PermissionError, match=bucket.refusal) as raised:
             tensorizer.save(tensors, address)
         assert "secret" not in str(raised.value)
-    assert cloud.read(key) == b"old"
+    assert bucket.read(key) == b"old"
 
 
 def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
@@ -332,25 +309,25 @@ def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
         assert {"Bearer token-1", "Bearer token-2"} == set(door.shown)
 
 
-def test_a_shared_access_signature(azure, monkeypatch):
-    given = azure.settings()
+def test_a_shared_access_signature(azurite, monkeypatch):
+    given = azurite.settings()
     del given["AZURE_STORAGE_ACCOUNT_KEY"]
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", azure.shared_access(rights="rcw"))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", azurite.shared_access(rights="rcw"))
     tensorizer.save(LARGE, "az://bucket/signed")
     check("az://bucket/signed", LARGE)
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", azure.shared_access(rights="r"))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", azurite.shared_access(rights="r"))
     with pytest.raises(PermissionError, match="403") as raised:
         tensorizer.save(SMALL, "az://bucket/signed")
     assert "sig=" not in str(raised.value)
 
 
-def test_blocks_of_another_program(azure, monkeypatch):
+def test_blocks_of_another_program(azurite, monkeypatch):
     """Azure takes names of one length only, as long as there are blocks that nobody has listed."""
-    for name, value in azure.settings().items():
+    for name, value in azurite.settings().items():
         monkeypatch.setenv(name, value)
-    azure.ask("PUT", "bucket/begun", b"x", query="blockid=AAAA&comp=block")
+    azurite.ask("PUT", "bucket/begun", b"x", query="blockid=AAAA&comp=block")
     with pytest.raises(OSError, match="InvalidBlobOrBlock: another program has begun"):
         tensorizer.save(LARGE, "az://bucket/begun")
     tensorizer.save(SMALL, "az://bucket/begun")
@@ -358,80 +335,17 @@ def test_blocks_of_another_program(azure, monkeypatch):
     check("az://bucket/begun", LARGE)
 
 
-def test_servers_that_are_not_there(cloud, address, monkeypatch):
+def test_servers_that_are_not_there(bucket, address, monkeypatch):
     with pytest.raises(FileNotFoundError, match="404 Not Found: (NoSuchBucket|ContainerNotFound)"):
-        tensorizer.save(SMALL, f"{cloud.scheme}://nothing/name")
-    for name, value in cloud.settings("127.0.0.1:1").items():
+        tensorizer.save(SMALL, f"{bucket.scheme}://nothing/name")
+    for name, value in bucket.settings("127.0.0.1:1").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConnectionError):
         tensorizer.save(SMALL, address)
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "1")
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1")
     with silent() as host:
-        for name, value in cloud.settings(host).items():
+        for name, value in bucket.settings(host).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(TimeoutError, match="said nothing for 1 s"):
             tensorizer.save(SMALL, address)
-
-
-PEAK = """
-import sys, tensorizer, torch
-def peak():
-    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10
-tensors = {str(i): torch.ones(25_000_000) for i in range(5)}
-before = peak()
-tensorizer.save(tensors, sys.argv[1])
-print(peak() - before)
-"""
-
-
-def test_peak_memory(address):
-    done = run_python(PEAK, address)
-    assert done.returncode == 0, done.stderr
-    # 160 for parts; what is copied and hashed takes the rest.
-    assert int(done.stdout) >> 20 < 288
-
-
-CODE = (
-    HEED_CTRL_C
-    + """
-import os, sys, tensorizer, time, torch
-def end(s):
-    # The upload is not the child's to end, or to give up.
-    try: s.close()
-    except tensorizer.ClosedError: return 0
-    return 1
-try:
-    s = tensorizer.TensorSerializer(sys.argv[1])
-    s.write_state_dict({'a': torch.arange(10_000_000)})
-    print('written', flush=True)
-    if sys.argv[2] == 'fork':
-        pid = os.fork()
-        if pid == 0: os._exit(end(s))
-        assert os.waitpid(pid, 0)[1] == 0
-    else:
-        time.sleep(60)
-    s.close()
-except KeyboardInterrupt:
-    s = None
-    print('interrupted', flush=True)
-"""
-)
-
-
-@pytest.mark.parametrize("how", ["kill", "ctrl-c", "fork"])
-def test_processes_that_end(cloud, key, address, how):
-    cloud.put(key, b"old")
-    command = [sys.executable, "-c", CODE, address, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"written\n"
-        if how == "fork":
-            assert process.wait(60) == 0
-            check(address, {"a": torch.arange(10_000_000)})
-            return
-        process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
-        assert process.stdout.read() == (b"" if how == "kill" else b"interrupted\n")
-    assert cloud.read(key) == b"old"
-    # One that was interrupted leaves nothing; of what was killed the bucket's rules get rid.
-    if how == "kill" and cloud.scheme == "gs":
-        cloud.drop(key)

@@ -1,0 +1,84 @@
+"""Processes that write to Google Cloud Storage and Azure: what memory they take, and how they end."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import tensorizer
+import torch
+from conftest import HEED_CTRL_C, run_python
+
+
+@pytest.fixture
+def key(request):
+    return request.node.name.translate(str.maketrans("[]", "--"))
+
+
+@pytest.fixture
+def address(bucket, key):
+    return f"{bucket.scheme}://bucket/{key}"
+
+
+PEAK = """
+import sys, tensorizer, torch
+def peak():
+    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10
+tensors = {str(i): torch.ones(25_000_000) for i in range(5)}
+before = peak()
+tensorizer.save(tensors, sys.argv[1])
+print(peak() - before)
+"""
+
+
+def test_peak_memory(address):
+    done = run_python(PEAK, address)
+    assert done.returncode == 0, done.stderr
+    # 160 for parts; what is copied and hashed takes the rest.
+    assert int(done.stdout) >> 20 < 288
+
+
+CODE = (
+    HEED_CTRL_C
+    + """
+import os, sys, tensorizer, time, torch
+def end(s):
+    # The upload is not the child's to end, or to give up.
+    try: s.close()
+    except tensorizer.ClosedError: return 0
+    return 1
+try:
+    s = tensorizer.TensorSerializer(sys.argv[1])
+    s.write_state_dict({'a': torch.arange(10_000_000)})
+    print('written', flush=True)
+    if sys.argv[2] == 'fork':
+        pid = os.fork()
+        if pid == 0: os._exit(end(s))
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        time.sleep(60)
+    s.close()
+except KeyboardInterrupt:
+    s = None
+    print('interrupted', flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("how", ["kill", "ctrl-c", "fork"])
+def test_processes_that_end(bucket, key, address, how):
+    bucket.put(key, b"old")
+    command = [sys.executable, "-c", CODE, address, how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"written\n"
+        if how == "fork":
+            assert process.wait(60) == 0
+            assert torch.equal(tensorizer.load(address)["a"], torch.arange(10_000_000))
+            return
+        process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
+        assert process.stdout.read() == (b"" if how == "kill" else b"interrupted\n")
+    assert bucket.read(key) == b"old"
+    # One that was interrupted leaves nothing; of what was killed the bucket's rules get rid.
+    if how == "kill" and bucket.scheme == "gs":
+        bucket.drop(key)
+    assert bucket.left(key) == []
