@@ -78,7 +78,7 @@ test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old $(STAMPS)/clouds
 # "host" are about memory that such tensors do not have.
 test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest $(WORKERS) -m "not host" --durations=5 \
-	  $(addprefix tests/python/test_,reading.py damage.py mapping.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
+	  $(addprefix tests/python/test_,reading.py reading_objects.py damage.py mapping.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
 
 # The tests for GPUs on the emulated CUDA; build.sh says why and exits with 77 where torch is of
 # another build than the one that it emulates.

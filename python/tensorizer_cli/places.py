@@ -43,7 +43,10 @@ class Place:
 
     def lines(self) -> list[str]:
         """Return what is said of the only file."""
-        what = "a file of this machine" if self.is_local else self.name
+        if self.is_local:
+            what = "a pipe" if self.length is None else "a file of this machine"
+        else:
+            what = self.name
         lines = [what if self.length is None else f"{what}, {size(self.length)}"]
         said = [f"ETag {self.etag}"] if self.etag else []
         said += [f"changed {self.modified}"] if self.modified else []

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import importlib.util
+import io
 import json
 import os
 import pickle
@@ -13,10 +14,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import tensorizer
 import torch
 from servers import Moto, Nginx, Seaweed
 from starting import Ranks
-from tensorizer import _C
+from tensorizer import _C, FormatError
 
 # torch keeps compiled graphs on the disk: start without those of earlier runs.
 _compiled = tempfile.TemporaryDirectory()
@@ -162,6 +164,24 @@ def pair(tmp_path):
     path = tmp_path / "state.pt"
     save(state(), path)
     return path
+
+
+@pytest.fixture
+def refuse(tmp_path):
+    """Check that a checkpoint of torch.save is refused, with its name and a reason."""
+    path = tmp_path / "hostile.pt"
+
+    def check(data, match, error=FormatError):
+        path.write_bytes(data)
+        for call in (tensorizer.load, lambda p: tensorizer.TensorDeserializer(p, "cpu")):
+            with pytest.raises(error, match=match) as raised:
+                call(path)
+            assert "hostile.pt" in str(raised.value)
+            assert len(str(raised.value)) < 2000
+        with pytest.raises(error, match=match):
+            tensorizer.load(io.BytesIO(data))
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -213,7 +213,7 @@ def test_damaged_metadata(folder, capsys):
     assert as_json(capsys, path)["metadata"] is None
 
 
-def test_a_pipe(folder, capfd):
+def test_a_pipe(folder):
     with open(folder / "f.tensors", "rb") as file:
         command = [sys.executable, "-m", "tensorizer", "info", "/dev/stdin"]
         cat = subprocess.Popen(["cat"], stdin=file, stdout=subprocess.PIPE)
@@ -222,9 +222,7 @@ def test_a_pipe(folder, capfd):
         cat.wait()
     assert (done.returncode, done.stderr) == (0, "")
     assert "hashes      not known: what can be read only once" in done.stdout
-    assert (
-        "read from   a file of this machine\n" in done.stdout or "read from   /dev" in done.stdout
-    )
+    assert "  read from   a pipe\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["f.tensors", "f.safetensors", "f.pt", "shards"])

@@ -39,3 +39,20 @@ def test_the_names_of_the_core_are_in_it():
     )
     assert len(names) > 40
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", everything)] == []
+
+
+def test_commands_that_are_named_are_there():
+    targets = set(re.findall(r"(?m)^([a-z][\w-]*):", (ROOT / "Makefile").read_text()))
+    named = set(re.findall(r"`make ([\w-]+)", TEXT))
+    assert len(named) > 15
+    assert named - targets == set()
+    documented = named | {"test", "clean", "docs-serve", "docs"}
+    assert targets - documented == set(), "a command that CONTRIBUTING does not name"
+
+
+def test_files_that_tests_share_are_there():
+    """Those without ``test_`` before their names."""
+    layout = TEXT.partition("## Tests")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+\.py)`", layout))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / "tests/python" / name).exists()] == []

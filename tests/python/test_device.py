@@ -4,16 +4,14 @@ import concurrent.futures
 import ctypes
 import ctypes.util
 import os
-import re
 import struct
-import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, golden_bytes, golden_files, run_python
-from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from conftest import run_python
+from staged import make, on_cpu, same
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
 KEY = bytes(range(32))
 
@@ -24,16 +22,6 @@ def stand_in(monkeypatch):
     yield
     tensorizer.release_pinned()
     tensorizer.set_pinned_limit(256 << 20)
-
-
-def make():
-    tensors = {f"small.{i}": torch.randn(17 * i % 501 + 1, 3) for i in range(60)}
-    tensors["large"] = torch.randn(3_000_000)
-    tensors["empty"] = torch.empty(0, 4)
-    tensors["meta"] = torch.empty(5, 3, device="meta", dtype=torch.int16)
-    tensors["scalar"] = torch.tensor(3.5)
-    tensors["bytes"] = torch.arange(7, dtype=torch.uint8)
-    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +35,6 @@ def path(tmp_path, tensors):
     path = tmp_path / "f.tensors"
     tensorizer.save(tensors, path)
     return str(path)
-
-
-def same(loaded, expected):
-    assert set(loaded) == set(expected)
-    for name, tensor in expected.items():
-        wanted = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
-        assert loaded[name].dtype == wanted.dtype, name
-        assert torch.equal(loaded[name], wanted), name
-
-
-def on_cpu(function, *args, **kwargs):
-    """Call without the stand-in."""
-    seed = os.environ.pop("TENSORIZER_FAKE_DEVICE")
-    _C.forget_environment()
-    try:
-        return function(*args, **kwargs)
-    finally:
-        os.environ["TENSORIZER_FAKE_DEVICE"] = seed
-        _C.forget_environment()
 
 
 @pytest.mark.parametrize("verify", [False, "crc32", True])
@@ -422,127 +391,3 @@ def test_save_async_has_a_snapshot(tmp_path):
     saving.result()
     assert saving.saved_bytes == saving.total_bytes == weight.nbytes
     assert tensorizer.load(tmp_path / "f")["weight"].eq(5).all()
-
-
-# Errors
-
-
-def test_damaged_files_are_the_same_errors(tmp_path):
-    seen = 0
-    for file in golden_files("corrupt"):
-        path = tmp_path / "f"
-        path.write_bytes(golden_bytes(file))
-        outcomes = []
-        for call in (tensorizer.load, lambda *a, **k: on_cpu(tensorizer.load, *a, **k)):
-            try:
-                call(path, verify_hash=True)
-                outcomes.append(None)
-            except Exception as error:
-                outcomes.append(type(error))
-        assert outcomes[0] == outcomes[1], file["file"]
-        seen += outcomes[0] is not None
-    assert seen > 50
-
-
-def test_a_device_without_room(tmp_path):
-    tensorizer.save({"a": torch.zeros(100_000_000)}, tmp_path / "f")
-    code = """
-import resource, sys, tensorizer, torch
-used = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmSize"))
-resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), resource.RLIM_INFINITY))
-try:
-    tensorizer.load(sys.argv[1])
-except torch.OutOfMemoryError as error:
-    print(isinstance(error, MemoryError), sys.argv[1] in str(error), tensorizer.stats())
-"""
-    found = run_python(code, tmp_path / "f")
-    assert found.stdout == "True True None\n", found.stderr
-
-
-def test_a_device_that_is_not_there(path):
-    device = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(RuntimeError):
-        tensorizer.load(path, device)
-    with pytest.raises(RuntimeError):
-        torch.ops.tensorizer.load(path, device=device)
-
-
-#: A load in a process, then one in its child.
-FORKED = """
-import os, re, sys
-import tensorizer, torch
-
-def segments():
-    # Ranges of addresses that a child does not get.
-    found, name = set(), None
-    for line in open("/proc/self/smaps"):
-        if re.match("[0-9a-f]+-", line):
-            name = line.split()[0]
-        elif line.startswith("VmFlags:") and "dc" in line.split():
-            found.add(name)
-    return found
-
-def ends(name):
-    return [int(end, 16) for end in name.split("-")]
-
-path, other = sys.argv[1:]
-before = segments()
-expected = tensorizer.load(path)
-assert tensorizer.stats()["pinned_bytes"] >= 32 << 20
-staging = [ends(name) for name in segments() - before]
-assert sum(end - start for start, end in staging) >= tensorizer.stats()["pinned_bytes"]
-child = os.fork()
-if child == 0:
-    status = 1
-    try:
-        there = [ends(line.split()[0]) for line in open("/proc/self/maps")]
-        assert not any(s < end and start < e for s, e in there for start, end in staging)
-        tensorizer.release_pinned()
-        assert not tensorizer.release_pinned(), "nothing is the child's to give back"
-        loaded = tensorizer.load(path)
-        assert tensorizer.stats()["device"] == "fake"
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-        assert tensorizer.stats()["pinned_bytes"] >= 32 << 20
-        tensorizer.save(loaded, other)
-        tensorizer.release_pinned()
-        status = 0
-    finally:
-        sys.excepthook(*sys.exc_info()) if status else None
-        sys.stderr.flush()
-        os._exit(status)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-again = tensorizer.load(other)
-assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="how a child's memory is made is Linux's")
-def test_a_forked_child_has_staging_memory_of_its_own(path, tmp_path):
-    done = run_python(FORKED, path, tmp_path / "by_child.tensors")
-    assert done.returncode == 0, done.stderr
-
-
-def driver(folder, name, answer):
-    """Compile a library with the driver's functions, all of which give the same answer."""
-    names = re.findall(r'"(cu[A-Z]\w+)"', (ROOT / "src/mem/device/cuda/driver.rs").read_text())
-    assert "cuInit" in names
-    source = folder / f"{name}.c"
-    source.write_text("".join(f"int {function}() {{ return {answer}; }}\n" for function in names))
-    compiler = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*compiler, "-o", folder / name, source], check=True, timeout=60)
-
-
-def test_stubs_to_link_programs_with_are_not_the_driver(tmp_path):
-    """CUDA's toolkit has such a ``libcuda.so``, which machines that build programs look into."""
-    (tmp_path / "stubs").mkdir()
-    driver(tmp_path / "stubs", "libcuda.so", 34)  # CUDA_ERROR_STUB_LIBRARY
-    (tmp_path / "real").mkdir()
-    driver(tmp_path / "real", "libcuda.so.1", 0)
-    code = "import tensorizer; print(tensorizer._C.staged(0))"
-    for folders, found in [(["stubs", "real"], "True"), (["real"], "True"), (["stubs"], "False")]:
-        given = os.environ.get("LD_LIBRARY_PATH", "")
-        path = os.pathsep.join([*(str(tmp_path / folder) for folder in folders), given])
-        done = run_python(code, env=os.environ | {"LD_LIBRARY_PATH": path})
-        if folders == ["stubs"] and torch.cuda.is_available():
-            continue
-        assert done.stdout == f"{found}\n", (folders, done.stderr)

@@ -7,8 +7,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import GOLDEN, assert_same, run_python
+from reading import TENSORS, check
 from tensorizer import TensorDeserializer, TensorSerializer
-from test_reading import TENSORS, check
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """``tensorizer.safetensors`` beside the library whose names it has."""
 
-import copy
 import ctypes
 import inspect
 import json
@@ -10,54 +9,16 @@ import struct
 import sys
 import threading
 import time
-import types
-import warnings
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import tensorizer
 import torch
 from conftest import assert_same, run_python
+from safetensors_library import FILES, assert_like, make, result_of, theirs
 from tensorizer import safetensors as ours
 from tensorizer.file.opening import Memory
 from tensorizer.file.tensor_file import TensorFile
-
-theirs = types.SimpleNamespace(
-    **{
-        name: getattr(safetensors.torch, name)
-        for name in (
-            *("load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"),
-            *("storage_ptr", "storage_size", "_find_shared_tensors", "_remove_duplicate_names"),
-        )
-    },
-    SafetensorError=safetensors.SafetensorError,
-)
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.float16),
-    *(torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64),
-    *(torch.int64, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu),
-    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2),
-]
-ODD_NAMES = ["", " ", 'a "quoted" \\ name', "ü\n\t\x7f", "\x1e[1]", '\x1e["a"]', "a.b/c", "💾", "0"]
-
-
-def make():
-    torch.manual_seed(3)
-    tensors = {
-        f"{9 - number}.{dtype}": torch.randint(
-            0, 2 if dtype is torch.bool else 255, (3, 16), dtype=torch.uint8
-        ).view(dtype)
-        for number, dtype in enumerate(DTYPES)
-    }
-    tensors["scalar"] = torch.tensor(1.5)
-    tensors["empty"] = torch.zeros(0, 4)
-    tensors["cube"] = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
-    return {**tensors, **{name: torch.randn(3) for name in ODD_NAMES}}
-
-
-#: A file below and one above the size from which files are mapped.
-FILES = {"small": make(), "mapped": {**make(), "large": torch.randn(900, 1001)}}
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -70,32 +31,6 @@ def path(tensors, tmp_path):
     path = tmp_path / "f.safetensors"
     theirs.save_file(tensors, path, metadata={"format": "pt", "": "ü"})
     return path
-
-
-def result_of(call):
-    """Return what a call returns, or the class of what it raises and its text."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return call()
-        except Exception as error:
-            return type(error), str(error)
-
-
-def assert_like(left, right):
-    """Two results agree, or two errors are of one class."""
-    if isinstance(left, torch.Tensor):
-        assert_same(left, right)
-        assert left.device == right.device
-        assert left.requires_grad == right.requires_grad
-        assert left.untyped_storage().nbytes() == right.untyped_storage().nbytes()
-        return
-    if isinstance(left, dict):
-        assert list(left) == list(right)
-        for name in left:
-            assert_like(left[name], right[name])
-        return
-    assert left == right
 
 
 # Signatures
@@ -425,57 +360,6 @@ def test_other_frameworks_are_those_of_the_library(path):
         assert type(file.get_tensor("cube")).__module__ == "numpy"
 
 
-# Memory
-
-
-@pytest.mark.host
-def test_files_are_mapped_and_stay_as_they_are(tmp_path):
-    path = tmp_path / "f.safetensors"
-    tensors = FILES["mapped"]
-    theirs.save_file(tensors, path)
-    before = path.read_bytes()
-
-    def mapped():
-        return str(path) in Path("/proc/self/maps").read_text()
-
-    with ours.safe_open(path, "pt") as file:
-        assert not mapped()
-        large = file.get_tensor("large")
-        assert mapped()
-        assert Path("/proc/self/maps").read_text().count(str(path)) == 1
-        large.fill_(7)
-        # As in the library, whoever has the same file sees it, and nobody else.
-        assert file.get_tensor("large").unique().tolist() == [7]
-        assert file.get_slice("large")[3, :2].tolist() == [7, 7]
-    assert torch.equal(ours.load_file(path)["large"], tensors["large"])
-    loaded = ours.load_file(path)
-    for tensor in loaded.values():
-        tensor.reshape(-1).view(torch.uint8).zero_()
-    assert path.read_bytes() == before
-    path.unlink()
-    assert large.unique().tolist() == [7]
-    del file, large, loaded, tensor
-    assert not mapped()
-    theirs.save_file(tensors, path)
-    loaded = ours.load_file(path, backend="pread")
-    assert not mapped()
-    assert torch.equal(loaded["large"], tensors["large"])
-
-
-def test_a_file_whose_tensors_are_not_aligned(tmp_path):
-    large = torch.randn(600, 1000)
-    data = bytearray(theirs.save({"a": large, "b": torch.arange(5)}))
-    length = struct.unpack("<Q", data[:8])[0]
-    path = tmp_path / "f"
-    path.write_bytes(
-        struct.pack("<Q", length + 1) + data[8 : 8 + length] + b" " + data[8 + length :]
-    )
-    assert_like(ours.load_file(path), theirs.load_file(path))
-    file = ours.safe_open(path, "pt")
-    assert torch.equal(file.get_slice("a")[5:7], large[5:7])
-    assert torch.equal(file.get_tensor("a"), large)
-
-
 def test_from_several_threads(path, tensors):
     file = ours.safe_open(path, "pt")
     found: list = []
@@ -540,95 +424,3 @@ def test_folders_and_indices(tmp_path, nginx):
         with ours.safe_open(place, "pt") as file:
             assert file.offset_keys() == list(tensors)
             assert file.get_slice("t7")[3:5].tolist() == [7, 7]
-
-
-# Modules
-
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(10, 10)
-        self.b = self.a
-        self.c = torch.nn.Linear(10, 10)
-        self.c.weight = torch.nn.Parameter(torch.randn(10, 10).t())
-
-
-class Untied(Tied):
-    def __init__(self):
-        super().__init__()
-        self.b = copy.deepcopy(self.a)
-
-
-def test_save_model_drops_names_as_the_library_does(tmp_path):
-    for model in (Tied(), Untied(), torch.nn.Linear(3, 2)):
-        for metadata in (None, {"b.bias": "mine"}):
-            given = copy.copy(metadata)
-            ours.save_model(model, tmp_path / "ours", metadata)
-            assert metadata == given
-            theirs.save_model(model, tmp_path / "theirs", given)
-            left, right = (theirs.safe_open(tmp_path / n, "pt") for n in ("ours", "theirs"))
-            assert left.metadata() == right.metadata()
-            assert_like(left.get_tensors(), right.get_tensors())
-    for module in (ours, theirs):
-        with pytest.raises(ValueError, match=r"non contiguous.*force_contiguous=True"):
-            module.save_model(Tied(), tmp_path / "f", force_contiguous=False)
-    model = torch.nn.Linear(3, 2)
-    model.weight = torch.nn.Parameter(torch.zeros(4, 3)[:2])
-    for module in (ours, theirs):
-        with pytest.raises(RuntimeError, match="Refusing to save"):
-            module.save_model(model, tmp_path / "f")
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_load_model(tmp_path, strict, backend):
-    models = {"tied": Tied, "untied": Untied, "other": lambda: torch.nn.Linear(10, 10)}
-    for saved, make_saved in models.items():
-        source = make_saved()
-        ours.save_model(source, tmp_path / saved)
-        for make_loaded in models.values():
-            left, right = make_loaded(), make_loaded()
-            mine, library = (
-                result_of(
-                    lambda m=module, i=into, p=tmp_path / saved: m.load_model(
-                        i, p, strict, backend=backend
-                    )
-                )
-                for module, into in ((ours, left), (theirs, right))
-            )
-            if isinstance(mine[0], set):
-                assert (mine[0], sorted(mine[1])) == (library[0], sorted(library[1]))
-            else:
-                assert mine == library
-            if type(source) is type(left):
-                for one, other in zip(left.parameters(), source.parameters(), strict=True):
-                    assert torch.equal(one, other)
-
-
-def test_names_that_share(tmp_path):
-    base, bits = torch.zeros(3, 3), torch.zeros(8)
-    for state in (
-        {"A": base, "B": base[:1]},
-        {"A": base, "B": base[:1], "C": base},
-        {"B": base[:1]},
-        {"B": bits[:2], "C": bits[2:], "D": bits[:1]},
-        {"A": bits, "C": torch.zeros(2, device="meta"), "E": torch.zeros(0)},
-        {"x": bits, "a": bits, "m": bits},
-    ):
-        mine = ours.sharing._find_shared_tensors(state)
-        assert sorted(map(sorted, mine)) == sorted(map(sorted, theirs._find_shared_tensors(state)))
-        for options in (
-            {},
-            {"preferred_names": ["C", "m"]},
-            {"discard_names": ["A", "a"]},
-            {"preferred_names": ["m", "x"], "discard_names": ["m"]},
-        ):
-            left, right = (
-                result_of(lambda c=call, s=state, o=options: dict(c(s, **o)))
-                for call in (ours.sharing._remove_duplicate_names, theirs._remove_duplicate_names)
-            )
-            assert left == right or left[0] is right[0] is RuntimeError
-    for tensor in (base, base[1:], bits, torch.zeros(2, device="meta"), torch.zeros(0)):
-        assert ours.storage_ptr(tensor) == theirs.storage_ptr(tensor)
-        assert ours.storage_size(tensor) == theirs.storage_size(tensor)

@@ -1,0 +1,199 @@
+"""Checkpoints of torch.save whose pickles are made to harm, or of a kind that is not read."""
+
+import collections
+import io
+import os
+import pickle
+import random
+
+import pytest
+import tensorizer
+import torch
+from archives import Call, Storage, Zip, load, records, tensor
+from conftest import GOLDEN, run_python
+from tensorizer import FormatError
+
+ops = torch.ops.tensorizer
+
+
+STORAGES = [
+    (Storage(key="7"), "storage '7' has no record"),
+    (Storage(key="../0"), "has no record"),
+    (Storage(key=""), "has no record"),
+    (Storage(count=5), "expected 20 bytes for 5 elements of torch.float32, found 24"),
+    (Storage(count=7), "expected 28 bytes for 7 elements"),
+    (Storage(count=-1), "expected -4 bytes"),
+    (Storage(count=1 << 62), "expected 18446744073709551616 bytes"),
+    (Storage(count=1 << 200), "elements of torch.float32"),
+    (Storage(count=6.0), "damaged id of a storage"),
+    (Storage(count=True), "damaged id of a storage"),
+    (Storage(kind=torch.DoubleStorage), "expected 48 bytes"),
+    (Storage(kind=torch.Size), "damaged id of a storage"),
+    (Storage(key=0), "damaged id of a storage"),
+    (Storage(pid=("storage",)), "expected the id of a storage"),
+    (Storage(pid=(*Storage().pid, 1)), "expected the id of a storage"),
+    (Storage(pid=5), "expected the id of a storage"),
+]
+
+
+@pytest.mark.parametrize(("storage", "match"), STORAGES, ids=range(len(STORAGES)))
+def test_storages(refuse, storage, match):
+    refuse(Zip(records({"a": tensor(storage)})).bytes, match)
+
+
+VIEWS = [
+    {"offset": 1},
+    {"offset": -1},
+    {"offset": 1 << 62},
+    {"offset": 1 << 63},
+    {"shape": (7,), "stride": (1,)},
+    {"shape": (2, 3), "stride": (4, 1)},
+    {"shape": (-1,), "stride": (1,)},
+    {"shape": (1 << 62,), "stride": (1,)},
+    {"shape": (1 << 62, 1 << 62), "stride": (1, 1)},
+    {"shape": (1 << 40, 1 << 40), "stride": (0, 0)},
+    {"shape": (3,), "stride": (1 << 62,)},
+    {"shape": (3,), "stride": (1 << 63,)},
+    {"shape": (3,), "stride": (1, 1)},
+    {"shape": (1,) * 100, "stride": (1,) * 100},
+    {"shape": (1 << 62, 0), "stride": (1, 1)},
+    {"shape": "abc", "stride": "abc"},
+    {"shape": (2.5,), "stride": (1,)},
+    {"shape": None},
+]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=range(len(VIEWS)))
+def test_views(refuse, view):
+    refuse(
+        Zip(records({"a": tensor(**view)})).bytes,
+        "does not lie in its storage|its pickle is damaged|is too large|dimensions",
+    )
+
+
+def test_a_view_that_repeats_takes_no_memory():
+    loaded = load(Zip(records({"a": tensor(shape=(1 << 50,), stride=(0,))})).bytes)["a"]
+    assert loaded.shape == (1 << 50,)
+    assert loaded.untyped_storage().nbytes() == 24
+    # What has no data is refused, whatever size it claims.
+    meta = Call(
+        torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (1 << 58,), (1,), False
+    )
+    with pytest.raises(NotImplementedError, match="'a' was saved on the meta device"):
+        load(Zip(records({"a": meta})).bytes)
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("echo attacked",)
+
+
+def test_only_what_the_restricted_unpickler_allows(refuse):
+    for tree, match in (
+        ({"a": Attack()}, "blocked|Unsupported global"),
+        ({"a": Call(eval, "1")}, "Unsupported global"),
+        ({"a": Call(torch.load, "x")}, "Unsupported global"),
+        ({"a": random.Random()}, "Unsupported global"),
+        ({"a": Storage(pid=("module", 1, 2, 3, 4))}, "Only persistent_load of storage"),
+    ):
+        refuse(Zip(records(tree)).bytes, match, pickle.UnpicklingError)
+    content = records()
+    for data in (b"", b"\x80\x02", content["data.pkl"][:-1], b"\xff" * 100, b"\x80\x02."):
+        content["data.pkl"] = data
+        refuse(Zip(content).bytes, "damaged|Unsupported op", (FormatError, pickle.UnpicklingError))
+    # What callers allow is allowed.
+    with torch.serialization.safe_globals([collections.Counter, fractions]):
+        assert torch.equal(load(Zip(records({"b": Call(fractions), "a": tensor()})).bytes)["a"],
+                           torch.arange(6.0).reshape(2, 3))  # fmt: skip
+
+
+def fractions():
+    return object()
+
+
+def test_an_environment_variable_changes_nothing(tmp_path):
+    (tmp_path / "x.pt").write_bytes(Zip(records({"a": Call(eval, "print('attacked')")})).bytes)
+    code = "import sys, tensorizer\ntensorizer.load(sys.argv[1])"
+    env = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    done = run_python(code, tmp_path / "x.pt", env=env)
+    assert "UnpicklingError" in done.stderr
+    assert "attacked" not in done.stdout
+
+
+def test_structures(refuse):
+    loop = []
+    loop.append({"a": loop})
+    refuse(Zip(records(loop)).bytes, "contains itself")
+    deep = tensor()
+    for _ in range(300):
+        deep = [deep]
+    refuse(Zip(records(deep)).bytes, "nested more than 256 levels", NotImplementedError)
+    # A short pickle that names one tensor 2 to the 60 times, and one that names nothing as often.
+    many = tensor()
+    for _ in range(60):
+        many = [many, many]
+    refuse(Zip(records(many)).bytes, "over and over")
+    none = []
+    for _ in range(60):
+        none = [none, none]
+    assert load(Zip(records({"a": tensor(), "none": none})).bytes).keys() == {"a"}
+    wide = [tensor(), *[[]] * 2000]
+    refuse(Zip(records([wide] * 4000)).bytes, "over and over")
+    long = {"k" * 60000: [tensor()] * 1000}
+    refuse(Zip(records(long)).bytes, "over and over")
+    refuse(Zip(records({"k" * 70000: tensor()})).bytes, "name is too long")
+    for tree, match in (
+        ({1.5: tensor()}, "names have strings and indices, and not 1.5"),
+        ({None: tensor()}, "not None"),
+        ({True: tensor()}, "not True"),
+        ({-1: tensor()}, "not -1"),
+        ({1 << 64: tensor()}, "not 18446744073709551616"),
+        ({b"k" * 5000: tensor()}, "not b'kkk"),
+        ({(1, 2): tensor()}, r"not \(1, 2\)"),
+        ({"a": tensor(), 1: tensor()}, "strings and integers as keys"),
+        ({"b": {"a": tensor(), 1: [tensor()]}}, "strings and integers as keys"),
+    ):
+        refuse(Zip(records(tree)).bytes, match, NotImplementedError)
+    # What is no tensor may be beside others, whatever its key.
+    assert load(Zip(records({"a": tensor(), 1: 2, None: "x", (1, 2): [3]})).bytes).keys() == {"a"}
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save({"plain": torch.ones(2), "other": value}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_plain(refuse):
+    for value, match in (
+        (torch.eye(3).to_sparse(), "tensor 'other' is sparse_coo"),
+        (torch.eye(3).to_sparse_csr(), "tensor 'other' is sparse_csr"),
+        (torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8), "a quantized tensor"),
+        (torch.nested.nested_tensor([torch.randn(2)]), "a nested tensor"),
+        (
+            torch.nested.nested_tensor([torch.randn(2)], layout=torch.jagged),
+            "tensor 'other' is of the class NestedTensor",
+        ),
+        ({torch.ones(1)}, "not None"),
+    ):
+        refuse(saved(value), match, NotImplementedError)
+    assert torch._utils._sparse_tensors_to_validate == []
+
+    class Special(torch.Tensor):
+        pass
+
+    Special.__module__, Special.__qualname__ = __name__, "Special"
+    globals()["Special"] = Special
+    with torch.serialization.safe_globals([Special]):
+        special = torch.ones(3).as_subclass(Special)
+        refuse(saved(special), "of the class Special", NotImplementedError)
+
+
+def test_half_of_a_pair(tmp_path):
+    with tensorizer.torch_compat.tensorizer_saving(str(tmp_path / "x.tensors")):
+        torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    # The other is of the old package.
+    for path in (tmp_path / "x.pt", GOLDEN / "tc_linear.pt"):
+        with pytest.raises(FormatError, match=r".pt is one half of .* tensorizer_loading"):
+            tensorizer.load(path)
