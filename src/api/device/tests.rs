@@ -137,7 +137,8 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     };
     // What is read from a file without decryption takes buffers only, and what passes one reader.
     let buffers = 4 + schedule.seed % 5;
-    let bounded = schedule.seed.is_multiple_of(3) && !schedule.pipe && !encrypted;
+    let plain = !schedule.pipe && !schedule.direct_storage && !encrypted;
+    let bounded = plain && schedule.seed.is_multiple_of(3);
     let memory = bounded.then(|| (256 << 10) + buffers * schedule.buffer_len as u64);
     let options = LoadOptions {
         readers: Some(schedule.readers),
