@@ -51,7 +51,7 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | N
         waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy``, ``write``),
         ``reading`` (how a file was read: the page cache, direct reads; else nothing),
         ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
-        that the process keeps). What SHA-256 of large tensors takes that are verified is in no stage.
+        that the process keeps). The time of SHA-256 that verifies large tensors is in no stage.
 
     """
     return _native.stats() if since is None else _native.stats_since(since)
