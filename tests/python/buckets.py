@@ -47,7 +47,7 @@ class Google:
 class Azure:
     """A container."""
 
-    scheme, refusal = "az", "403 .*AuthenticationFailed"
+    scheme, refusal = "az", "403 .*(AuthenticationFailed|AuthorizationFailure)"
 
     def __init__(self, server):
         self.server, self.host = server, server.host

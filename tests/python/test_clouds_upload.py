@@ -260,9 +260,9 @@ def test_spoiled_bytes_are_sent_again(address, through):
 
 def test_sums(bucket, address, monkeypatch):
     """Those that Google and Azure document; Azure's is that of its own module for Python."""
-    with Relay(bucket.host) as relay:
+    with Relay(bucket.host) as relay, monkeypatch.context() as patch:
         for name, value in bucket.settings(relay.host).items():
-            monkeypatch.setenv(name, value)
+            patch.setenv(name, value)
         with open_stream(address, "wb") as stream:
             stream.write(b"123456789")
         tensorizer.save(LARGE, f"{address}-large")
@@ -331,8 +331,7 @@ def test_blocks_of_another_program(azurite, monkeypatch):
     with pytest.raises(OSError, match="InvalidBlobOrBlock: another program has begun"):
         tensorizer.save(LARGE, "az://bucket/begun")
     tensorizer.save(SMALL, "az://bucket/begun")
-    tensorizer.save(LARGE, "az://bucket/begun")
-    check("az://bucket/begun", LARGE)
+    check("az://bucket/begun", SMALL)
 
 
 def test_servers_that_are_not_there(bucket, address, monkeypatch):
@@ -347,5 +346,5 @@ def test_servers_that_are_not_there(bucket, address, monkeypatch):
     with silent() as host:
         for name, value in bucket.settings(host).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(TimeoutError, match="said nothing for 1 s"):
+        with pytest.raises(TimeoutError, match="said nothing for 1 s|timed out"):
             tensorizer.save(SMALL, address)

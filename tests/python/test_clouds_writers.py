@@ -1,4 +1,4 @@
-"""Processes that write to Google Cloud Storage and Azure: what memory they take, and how they end."""
+"""Processes that write to Google Cloud Storage and Azure: their memory, and how they end."""
 
 import signal
 import subprocess
