@@ -75,7 +75,7 @@ impl<'a> Ask<'a> {
         for (name, value) in self.fields.iter().chain(self.sum.iter().filter(|_| sums)) {
             let odd = |_| Failure::lasting(ErrorKind::InvalidInput, format!("`{name}`: {value:?}"));
             let value = HeaderValue::from_str(value).map_err(odd)?;
-            request.headers_mut().insert(HeaderName::from_static(*name), value);
+            request.headers_mut().insert(HeaderName::from_static(name), value);
         }
         if matches!(self.method, Method::PUT | Method::POST) {
             request.headers_mut().insert(CONTENT_LENGTH, self.body.len().into());

@@ -77,7 +77,7 @@ impl Object for GoogleObject {
             .field(MARK, &*self.mark)
             .only_if(|answer| answer.element("UploadId").is_some());
         let answer = self.at.ask(&ask, cancel)?;
-        Ok(answer.element("UploadId").unwrap_or_default().into())
+        answer.element("UploadId").map(Arc::from).ok_or_else(|| self.at.refused(&answer))
     }
 
     fn part(&self, upload: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<Sent> {
@@ -87,7 +87,7 @@ impl Object for GoogleObject {
             .sum(SUM, sum_of(bytes))
             .only_if(|answer| tag_of(answer).is_some());
         let answer = self.at.ask(&ask, cancel)?;
-        let tag = tag_of(&answer).unwrap_or_default().to_owned();
+        let tag = tag_of(&answer).ok_or_else(|| self.at.refused(&answer))?.to_owned();
         Ok(Sent { number, tag, sum: None })
     }
 
