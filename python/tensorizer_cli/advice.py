@@ -63,10 +63,10 @@ def advice(figures: Figures) -> str:
 def _network(figures: Figures) -> str:
     rate = size(round(figures.bytes / max(figures.read_seconds, 1e-9)))
     said = f"{plural(figures.connections, 'connection')} of {rate}/s each; "
-    if figures.most == 1:
-        return said + "this server or this memory limit allows no more than one"
     if figures.chosen:
         return said + "more may help: without --readers as many are used as do"
+    if figures.most == 1:
+        return said + "this server or this memory limit allows no more than one"
     if figures.connections >= figures.most:
         return said + "these are all that are used by themselves; --readers with more may help"
     if figures.whole < _SHORT:

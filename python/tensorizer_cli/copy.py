@@ -205,6 +205,8 @@ def _copy(
                 modules,
                 tensors,
             )
+            # Or they would be held while the next are loaded.
+            del tensors
             progress.add(source.size(batch))
 
 

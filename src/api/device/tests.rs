@@ -139,11 +139,11 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let buffers = 4 + schedule.seed % 5;
     let plain = !schedule.pipe && !schedule.direct_storage && !encrypted;
     let bounded = plain && schedule.seed.is_multiple_of(3);
-    let memory = bounded.then(|| (256 << 10) + buffers * schedule.buffer_len as u64);
+    let limit = bounded.then(|| (256 << 10) + buffers * schedule.buffer_len as u64);
     let options = LoadOptions {
         readers: Some(schedule.readers),
         verify: schedule.verify,
-        memory: MemoryLimit::of(memory),
+        memory: MemoryLimit::of(limit),
         ..LoadOptions::default()
     };
     let interrupt = || {
