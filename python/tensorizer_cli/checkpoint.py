@@ -35,7 +35,7 @@ def open_file(
             if memory_limit is not None:
                 raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
             return _CheckpointFile(folder, params)
-    return File(file, params, readers, mmap, memory_limit)
+    return File(file, params, readers, mmap, memory_limit=memory_limit)
 
 
 def _is_checkpoint(file: str) -> bool:

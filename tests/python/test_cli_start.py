@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from tensorizer_cli.main import main
 
-COMMANDS = ("ls", "info", "verify", "cp", "diff", "encrypt", "decrypt", "rekey")
+COMMANDS = ("ls", "info", "load", "verify", "cp", "diff", "encrypt", "decrypt", "rekey")
 #: The script that pip installs.
 SCRIPT = "import sys; from tensorizer_cli.main import main; sys.exit(main())"
 WAYS = {"module": ["-m", "tensorizer"], "script": ["-c", SCRIPT]}
@@ -139,7 +139,7 @@ def test_the_largest_alignment(path, tmp_path, capsys):
 
 def test_errors_as_json(tmp_path, path, capsys):
     missing = tmp_path / "missing\x7f\x1b"
-    files = {name: [missing] for name in COMMANDS[:2]}
+    files = {name: [missing] for name in COMMANDS[:4]}
     (tmp_path / "key").write_bytes(bytes(32))
     key = ["--key-file", tmp_path / "key"]
     keys = {"encrypt": key, "decrypt": key, "rekey": [*key, "--new-key-file", tmp_path / "key"]}
