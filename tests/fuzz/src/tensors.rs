@@ -282,7 +282,9 @@ pub fn check_hashes(file: &[u8], header_at: usize, data_at: usize, encrypted: bo
         }
         if encrypted {
             let len = usize::try_from(int(end, 8)).ok()?;
-            covered.drain(end..end.checked_add(8)?.checked_add(len)?);
+            let after = end.checked_add(8)?.checked_add(len)?;
+            covered.get(..after)?;
+            covered.drain(end..after);
         }
         covered.extend(data);
         let right = values.iter().all(|(code, range)| match code {
