@@ -66,7 +66,9 @@ def seeds(target: str, folder: Path) -> None:
     """Put files of ours, sound and damaged, into the corpus of a target that takes whole files."""
     folder.mkdir(parents=True, exist_ok=True)
     if target == "names":
-        for number, name in enumerate(('a\nb.c', '\x1e["a",0]\n\x1e["a",1]\n\x1e["b"]', "<V2\0torch.bfloat16")):
+        for number, name in enumerate(
+            ("a\nb.c", '\x1e["a",0]\n\x1e["a",1]\n\x1e["b"]', "<V2\0torch.bfloat16")
+        ):
             (folder / f"seed{number}").write_bytes(name.encode())
     if target not in ("tensors_file", "index"):
         return
@@ -82,14 +84,16 @@ def seeds(target: str, folder: Path) -> None:
             (folder / path.name.removesuffix(".gz")).write_bytes(first + data)
 
 
-def run(target: str, programs: Path, corpus: Path, seconds: int) -> tuple[int, list[str]]:
+def run(
+    target: str, programs: Path, corpus: Path, seconds: int, seed: int
+) -> tuple[int, list[str]]:
     """Run a target; return how many inputs it tried, and what it found."""
     seeds(target, corpus / target)
     artifacts = HERE / "artifacts" / target
     artifacts.mkdir(parents=True, exist_ok=True)
     command = [
         str(programs / target), f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY}",
-        f"-timeout={SLOW}", "-max_len=4200", "-print_final_stats=1",
+        f"-timeout={SLOW}", f"-seed={seed + 1}", "-max_len=4200", "-print_final_stats=1",
         f"-artifact_prefix={artifacts}/", str(corpus / target),
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -105,6 +109,7 @@ def run(target: str, programs: Path, corpus: Path, seconds: int) -> tuple[int, l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="of all targets together")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", default=PLAIN + NETWORK)
     parser.add_argument("--programs", type=Path, help="folder of built targets")
     parser.add_argument("--corpus", type=Path, help="kept from run to run")
@@ -118,7 +123,8 @@ def main() -> None:
     inputs, findings, each = 0, [], {}
     with tempfile.TemporaryDirectory() as temporary:
         for target in arguments.targets:
-            tried, found = run(target, programs, arguments.corpus or Path(temporary), share)
+            corpus = arguments.corpus or Path(temporary)
+            tried, found = run(target, programs, corpus, share, arguments.seed)
             inputs, each[target] = inputs + tried, tried
             findings += found
             for what in found:

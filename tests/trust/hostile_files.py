@@ -90,7 +90,7 @@ class Campaign:
                     os.dup2(file.fileno(), 2)
                 child(bases, self.seed, numbers, folder, writing)
                 status = 0
-            except BaseException as error:
+            except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)

@@ -61,7 +61,7 @@ def lazily(path: Path, **options: Any) -> Tensors:
         if not all(isinstance(value, torch.Tensor) for value in found.values()):
             # Nested ones have been read now, and are given once more in order.
             return {name: tensor for _, _, name, tensor in file.read_tensors()}
-        return {key: found[key] for key in file.keys()}
+        return {key: found[key] for key in file}
 
 
 def read_in_order(path: Path, **options: Any) -> Tensors:
@@ -75,7 +75,7 @@ def into_module(path: Path, **options: Any) -> Tensors:
         with contextlib.suppress(RuntimeError):
             # That the module has other names.
             file.load_into_module(module)
-    return {name: tensor for name, tensor in module.state_dict().items()}
+    return dict(module.state_dict().items())
 
 
 def by_operators(path: Path, encryption: Any = None) -> Tensors:
@@ -108,7 +108,10 @@ def ways(base: Base) -> Iterator[tuple[str, Callable[[Path], Tensors]]]:
     if base.kind != "torch":
         yield "operators", lambda path: by_operators(path, **options)
     if not base.path.endswith("json"):
-        yield "stream", lambda path: tensorizer.load(io.BytesIO(path.read_bytes()), "cpu", **options)
+        yield (
+            "stream",
+            lambda path: tensorizer.load(io.BytesIO(path.read_bytes()), "cpu", **options),
+        )
     if base.kind in ("tensors", "sealed"):
         yield "lazy", lambda path: lazily(path, **options)
         yield "in order", lambda path: read_in_order(path, **options)

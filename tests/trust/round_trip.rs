@@ -10,7 +10,8 @@ use tensorizer::{
 
 fn main() -> Result<()> {
     let folder = std::env::temp_dir().join(format!("round-trip-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).map_err(|e| tensorizer::Error::InvalidArgument(e.to_string()))?;
+    std::fs::create_dir_all(&folder)
+        .map_err(|e| tensorizer::Error::InvalidArgument(e.to_string()))?;
     let path = folder.join("f.tensors");
     let done = round_trips(&path);
     drop(std::fs::remove_dir_all(folder));

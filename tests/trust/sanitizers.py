@@ -55,7 +55,8 @@ def memcheck() -> tuple[int, list[str]]:
              "--example", "round_trip"]  # fmt: skip
     subprocess.run(build, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
     program = f"{environment['CARGO_TARGET_DIR']}/debug/examples/round_trip"
-    command = ["valgrind", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite",
+    command = ["valgrind", "--error-exitcode=9", "--leak-check=full",
+               "--errors-for-leak-kinds=definite",
                "--num-callers=25", program]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"(\d+) round trips", ran.stdout)

@@ -3,11 +3,11 @@
 
 use libfuzzer_sys::fuzz_target;
 use tensorizer::codec::crypt::Pieces;
+use tensorizer::format::TensorKind;
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Header;
-use tensorizer::format::TensorKind;
 use tensorizer_fuzz::input::{Faults, Input, Out};
 use tensorizer_fuzz::tensors;
 
@@ -35,11 +35,7 @@ fuzz_target!(|bytes: &[u8]| {
     };
     Header::parse(&header(tensor, file.encrypted, &mut Input::new(&[])), &entry, file.encrypted)
         .expect("nothing is wrong with it");
-    let raw = if made {
-        header(tensor, file.encrypted, &mut input)
-    } else {
-        input.rest().to_vec()
-    };
+    let raw = if made { header(tensor, file.encrypted, &mut input) } else { input.rest().to_vec() };
     let Ok(header) = Header::parse(&raw, &entry, file.encrypted) else { return };
     let hashes: Vec<_> = header.hashes().collect();
     for hash in &hashes {

@@ -7,14 +7,36 @@ use tensorizer::fuzzing::is_taken;
 use tensorizer_fuzz::input::Input;
 
 const NAMES: [&str; 8] = [
-    "content-range", "content-length", "etag", "last-modified", "content-encoding", "retry-after",
-    "accept-ranges", "x-other",
+    "content-range",
+    "content-length",
+    "etag",
+    "last-modified",
+    "content-encoding",
+    "retry-after",
+    "accept-ranges",
+    "x-other",
 ];
 const VALUES: [&str; 20] = [
-    "bytes 0-99/1000", "bytes 10-19/1000", "bytes 0-9/*", "bytes */1000", "bytes 0-0/1", "bytes",
-    "bytes 0-18446744073709551615/18446744073709551615", "bytes 9-3/10", "items 0-99/1000", "100",
-    "\"a\"", "W/\"a\"", "gzip", "identity", "-1", "18446744073709551616", "", "bytes 0-99/50",
-    "bytes -1-5/9", "Mon, 01 Jan 2024 00:00:00 GMT",
+    "bytes 0-99/1000",
+    "bytes 10-19/1000",
+    "bytes 0-9/*",
+    "bytes */1000",
+    "bytes 0-0/1",
+    "bytes",
+    "bytes 0-18446744073709551615/18446744073709551615",
+    "bytes 9-3/10",
+    "items 0-99/1000",
+    "100",
+    "\"a\"",
+    "W/\"a\"",
+    "gzip",
+    "identity",
+    "-1",
+    "18446744073709551616",
+    "",
+    "bytes 0-99/50",
+    "bytes -1-5/9",
+    "Mon, 01 Jan 2024 00:00:00 GMT",
 ];
 
 fuzz_target!(|bytes: &[u8]| {

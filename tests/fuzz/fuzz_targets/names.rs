@@ -22,7 +22,9 @@ fuzz_target!(|bytes: &[u8]| {
                 assert!(again.same_path(&name) && again.components().eq(path.iter().cloned()));
                 assert!(Name::parse(again.stored().as_bytes()).is_ok());
             }
-            Err(what) => assert!(what.contains("surrogates") || what.contains("too long"), "{what}"),
+            Err(what) => {
+                assert!(what.contains("surrogates") || what.contains("too long"), "{what}")
+            }
         }
         let fits = paths.iter().all(|other| are_of_one_tree(other, &path));
         assert_eq!(tree.insert(&name, paths.len()).is_ok(), fits, "{paths:?} and {path:?}");

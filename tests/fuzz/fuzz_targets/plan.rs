@@ -29,7 +29,8 @@ fuzz_target!(|bytes: &[u8]| {
     let buffer_len = buffer_len.max((total / 1000) as usize);
     let batches = partition(&extents, &limits);
     check(&extents, &batches, &limits);
-    let lens: Vec<(Extent, u64)> = extents.iter().map(|extent| (*extent, extent.data_len)).collect();
+    let lens: Vec<(Extent, u64)> =
+        extents.iter().map(|extent| (*extent, extent.data_len)).collect();
     if let Some(layout) = Layout::new(&lens, large) {
         staged(&extents, &batches, &layout, buffer_len);
     }
@@ -66,11 +67,17 @@ fn covers(extents: &[Extent], batches: &[Batch]) {
             match segment.kind {
                 SegmentKind::Gap => {}
                 SegmentKind::Header { tensor } => {
-                    assert_eq!((batch.file, at), (extents[tensor].file, extents[tensor].header_offset));
+                    assert_eq!(
+                        (batch.file, at),
+                        (extents[tensor].file, extents[tensor].header_offset)
+                    );
                     headers[tensor] += segment.len;
                 }
                 SegmentKind::Data { tensor, start } => {
-                    assert_eq!((batch.file, at), (extents[tensor].file, extents[tensor].data_offset + start));
+                    assert_eq!(
+                        (batch.file, at),
+                        (extents[tensor].file, extents[tensor].data_offset + start)
+                    );
                     assert_eq!(start, data[tensor]);
                     data[tensor] += segment.len;
                 }
@@ -88,13 +95,17 @@ fn check(extents: &[Extent], batches: &[Batch], limits: &Limits) {
     covers(extents, batches);
     for batch in batches {
         assert!(batch.segments.len() <= limits.segments);
-        let tensors: Vec<usize> = batch.segments.iter().filter_map(|segment| match segment.kind {
-            SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
-            SegmentKind::Gap => {
-                assert!(segment.len <= limits.merge_gap);
-                None
-            }
-        }).collect();
+        let tensors: Vec<usize> = batch
+            .segments
+            .iter()
+            .filter_map(|segment| match segment.kind {
+                SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+                SegmentKind::Gap => {
+                    assert!(segment.len <= limits.merge_gap);
+                    None
+                }
+            })
+            .collect();
         let apart = tensors.iter().find(|&&tensor| extents[tensor].data_len >= limits.apart);
         assert!(apart.is_none_or(|apart| tensors.iter().all(|tensor| tensor == apart)));
     }
@@ -117,9 +128,12 @@ fn staged(extents: &[Extent], batches: &[Batch], layout: &Layout, buffer_len: us
             })
         };
         let staging = stage(batch, buffer_len, buffer_len / 2, place).unwrap();
-        let wanted: u64 = batch.segments.iter().filter(|segment| {
-            matches!(segment.kind, SegmentKind::Data { .. })
-        }).map(|segment| segment.len).sum();
+        let wanted: u64 = batch
+            .segments
+            .iter()
+            .filter(|segment| matches!(segment.kind, SegmentKind::Data { .. }))
+            .map(|segment| segment.len)
+            .sum();
         let staged: usize =
             staging.staged.iter().filter(|one| one.buffer.is_some()).map(|one| one.len).sum();
         assert_eq!(staged as u64, wanted);

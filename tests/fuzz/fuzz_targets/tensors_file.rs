@@ -56,9 +56,12 @@ fuzz_target!(|bytes: &[u8]| {
         }
     }
     if let Some(made) = made.filter(|made| made.sound) {
-        assert!(made.tensors.iter().zip(&loaded).all(|(made, tensor)| {
-            tensor.entry().is_meta() || made.data == tensor.bytes()
-        }));
+        assert!(
+            made.tensors
+                .iter()
+                .zip(&loaded)
+                .all(|(made, tensor)| { tensor.entry().is_meta() || made.data == tensor.bytes() })
+        );
     }
     check_slices(&opened, &loaded);
 });

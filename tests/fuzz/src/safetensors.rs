@@ -8,8 +8,18 @@ use crate::input::{Faults, Input, damage};
 use crate::{check_slices, load_all, open};
 
 const TYPES: [(&str, u64); 12] = [
-    ("U8", 8), ("F32", 32), ("BF16", 16), ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("BOOL", 8),
-    ("I64", 64), ("F8_E8M0", 8), ("U16", 16), ("F6_E3M2", 6), ("F8_E4M3FNUZ", 8),
+    ("U8", 8),
+    ("F32", 32),
+    ("BF16", 16),
+    ("C64", 64),
+    ("F4", 4),
+    ("F6_E2M3", 6),
+    ("BOOL", 8),
+    ("I64", 64),
+    ("F8_E8M0", 8),
+    ("U16", 16),
+    ("F6_E3M2", 6),
+    ("F8_E4M3FNUZ", 8),
 ];
 const NAMES: [&str; 8] = ["a", "b", "", "\u{1e}[0]", "__metadata__", "ü", "a.b", "\0"];
 

@@ -9,8 +9,18 @@ use crate::input::{Faults, Input, Out, damage};
 /// The key of all encrypted files.
 pub const KEY: [u8; 32] = [7; 32];
 const NAMES: [&[u8]; 12] = [
-    b"a", b"b", b".weight", b"layer.0.weight", b"\x1e[0]", b"\x1e[1]", b"\x1e[\"a\",0]",
-    b"\x1e[\"a\",\"b\"]", b"\x1e[ \"a\" , 0 ]", b"\xc3\xbc", b"", b"\x1e[\"\\ud800\"]",
+    b"a",
+    b"b",
+    b".weight",
+    b"layer.0.weight",
+    b"\x1e[0]",
+    b"\x1e[1]",
+    b"\x1e[\"a\",0]",
+    b"\x1e[\"a\",\"b\"]",
+    b"\x1e[ \"a\" , 0 ]",
+    b"\xc3\xbc",
+    b"",
+    b"\x1e[\"\\ud800\"]",
 ];
 
 /// A tensor of a file.
@@ -155,8 +165,7 @@ impl Made {
         let crypt_end = out.bytes.len();
         out.bytes.extend(std::iter::repeat_n(0, self.pad));
         out.int(self.data.len() as u64, 8);
-        let covered =
-            [&out.bytes[at..crypt_at], &out.bytes[crypt_end..], &self.data[..]].concat();
+        let covered = [&out.bytes[at..crypt_at], &out.bytes[crypt_end..], &self.data[..]].concat();
         for (code, place) in values {
             if code == 0 {
                 let crc = crc32(&covered).to_le_bytes();
@@ -193,7 +202,9 @@ impl Made {
 /// CRC-32 of zlib, bit by bit.
 pub fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, &byte| {
-        (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            crc >> 1 ^ (0xedb8_8320 & (crc & 1).wrapping_neg())
+        })
     })
 }
 

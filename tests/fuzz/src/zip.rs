@@ -4,8 +4,15 @@ use crate::input::{Faults, Input, Out, damage};
 use crate::tensors::crc32;
 
 const NAMES: [&str; 9] = [
-    "a/data.pkl", "a/data/0", "a/data/1", "a/version", "a/.data/serialization_id", "b/data/0",
-    "a/code/x", "a/data/0", "a/ü",
+    "a/data.pkl",
+    "a/data/0",
+    "a/data/1",
+    "a/version",
+    "a/.data/serialization_id",
+    "b/data/0",
+    "a/code/x",
+    "a/data/0",
+    "a/ü",
 ];
 
 /// An archive of up to five records.
