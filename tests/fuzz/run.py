@@ -1,6 +1,8 @@
-"""Builds the fuzz targets with AddressSanitizer and runs each for its share of the time.
+"""Builds the fuzz targets and runs each for its share of the time, in two ways.
 
-They are targets of cargo-fuzz too: `cargo +nightly fuzz run --fuzz-dir tests/fuzz NAME`.
+By libFuzzer and under AddressSanitizer, which needs a nightly Rust: inputs that reach something new
+are kept. Then blindly: changes of those inputs, many times as fast. They are targets of cargo-fuzz
+too: `cargo +nightly fuzz run --fuzz-dir tests/fuzz NAME`.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -47,6 +50,27 @@ def why_not() -> str | None:
     if found.returncode:
         return "there is no nightly Rust: rustup toolchain install nightly"
     return None
+
+
+def build_blind(targets: list[str]) -> Path:
+    """Build what tries inputs blindly; return the program."""
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", HERE / "target")) / "blind"
+    command = ["cargo", "build", "--release", "--bin", "blind"]
+    if set(targets) & set(NETWORK):
+        command += ["--features", "http"]
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(folder)}
+    subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=sys.stderr)
+    return folder / "release/blind"
+
+
+def run_blind(
+    program: Path, targets: list[str], corpus: Path, seconds: float, seed: int
+) -> tuple[dict[str, int], list[str]]:
+    """Try inputs blindly; return how many of each target, and what was found."""
+    command = [str(program), f"{seconds:.0f}", str(seed), str(corpus), *targets]
+    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    tried = {name: int(count) for name, count in map(str.split, ran.stdout.splitlines())}
+    return tried, [ran.stderr[-1500:]] if ran.returncode else []
 
 
 def build(targets: list[str]) -> Path:
@@ -88,12 +112,11 @@ def run(
     target: str, programs: Path, corpus: Path, seconds: int, seed: int
 ) -> tuple[int, list[str]]:
     """Run a target; return how many inputs it tried, and what it found."""
-    seeds(target, corpus / target)
     artifacts = HERE / "artifacts" / target
     artifacts.mkdir(parents=True, exist_ok=True)
     command = [
         str(programs / target), f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY}",
-        f"-timeout={SLOW}", f"-seed={seed + 1}", "-max_len=4200", "-print_final_stats=1",
+        f"-timeout={SLOW}", f"-seed={seed + 1}", "-max_len=4200", "-print_final_stats=1", "-entropic=0", "-reduce_inputs=0",
         f"-artifact_prefix={artifacts}/", str(corpus / target),
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -112,26 +135,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", default=PLAIN + NETWORK)
     parser.add_argument("--programs", type=Path, help="folder of built targets")
+    parser.add_argument("--blind", type=Path, help="the built program")
     parser.add_argument("--corpus", type=Path, help="kept from run to run")
     arguments = parser.parse_args()
-    if missing := why_not():
-        print(json.dumps({"campaign": "fuzzing", "skipped": missing}))
-        return
-    programs = arguments.programs or build(arguments.targets)
+    missing = why_not()
+    targets = arguments.targets
+    programs = arguments.programs or (None if missing else build(targets))
+    blind = arguments.blind or build_blind(targets)
     began = time.monotonic()
-    share = max(1, int(arguments.seconds / len(arguments.targets)))
-    inputs, findings, each = 0, [], {}
+    half = arguments.seconds / (1 if missing else 2)
+    watched, findings = Counter(), []
     with tempfile.TemporaryDirectory() as temporary:
-        for target in arguments.targets:
-            corpus = arguments.corpus or Path(temporary)
-            tried, found = run(target, programs, corpus, share, arguments.seed)
-            inputs, each[target] = inputs + tried, tried
-            findings += found
-            for what in found:
-                print(f"FINDING {what}", file=sys.stderr, flush=True)
+        corpus = arguments.corpus or Path(temporary)
+        for target in targets:
+            seeds(target, corpus / target)
+            if programs is not None:
+                share = max(1, int(half / len(targets)))
+                watched[target], found = run(target, programs, corpus, share, arguments.seed)
+                findings += found
+        tried, found = run_blind(blind, targets, corpus, half, arguments.seed)
+        findings += found
+    for what in findings:
+        print(f"FINDING {what}", file=sys.stderr, flush=True)
+    how = missing or f"{watched.total():,} of them under AddressSanitizer"
     print(json.dumps({
-        "campaign": "fuzzing", "inputs": inputs, "what": "inputs, under AddressSanitizer",
-        "kinds": each, "findings": findings, "seconds": round(time.monotonic() - began, 1),
+        "campaign": "fuzzing", "inputs": watched.total() + sum(tried.values()),
+        "what": f"inputs, {how}", "kinds": dict(watched + Counter(tried)), "findings": findings,
+        "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip
     sys.exit(bool(findings))
 

@@ -14,6 +14,7 @@ import tensors_bytes
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorizer.distributed import Writer
+from tensorizer.torch_compat import tensorizer_saving
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 #: Of all encrypted files: that of the golden ones with a key.
@@ -42,6 +43,11 @@ class Base:
     data: bytes
     path: str
     encrypted: bool = False
+
+    @property
+    def folder(self) -> str:
+        """The folder of several files that it is one of, or nothing."""
+        return str(Path(self.path).parent).removeprefix(".")
 
 
 def golden() -> list[Base]:
@@ -79,7 +85,7 @@ def saved(folder: Path, **options: object) -> bytes:
 
 
 def of_other_formats(folder: Path) -> list[Base]:
-    """Return files of safetensors, an index of shards, a checkpoint of torch.save and one of ranks.
+    """Return files of safetensors, shards, and checkpoints: of torch.save, of ranks, in two halves.
 
     What else such a checkpoint needs is put into the folder.
     """
@@ -102,6 +108,13 @@ def of_other_formats(folder: Path) -> list[Base]:
         Base("shards", index, "model.safetensors.index.json"),
         Base("shard", (folder / "1.safetensors").read_bytes(), "1.safetensors"),
     ]
+    pair = folder / "pair/state.pt"
+    pair.parent.mkdir()
+    with tensorizer_saving(), pair.open("wb") as file:
+        torch.save(state(), file)
+    for half in sorted(pair.parent.iterdir()):
+        kind = "pair's pickle" if half == pair else "pair's file"
+        bases.append(Base(kind, half.read_bytes(), f"pair/{half.name}"))
     for path in sorted(ranks.iterdir()):
         kind = "ranks' index" if path.suffix == ".json" else "ranks' file"
         data = path.read_bytes()
@@ -206,7 +219,7 @@ def mutated(base: Base, rng: random.Random) -> bytes:
         return bytes(of_header(rng, data))
     if base.kind == "ranks' index" and chance < 0.7:
         return bytes(of_json(rng, data))
-    if base.kind in ("ranks' file", "sealed") and chance < 0.7:
+    if base.kind in ("ranks' file", "pair's file", "sealed") and chance < 0.7:
         # Of 256 KiB of index some hundred bytes are used.
         part = rng.choice((slice(0, 600), slice(262_144, None)))
         changed = of_bytes(rng, data[part])

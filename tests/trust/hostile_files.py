@@ -51,7 +51,7 @@ def child(bases: list[Base], seed: int, numbers: range, folder: Path, told: int)
         found = hostile_ways.try_all(base, path, data, rng)
         if number % COMMANDS == 0:
             found += hostile_ways.commands(base, path)
-        if base.path.startswith("ranks/") or base.kind in ("shards", "shard"):
+        if base.folder or base.kind in ("shards", "shard"):
             path.write_bytes(base.data)
         else:
             path.unlink()

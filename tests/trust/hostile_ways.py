@@ -14,6 +14,7 @@ import tensors_bytes
 import torch
 from hostile_bases import KEY, Base
 from tensorizer.distributed.whole import Whole
+from tensorizer.torch_compat import tensorizer_loading
 from tensorizer_cli.main import main as command
 
 #: What reading a file may raise, whatever is in it.
@@ -95,10 +96,24 @@ def of_ranks(path: Path) -> Tensors:
         return dict(whole.load(whole.names))
 
 
+def of_pair(path: Path) -> Tensors:
+    pickled = path.with_name("state.pt")
+    try:
+        with tensorizer_loading(verify_hash=True):
+            return dict(torch.load(pickled))
+    except REFUSALS:
+        raise
+    except Exception as error:
+        # Of a pickle that is not one, torch says all kinds of things.
+        if path == pickled:
+            raise ValueError(str(error)) from None
+        raise
+
+
 def ways(base: Base) -> Iterator[tuple[str, Callable[[Path], Tensors]]]:
     """Yield ways that have the same tensors, the plainest first; then others."""
-    if base.path.startswith("ranks/"):
-        yield "whole", of_ranks
+    if base.folder:
+        yield base.folder, {"ranks": of_ranks, "pair": of_pair}[base.folder]
         return
     options: dict[str, Any] = {"encryption": params()} if base.encrypted else {}
     yield "eager", lambda path: tensorizer.load(path, "cpu", **options)
@@ -162,7 +177,7 @@ def try_all(base: Base, path: Path, data: bytes, rng: random.Random) -> list[str
             found.append(f"{name}: {shown(result)}, and eager: {shown(first)}")
         elif isinstance(first, dict) and (what := compared(first, result)):
             found.append(f"{name}: {what}")
-    if isinstance(first, dict) and not base.path.startswith("ranks/"):
+    if isinstance(first, dict) and not base.folder:
         found += check_slices(base, path, first, rng)
         if base.kind in ("tensors", "sealed"):
             found += check_verified(base, path, data, first)
@@ -170,7 +185,7 @@ def try_all(base: Base, path: Path, data: bytes, rng: random.Random) -> list[str
         options = {"encryption": params()} if base.encrypted else {}
         _, wrong = attempt(lambda: into_module(path, **options))
         found += [f"module: {wrong}"] if wrong else []
-    if not base.path.startswith("ranks/"):
+    if not base.folder:
         _, wrong = attempt(lambda: tensorizer.info(path))
         found += [f"info: {wrong}"] if wrong else []
     return found
@@ -220,7 +235,7 @@ def check_verified(base: Base, path: Path, data: bytes, whole: Tensors) -> list[
 def commands(base: Base, path: Path) -> list[str]:
     """Try the command on a file; return findings."""
     copy = path.with_name("copy.tensors")
-    source = str(path.parent if base.path.startswith("ranks/") else path)
+    source = str(path.parent if base.folder == "ranks" else path)
     found = []
     for arguments in (
         ["ls", source], ["ls", "-l", source], ["verify", source], ["diff", source, source],

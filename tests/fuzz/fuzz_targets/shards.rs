@@ -1,20 +1,3 @@
-//! Indices of shards: what they name lies beside or below them.
 #![no_main]
 
-use std::path::{Component, Path};
-
-use libfuzzer_sys::fuzz_target;
-use tensorizer::format::shards::parse;
-
-fuzz_target!(|bytes: &[u8]| {
-    let Ok(index) = parse(bytes) else { return };
-    assert!(!index.files.is_empty() && !index.tensors.is_empty());
-    for file in &index.files {
-        assert!(Path::new(file).components().all(|step| matches!(step, Component::Normal(_))));
-        assert!(!file.contains(':') && !file.contains('\0'));
-    }
-    assert!(index.files.windows(2).all(|pair| pair[0] < pair[1]));
-    let mut used = vec![false; index.files.len()];
-    index.tensors.values().for_each(|&number| used[number] = true);
-    assert!(used.iter().all(|&used| used));
-});
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tensorizer_fuzz::targets::shards::run(bytes));

@@ -2,6 +2,7 @@
 
 pub mod input;
 pub mod safetensors;
+pub mod targets;
 pub mod tensors;
 pub mod zip;
 
