@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -101,7 +102,7 @@ def seeds(target: str, folder: Path) -> None:
         data = gzip.decompress(path.read_bytes())
         try:
             data = tensors_bytes.tightened(data)
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, struct.error):
             # Its index is what is damaged: with 256 KiB it would slow the fuzzer down.
             continue
         if len(data) <= 4096:
@@ -116,7 +117,8 @@ def run(
     artifacts.mkdir(parents=True, exist_ok=True)
     command = [
         str(programs / target), f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY}",
-        f"-timeout={SLOW}", f"-seed={seed + 1}", "-max_len=4200", "-print_final_stats=1", "-entropic=0", "-reduce_inputs=0",
+        f"-timeout={SLOW}", f"-seed={seed + 1}", "-max_len=4200", "-print_final_stats=1",
+        "-entropic=0", "-reduce_inputs=0",
         f"-artifact_prefix={artifacts}/", str(corpus / target),
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
