@@ -129,7 +129,7 @@ def main() -> None:
     old.close()
     print(json.dumps({
         "campaign": "old package", "inputs": number, "what": "files, read by both",
-        "ended": dict(outcomes.most_common()), "findings": findings,
+        "kinds": dict(outcomes.most_common()), "findings": findings,
         "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip
     sys.exit(bool(findings))

@@ -5,6 +5,7 @@ import ctypes
 import io
 import pickle
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ REFUSALS = (
 )  # fmt: skip
 #: Words of an error that is one of the library.
 DEFECTS = ("defect", "panicked", "PanicException")
+#: What a terminal would obey.
+UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Tensors = dict[Any, torch.Tensor]
 #: Bytes of no tensor that a file here has data for.
 LARGE = 1 << 20
@@ -132,6 +135,11 @@ def ways(base: Base) -> Iterator[tuple[str, Callable[[Path], Tensors]]]:
         yield "in order", lambda path: read_in_order(path, **options)
 
 
+def ours(error: BaseException) -> bool:
+    """Tell whether the text of an error is that of the library, and not of torch's unpickler."""
+    return not isinstance(error, (pickle.UnpicklingError, UnicodeError))
+
+
 def attempt(way: Callable[[], Any]) -> tuple[Any, str | None]:
     """Return what a way gave, or the error; None for one that is as it should be."""
     try:
@@ -140,6 +148,8 @@ def attempt(way: Callable[[], Any]) -> tuple[Any, str | None]:
         text = str(error)
         if any(word in text for word in DEFECTS):
             return error, f"a defect: {text[:300]}"
+        if ours(error) and (found := UNSHOWN.search(text)):
+            return error, f"{found[0]!r} in a message: {text[:300]!r}"
         return error, None
     except BaseException as error:
         return error, f"{type(error).__name__}: {str(error)[:300]}"
