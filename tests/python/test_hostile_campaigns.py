@@ -1,4 +1,4 @@
-"""The campaigns of hostile files and servers: a share of each, and that they find what is broken."""
+"""The campaigns of hostile files and servers: a share of each, and that they find what is wrong."""
 
 import json
 import os
