@@ -50,7 +50,9 @@ pub fn run(bytes: &[u8]) {
         let (from, last) = range.split_once('-').unwrap();
         let number = |text: &str| text.trim().parse::<u64>().unwrap();
         assert_eq!((number(from), number(last) + 1), (start, end));
-        assert_eq!(first.headers().get("etag"), second.headers().get("etag"));
+        // What the first answer does not tell, or not as text, is not known of others either.
+        let tag = first.headers().get("etag").filter(|tag| tag.to_str().is_ok());
+        assert!(tag.is_none_or(|tag| second.headers().get("etag") == Some(tag)));
     }
 }
 
