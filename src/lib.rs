@@ -65,6 +65,9 @@ pub mod codec;
 pub mod engine;
 #[doc(hidden)]
 pub mod environment;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 #[doc(hidden)]
 pub mod io;
 #[doc(hidden)]

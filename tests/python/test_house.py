@@ -20,7 +20,7 @@ LAYERS = [
     {"mem"},
     {"io"},
     {"engine"},
-    {"api"},
+    {"api", "fuzzing"},
     {"lib"},
 ]
 PACKAGE = ROOT / "python/tensorizer"

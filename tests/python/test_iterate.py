@@ -239,3 +239,20 @@ def test_tensors_of_a_checkpoint_share_nothing(tmp_path):
         assert torch.equal(tensor, tensors[name])
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         tensor.mul_(3)
+
+
+def test_dtypes_that_torch_cannot_copy(tmp_path):
+    values = torch.tensor([0, 1, 0x7A, 0xFF], dtype=torch.uint8)
+    dtypes = [torch.uint1, torch.uint7, torch.int1, torch.int4, torch.bits8, torch.bool]
+    tensors = {str(dtype): values.view(dtype) for dtype in dtypes}
+    with pytest.raises(NotImplementedError, match="copy_kernel"):
+        tensors["torch.int4"].clone()
+    tensorizer.save_async(tensors, tmp_path / "f.tensors").result(60)
+    found = dict(tensorizer.iterate(tmp_path / "f.tensors", "cpu"))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in tensors.items()
+    }
+    for tensor in found.values():
+        # Booleans too: no hash would fit others.
+        assert torch.equal(tensor.view(torch.uint8), values)
+        assert tensor.untyped_storage().nbytes() == 4

@@ -14,7 +14,7 @@ import torch
 
 from .. import _native
 from ..tensors import devices, subclasses
-from ..tensors.exchange import lend, take
+from ..tensors.exchange import copied, lend, take
 from . import to_safetensors
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
@@ -148,7 +148,7 @@ def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
         if id(value) in copies:
             return copies[id(value)]
         value = value.detach()
-        return value if value.is_meta else value.clone() if value.is_cpu else value.cpu()
+        return value if value.is_meta else copied(value) if value.is_cpu else value.cpu()
     if isinstance(value, Mapping):
         return {key: _replaced(child, copies) for key, child in value.items()}
     return [_replaced(child, copies) for child in value]

@@ -21,7 +21,7 @@ from .._errors import FormatError
 from .._native import Reader
 from .._types import Name
 from ..tensors import devices
-from ..tensors.exchange import take
+from ..tensors.exchange import copied, take
 from .leaves import named_tensors, shown
 from .pickles import unpickled
 
@@ -284,7 +284,7 @@ class SlicedCheckpoint:
             if number not in loaded:
                 of, ranges = self._slices[number]
                 (tensor,), read = self._whole.load([of], device, verify=verify, **options)
-                loaded[number] = tensor[tuple(slice(*ends) for ends in ranges)].clone()
+                loaded[number] = copied(tensor[tuple(slice(*ends) for ends in ranges)])
                 size += read
         return [loaded[number] for number in numbers], size
 

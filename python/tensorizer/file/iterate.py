@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._types import FilterFuncType, Name
-from ..tensors.exchange import cast_dtype
+from ..tensors.exchange import cast_dtype, copied
 from .arguments import resolve_device
 from .encryption import DecryptionParams
 from .progress import Progress, ProgressType
@@ -225,7 +225,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     small = cpu and tensor.nbytes < _SMALL
     # A view of a checkpoint's storage, which others may be views of too.
     view = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
-    return tensor.clone() if small or (cpu and view) else tensor
+    return copied(tensor) if small or (cpu and view) else tensor
 
 
 def _cost(file: TensorFile, number: int, device: torch.device) -> int:

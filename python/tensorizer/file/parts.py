@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from ..modules import state
-from ..tensors.exchange import cast_dtype, dtype_of
+from ..tensors.exchange import cast_dtype, copied, dtype_of
 from ..tensors.sharding import Box, Part
 from .tensor_file import TensorFile
 
@@ -64,7 +64,7 @@ class Wanted:
             loaded = {n: tensor for n, tensor, _ in self.file.load(numbers, device, verify)}
             for number in cut:
                 boxes = self.parts[number].boxes
-                found = [box.of_whole(loaded[number]).clone() for box in boxes]
+                found = [copied(box.of_whole(loaded[number])) for box in boxes]
                 loaded[number] = _joined(self.parts[number], found, self._dtype(number), device)
             return loaded
         loaded = {number: tensor for number, tensor, _ in self.file.load(whole, device, verify)}

@@ -49,3 +49,14 @@ def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
         return dtype
     castable = dtype.is_floating_point or (dtype.is_complex and wanted.is_complex)
     return wanted if castable else dtype
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares no memory, byte for byte.
+
+    torch itself has no copy of dtypes such as ``int4``, and makes 1 of a boolean's other bytes.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not plain or tensor.dtype.itemsize != 1 or tensor.is_quantized or tensor.is_nested:
+        return tensor.clone()
+    return tensor.view(torch.uint8).clone().view(tensor.dtype)

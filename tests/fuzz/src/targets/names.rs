@@ -1,0 +1,42 @@
+//! Names, paths, their tree, and strings of types.
+use tensorizer::format::dtype::DType;
+use tensorizer::format::name::{Component, Name};
+use tensorizer::format::name_tree::NameTree;
+
+/// Tries an input.
+pub fn run(bytes: &[u8]) {
+    if let Ok(dtype) = DType::parse(bytes) {
+        assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));
+    }
+    let mut tree = NameTree::default();
+    let mut paths: Vec<Vec<Component>> = Vec::new();
+    for stored in bytes.split(|&byte| byte == b'\n') {
+        let Ok(name) = Name::parse(stored) else { continue };
+        assert_eq!(name.stored().as_bytes(), stored);
+        let path: Vec<Component> = name.components().collect();
+        // What is written again is the same path, and a name of it.
+        match Name::from_path(path.clone()) {
+            Ok(again) => {
+                assert!(again.same_path(&name) && again.components().eq(path.iter().cloned()));
+                assert!(Name::parse(again.stored().as_bytes()).is_ok());
+            }
+            Err(what) => {
+                assert!(what.contains("surrogates") || what.contains("too long"), "{what}")
+            }
+        }
+        let fits = paths.iter().all(|other| are_of_one_tree(other, &path));
+        assert_eq!(tree.insert(&name, paths.len()).is_ok(), fits, "{paths:?} and {path:?}");
+        if fits {
+            assert_eq!(tree.find(name.stored()), Some(paths.len()));
+            paths.push(path);
+        }
+    }
+}
+
+/// Neither goes through the other, and where they part both have keys or both have indices.
+fn are_of_one_tree(one: &[Component], other: &[Component]) -> bool {
+    match one.iter().zip(other).find(|(a, b)| a != b) {
+        None => false,
+        Some((a, b)) => matches!(a, Component::Key(_)) == matches!(b, Component::Key(_)),
+    }
+}

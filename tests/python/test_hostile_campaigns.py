@@ -1,0 +1,94 @@
+"""The campaigns of hostile files and servers: a share of each, and that they find what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import OLD_PYTHON, ROOT
+
+TRUST = ROOT / "tests/trust"
+
+
+def run(campaign, *options, broken=""):
+    """Run a campaign whose loads may be broken; return what it says."""
+    code = f"import tensorizer, hostile_ways, {campaign}\n{broken}\n{campaign}.main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, options)],
+        env=os.environ | {
+            "PYTHONPATH": f"{TRUST}:{ROOT / 'python'}", "TENSORIZER_OLD_PYTHON": str(OLD_PYTHON),
+        },
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == bool(said["findings"]), done.stderr
+    return said
+
+
+@pytest.mark.parametrize(
+    ("campaign", "options"),
+    [
+        ("hostile_files", ("--files", 200)),
+        ("hostile_servers", ("--loads", 20)),
+        ("differential", ("--files", 200)),
+    ],
+)
+def test_a_share(campaign, options):
+    said = run(campaign, *options)
+    assert said["findings"] == []
+    assert said["inputs"] == options[1] == sum(said["kinds"].values())
+
+
+#: What a campaign is to find, the defect, and what is said of it.
+BROKEN = {
+    "a crash": (
+        "import os\ntensorizer.iterate = lambda *a: os.kill(os.getpid(), 11)",
+        "the process ended by signal 11",
+    ),
+    "a hang": (
+        "import time\nhostile_files.HANGS = 3\ntensorizer.iterate = lambda *a: time.sleep(60)",
+        "nothing happened for 3 s",
+    ),
+    "memory": (
+        "kept = []\ntensorizer.iterate = lambda *a: kept.append(b'x' * (500 << 20)) or {}",
+        "a fresh process",
+    ),
+    "an untyped error": (
+        "tensorizer.iterate = lambda *a: [][0]",
+        "iterated: IndexError",
+    ),
+    "other data": (
+        "before = tensorizer.iterate\n"
+        "tensorizer.iterate = lambda *a: {n: t * 0 + 1 for n, t in before(*a)}",
+        "iterated: tensor",
+    ),
+    "a hash that nobody compares": (
+        "before = tensorizer.load\n"
+        "tensorizer.load = lambda *a, verify_hash=False, **k: before(*a, **k)",
+        "passed, and its hashes do not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_found(broken):
+    code, said = BROKEN[broken]
+    # Some ways are tried with any file, others with those that load.
+    files = {"other data": 60, "a hash that nobody compares": 400}.get(broken, 2)
+    findings = run("hostile_files", "--files", files, "--only", "tensors", broken=code)["findings"]
+    assert any(said in finding for finding in findings), findings
+
+
+def test_wrong_data_from_a_server_are_found():
+    # What all is compared with comes before.
+    code = """
+import itertools
+before, calls = tensorizer.load, itertools.count()
+def load(*arguments, **options):
+    loaded = before(*arguments, **options)
+    return loaded if next(calls) < 2 else {name: tensor + 1 for name, tensor in loaded.items()}
+tensorizer.load = load
+"""
+    said = run("hostile_servers", "--loads", 5, broken=code)
+    assert any("differs" in finding for finding in said["findings"])
