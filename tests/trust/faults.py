@@ -1,0 +1,324 @@
+"""Has every system call of small saves and loads fail once, one in each run.
+
+Which calls there are a first run tells, of each kind of save and load (`scenes.py`). Then a child
+is forked for each call and fault. It must end with the right data or an error that says which
+file; a failed save leaves what was there, and nothing else.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tracing
+from scenes import (
+    LOADS,
+    NEW,
+    OLD,
+    SAVES,
+    Load,
+    Save,
+    environment,
+    http_server,
+    s3_server,
+    scratch,
+    tensorizer,
+    value_of,
+    visible,
+)
+from tracing import Call, Outcome
+
+#: These do not fail, or not in a way that a program could be told of: the C library ends the
+#: process, or the kernel gives no error.
+SPARED = {
+    "futex": "glibc ends the process where the kernel says what it never says",
+    "rt_sigprocmask": "only wrong arguments fail",
+    "rt_sigaction": "only wrong arguments fail",
+    "rt_sigreturn": "does not return",
+    "sigaltstack": "of Rust's runtime, for messages of a stack overflow: a panic by intention",
+    "exit": "does not return",
+    "exit_group": "does not return",
+    "set_robust_list": "glibc does not look",
+    "rseq": "glibc ends the thread by intention",
+    "getpid": "never fails",
+    "gettid": "never fails",
+    "munmap": "frees memory; glibc's own",
+    "brk": "never says an error; malloc asks mmap then, which is had fail",
+    "close": "has no way to be told",
+    "tgkill": "of glibc's abort alone",
+}
+#: What fails for lack of memory, or of threads, and no other way.
+MEMORY = {"mmap", "mremap", "mprotect", "madvise"}
+THREADS = {"clone", "clone3", "fork", "vfork"}
+ERRORS = {"EIO": 5, "EINTR": 4, "EAGAIN": 11, "ENOSPC": 28, "ENOMEM": 12, "EACCES": 13}
+SOCKETS = {"ECONNRESET": 104, "EPIPE": 32, "EINTR": 4, "EAGAIN": 11, "ENOBUFS": 105}
+
+
+def faults(call: str, is_socket: bool) -> dict[str, tracing.Action]:
+    """Return the faults of a call, by name."""
+    if call in SPARED:
+        return {}
+    if call in MEMORY:
+        return {"ENOMEM": 12}
+    if call in THREADS:
+        return {"EAGAIN": 11}
+    found: dict[str, tracing.Action] = dict(SOCKETS if is_socket else ERRORS)
+    if call in tracing.PLAIN | tracing.VECTORED:
+        found |= {"half": "half", "one byte": "one"}
+        found |= {"nothing": "nothing"}
+    return found
+
+
+SOCKET_CALLS = {"socket", "connect", "recvfrom", "sendto", "recvmsg", "sendmsg", "getsockopt",
+                "setsockopt", "getpeername", "getsockname", "shutdown", "epoll_create1",
+                "epoll_ctl", "epoll_wait", "eventfd2", "poll", "bind"}  # fmt: skip
+OUR_ERRORS = {"FormatError", "TruncatedError", "HashMismatchError", "CryptographyError", "OSError",
+              "PairMismatchError", "MemoryError"}  # fmt: skip
+
+
+class Campaign:
+    """Runs kinds one after the other, and collects."""
+
+    def __init__(self, seed: int, until: float, verbose: bool) -> None:
+        self.random, self.until, self.verbose = random.Random(seed), until, verbose
+        self.kinds: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.planned = 0
+
+    def finding(self, where: str, what: str) -> None:
+        self.findings.append(f"{where}: {what}")
+        print(f"FINDING {where}: {what}", file=sys.stderr, flush=True)
+
+    def plan(self, scene: str, outcome: Outcome) -> Iterator[tuple[str, str, tracing.Action]]:
+        """Return the calls and faults of a run, in a random order."""
+        if outcome.status != 0 or not outcome.said or "result" not in outcome.said:
+            self.finding(scene, f"fails undisturbed: {outcome.status} {outcome.said}")
+            return iter(())
+        pairs = []
+        for call in outcome.calls:
+            for name, action in faults(call.name, call.name in SOCKET_CALLS).items():
+                pairs.append((f"{call.name} {call.index}", name, action))
+        self.planned += len(pairs)
+        self.random.shuffle(pairs)
+        return iter(pairs)
+
+    def run(self, scene: str, refused: tuple, body: Callable, look: Callable, again: Callable):
+        """Yield the planned runs of a scene as functions, so that scenes take turns."""
+        never = deny(refused, None, None)
+        again()
+        for place, fault, action in self.plan(scene, tracing.run(body, never)):
+            again()
+            yield lambda: self.one(scene, refused, body, look, place, fault, action)
+
+    def one(self, scene, refused, body, look, place, fault, action) -> None:
+        outcome = tracing.run(body, deny(refused, place, action))
+        self.kinds[fault] += 1
+        where = f"{scene}, {place} {fault}"
+        path = next((call.path for call in outcome.calls if f"{call.name} {call.index}" == place), "")
+        try:
+            verdict = judge(outcome) or look(outcome, place, fault)
+        except Exception as error:
+            verdict = f"what is left cannot be read: {type(error).__name__}: {error}"
+        if verdict:
+            self.finding(f"{where} {path}".rstrip(), verdict)
+        said = outcome.said or {}
+        how = "right" if "result" in said else said.get("kinds", ["died"])[0]
+        self.ended[how] += 1
+        if self.verbose and how != "right":
+            print(f"{where} {path}: {how}: {(said.get('text') or '').strip().splitlines()[-1:]}", flush=True)
+
+
+def deny(refused: tuple, place: str | None, action: tracing.Action) -> Callable:
+    """Return what a tracer asks at each call."""
+
+    def decide(call: Call, _: tracing.Memory) -> tracing.Action:
+        if str(call).split(" (")[0] == place:
+            return action
+        for what, number in refused:
+            # O_TMPFILE, which includes the flag of folders.
+            if what == "O_TMPFILE" and call.name == "openat" and call.args[2] & 0o20200000 == 0o20200000:
+                return number
+        return None
+
+    return decide
+
+
+def judge(outcome: Outcome) -> str | None:
+    """Return what is wrong with how a child ended."""
+    if outcome.status is None:
+        return "hangs"
+    if outcome.status != 0:
+        return f"ends with {outcome.status}"
+    if not outcome.said:
+        return "says nothing"
+    if "result" in outcome.said:
+        return None
+    kinds = set(outcome.said["kinds"])
+    if "AssertionError" in kinds:
+        return outcome.said["text"]
+    return None
+
+
+def unremoved(place: str, outcome: Outcome) -> bool:
+    """Return whether the call that failed was to remove a hidden file, or to look at it before."""
+    paths = [call.path for call in outcome.calls if f"{call.name} {call.index}" == place]
+    return "unlink" in place or any("/." in path for path in paths)
+
+
+def names_the_file(outcome: Outcome, file: str) -> str | None:
+    """Return what an error lacks: a type that says what to do, and the file."""
+    said = outcome.said or {}
+    if "kinds" not in said:
+        return None
+    # The errors of torch.distributed.checkpoint have the others inside of their text.
+    wrapped = "CheckpointException" in said["kinds"] and any(k in said["text"] for k in OUR_ERRORS)
+    if not wrapped and not OUR_ERRORS & set(said["kinds"]):
+        return f"an error of no kind: {said['kinds'][0]}: {said['text']}"
+    if file not in said["text"] and "MemoryError" not in said["kinds"]:
+        return f"the error does not name the file: {said['kinds'][0]}: {said['text']}"
+    return None
+
+
+def save_runs(campaign: Campaign, scene: Save, folder: Path) -> Iterator[Callable]:
+    """Yield the runs of a kind of save."""
+    name = f"save, {scene.name}"
+    folder.mkdir()
+    if scene.over:
+        scene.save(folder, OLD)
+    kept = folder.with_name(f"{folder.name}.kept")
+    shutil.copytree(folder, kept)
+
+    def again() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+
+    def look(outcome: Outcome, place: str, fault: str) -> str | None:
+        before, left = visible(kept), visible(folder)
+        found = scene.found(folder)
+        said = outcome.said or {}
+        if "result" in said:
+            if found != NEW:
+                return f"the save said nothing and {found} is there"
+            hidden = [name for name in left if "/." in f"/{name}"]
+            return f"leaves {hidden}" if hidden and not unremoved(place, outcome) else None
+        if lacks := names_the_file(outcome, scene.file):
+            return lacks
+        if "complete and has its name" in said["text"]:
+            return None if found == NEW else f"says that the file is there, and {found} is"
+        if found != (OLD if scene.over else None):
+            return f"failed, and {found} is there: {said['kinds'][0]}: {said['text']}"
+        folders = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_dir()}
+        extra = [name for name in left if name not in before and name not in folders]
+        if extra and not (unremoved(place, outcome) and all("/." in f"/{n}" for n in extra)):
+            return f"leaves {extra}"
+        if extra:
+            scene.save(folder, NEW)
+            stays = [name for name in extra if name in visible(folder)]
+            return f"leaves {stays}, after another save too" if stays else None
+        return None
+
+    body = lambda: scene.save(folder, NEW)  # noqa: E731
+    with environment(scene.environment):
+        yield from campaign.run(name, scene.refused, body, look, again)
+
+
+def load_runs(campaign: Campaign, scene: Load, folder: Path) -> Iterator[Callable]:
+    """Yield the runs of a kind of load."""
+    folder.mkdir()
+    scene.prepare(folder)
+    # What it imports late is imported before the forks.
+    with environment(scene.environment):
+        scene.load(folder)
+
+    def body() -> float:
+        with environment(scene.environment):
+            return scene.load(folder)
+
+    def look(outcome: Outcome, place: str, fault: str) -> str | None:
+        if outcome.said and outcome.said.get("result", OLD) != OLD:
+            return f"loads {outcome.said['result']}"
+        return names_the_file(outcome, scene.file)
+
+    yield from campaign.run(f"load, {scene.name}", (), body, look, lambda: None)
+
+
+def network_runs(campaign: Campaign, folder: Path, url: str, s3: str | None) -> Iterator[Callable]:
+    """Yield the runs of loads from a server, with a cache, and of uploads."""
+    cache = folder / "cache"
+
+    def right(outcome: Outcome, place: str, fault: str) -> str | None:
+        if outcome.said and outcome.said.get("result", OLD) != OLD:
+            return f"loads {outcome.said['result']}"
+        return names_the_file(outcome, "f.tensors")
+
+    def load() -> float:
+        return value_of(tensorizer.load(url, "cpu", verify_hash=True, num_readers=1))
+
+    def fill() -> float:
+        return value_of(tensorizer.load(url, "cpu", verify_hash=True, num_readers=1, cache_dir=cache))
+
+    def fresh() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+
+    def filled(outcome: Outcome, place: str, fault: str) -> str | None:
+        again = fill()
+        return right(outcome, place, fault) or (None if again == OLD else f"then loads {again}")
+
+    runs = [campaign.run("load, http", (), load, right, lambda: None),
+            campaign.run("load, cache fill", (), fill, filled, fresh)]  # fmt: skip
+    if s3:
+        from scenes import save_to, tensors  # noqa: F401, PLC0415
+    while runs:
+        for one in list(runs):
+            try:
+                yield next(one)
+            except StopIteration:
+                runs.remove(one)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="kinds whose names have this text")
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    if skipped := tracing.why_not():
+        print(json.dumps({"campaign": "faults", "skipped": skipped}))
+        return
+    campaign = Campaign(arguments.seed, began + arguments.seconds, arguments.verbose)
+    # Tries and pauses of a few seconds are of no interest here.
+    quick = (("TENSORIZER_ATTEMPTS", "2"), ("TENSORIZER_STALL_SECONDS", "2"))
+    with scratch() as folder, environment(quick), http_server(folder) as url:
+        runs = [save_runs(campaign, scene, folder / f"save{n}") for n, scene in enumerate(SAVES)]
+        runs += [load_runs(campaign, scene, folder / f"load{n}") for n, scene in enumerate(LOADS)]
+        runs += [network_runs(campaign, folder, url, None)]
+        names = [f"save, {s.name}" for s in SAVES] + [f"load, {s.name}" for s in LOADS] + ["network"]
+        runs = [run for run, name in zip(runs, names, strict=True) if arguments.only in name]
+        while runs and time.monotonic() < campaign.until:
+            for run in list(runs):
+                if time.monotonic() >= campaign.until:
+                    break
+                try:
+                    next(run)()
+                except StopIteration:
+                    runs.remove(run)
+    done = sum(campaign.kinds.values())
+    print(json.dumps({
+        "campaign": "faults", "inputs": done, "what": f"calls that failed, of {campaign.planned}",
+        "kinds": dict(campaign.kinds.most_common()), "ended": dict(campaign.ended.most_common()),
+        "findings": campaign.findings, "seconds": round(time.monotonic() - began, 1),
+    }))  # fmt: skip
+    sys.exit(bool(campaign.findings))
+
+
+if __name__ == "__main__":
+    main()
