@@ -71,9 +71,11 @@ with tensorizer_saving():
 """
 
 
-@pytest.mark.parametrize(("after", "holds"), [(0, 1.0), (1, 2.0)], ids=["storages", "pickle"])
+@pytest.mark.parametrize(
+    ("after", "holds"), [(0, 1.0), (1, 1.0), (2, 2.0)], ids=["old storages", "storages", "pickle"]
+)
 def test_one_version_of_a_pair_is_whole(failing, after, holds, tmp_path):
-    """The sync behind the storages' rename fails, or the one behind the pickle's."""
+    """The sync behind the hidden name of the old storages fails, or one behind a rename."""
     path = tmp_path / "state.pt"
     done = run_python(PAIR, path, 1)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

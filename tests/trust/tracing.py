@@ -6,6 +6,7 @@ What a caller answers at a call is done to it: it fails, it moves fewer bytes, t
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import os
 import platform
@@ -98,6 +99,7 @@ class Memory:
     """The memory of a traced process."""
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.file = open(f"/proc/{pid}/mem", "rb+", buffering=0)
 
     def read(self, address: int, length: int) -> bytes:
@@ -161,7 +163,7 @@ class _Tracer:
         self.inside[thread] = (call, self.act(thread, call, action))
 
     def path(self, name: str, args: tuple[int, ...]) -> str:
-        at = {"open": 0, "stat": 0, "link": 1, "rename": 1, "unlink": 0, "mkdir": 0, "readlink": 0,
+        at = {"open": 0, "stat": 0, "link": 1, "rename": 1, "unlink": 0, "rmdir": 0, "mkdir": 0, "readlink": 0,
               "openat": 1, "statx": 1, "newfstatat": 1, "unlinkat": 1, "mkdirat": 1,
               "linkat": 3, "renameat": 3, "renameat2": 3, "access": 0}.get(name)  # fmt: skip
         return "" if at is None else self.memory.text(args[at])
@@ -260,7 +262,10 @@ def run(
         os.setpgid(0, 0)
         _libc.ptrace(TRACEME, 0, None, None)
         os.kill(os.getpid(), signal.SIGSTOP)
-        os.write(writing, json.dumps(marked(body)).encode())
+        said = marked(body)
+        # A traceback has kept what was given up, perhaps in a cycle.
+        gc.collect()
+        os.write(writing, json.dumps(said).encode())
         os._exit(0)
     os.close(writing)
     with contextlib.suppress(OSError):
