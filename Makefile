@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
+  trust lint bench bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels clean
 
 demo: $(STAMPS)/built $(STAMPS)/demo $(STAMPS)/old
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -98,6 +98,12 @@ check-aarch64: $(STAMPS)/torch
 # What takes too long for every change; the output is the record in tests/long.txt.
 test-long: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	PYTHON=$(BIN)/python bash tests/long.sh
+
+# What shows that files can be trusted, for so many seconds in all; tests/trust/campaigns.json lists
+# it, and the table goes to tests/trust.md with RECORD=tests/trust.md.
+SECONDS ?= 600
+trust: $(STAMPS)/built $(STAMPS)/test
+	$(BIN)/python tests/trust/run.py --seconds $(SECONDS) $(if $(RECORD),--record $(RECORD)) $(TRUST)
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	$(SAY_TCH)

@@ -41,6 +41,8 @@ from scenes import (
 #: What memory may differ by between the first rounds and the last, in MiB.
 MOST_MB = 64
 THREADS, PROCESSES = 64, 16
+#: With less time than this there are fewer of both, and fewer loads in one process.
+LONG = 60.0
 
 
 class Enough(Exception):
@@ -148,7 +150,8 @@ def worker(folder: Path, url: str, threads: int, seconds: float, seed: int) -> d
         for thread in running:
             thread.join()
         costs.append(cost())
-    wrong += grown(costs[1], costs[2]) if sum(done.values()) > 4 * threads else []
+    # Before all has been met once, there is nothing to compare with.
+    wrong += grown(costs[1], costs[2]) if sum(done.values()) > 20 * threads else []
     return {"done": done, "findings": wrong, "costs": costs}
 
 
@@ -175,13 +178,13 @@ def forked(work: Callable[[], dict], seconds: float) -> Iterator[dict]:
         yield json.loads(text)
 
 
-def crowd(folder: Path, url: str, seconds: float, seed: int) -> tuple[Counter, list[str]]:
+def crowd(folder: Path, url: str, seconds: float, seed: int, fewer: int) -> tuple[Counter, list[str]]:
     """Run all the processes at once: one has the threads, of the others each one or four."""
     running = []
-    for number in range(PROCESSES):
+    for number in range(PROCESSES // fewer):
         mine = folder / f"process{number}"
         mine.mkdir()
-        threads = THREADS if number == 0 else 1 + 3 * (number % 2)
+        threads = THREADS // fewer if number == 0 else 1 + 3 * (number % 2)
         work = lambda mine=mine, threads=threads, number=number: worker(  # noqa: E731
             mine, url, threads, seconds, seed + number
         )
@@ -301,10 +304,11 @@ def main() -> None:
     with scratch() as folder, environment((("TENSORIZER_CACHE_GB", "1"),)), http_server(folder) as url:
         by_path(folder)
         if arguments.only in ("", "crowd"):
-            found = crowd(folder, url, arguments.seconds * 0.4, arguments.seed)
+            fewer = 1 if arguments.seconds >= LONG else 8
+            found = crowd(folder, url, arguments.seconds * 0.4, arguments.seed, fewer)
             done, findings = done + found[0], findings + found[1]
         if arguments.only in ("", "many"):
-            count = 1000 if arguments.seconds >= 100 else 100
+            count = 1000 if arguments.seconds >= LONG else 40
             found = many(folder, url, count)
             done, findings = done + found[0], findings + found[1]
         turns = {"endings": endings, "forks": forks}

@@ -16,10 +16,13 @@ struct Locked(Box<Page>);
 impl Key {
     /// A key of 32 bytes; None for any other number.
     pub fn new(bytes: &[u8]) -> Option<Self> {
-        let given: Zeroizing<[u8; KEY_LEN]> = Zeroizing::new(bytes.try_into().ok()?);
+        if bytes.len() != KEY_LEN {
+            return None;
+        }
         let mut page = Box::new(Page([0; KEY_LEN]));
         sodium::lock(&mut page);
-        page.0.copy_from_slice(&*given);
+        // From there to here, and nowhere between.
+        page.0.copy_from_slice(bytes);
         Some(Key(Arc::new(Locked(page))))
     }
 
