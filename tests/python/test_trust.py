@@ -44,8 +44,11 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     fake(
         tmp_path,
         monkeypatch,
-        ("good", says(inputs=1234, what="things", kinds={"a": 1000, "b": 234}, findings=[],
-                      seconds=2.5), []),  # fmt: skip
+        (
+            "good",
+            says(inputs=1234, what="things", kinds={"a": 1000, "b": 234}, findings=[], seconds=2.5),
+            [],
+        ),
         ("bad", says(inputs=1, findings=["it is broken"], seconds=1), []),
         ("absent", "no-such-tool", ["no-such-tool"]),
         ("silent", "{python} -c 'raise SystemExit(3)'", []),

@@ -6,14 +6,16 @@ file; a failed save leaves what was there, and nothing else.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import random
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tracing
@@ -29,11 +31,14 @@ from scenes import (
     s3_server,
     scratch,
     tensorizer,
+    upload,
     value_of,
     visible,
 )
 from tracing import Call, Outcome
 
+#: With less time than this there are no uploads.
+LONG = 60.0
 #: These do not fail, or not in a way that a program could be told of: the C library ends the
 #: process, or the kernel gives no error.
 SPARED = {
@@ -81,6 +86,8 @@ SOCKET_CALLS = {"socket", "connect", "recvfrom", "sendto", "recvmsg", "sendmsg",
                 "epoll_ctl", "epoll_wait", "eventfd2", "poll", "bind"}  # fmt: skip
 OUR_ERRORS = {"FormatError", "TruncatedError", "HashMismatchError", "CryptographyError", "OSError",
               "PairMismatchError", "MemoryError"}  # fmt: skip
+#: O_TMPFILE, which includes the flag of folders.
+UNNAMED = 0o20200000
 OS_ERRORS = {kind.__name__ for kind in (OSError, *OSError.__subclasses__())}
 #: Calls by which hidden files are removed, locked or looked at before: after these one may stay
 #: until the next save.
@@ -119,30 +126,51 @@ class Campaign:
         self.random.shuffle(pairs)
         return iter(pairs)
 
-    def run(self, scene: str, refused: tuple, body: Callable, look: Callable, again: Callable):
-        """Yield the planned runs of a scene as functions, so that scenes take turns."""
-        never = deny(refused, None, None)
-        again()
-        for place, fault, action in self.plan(scene, tracing.run(body, never)):
-            again()
-            yield lambda: self.one(scene, refused, body, look, place, fault, action)
+    def run(self, kind: "Kind") -> Iterator[Callable]:
+        """Yield the planned runs of a kind as functions, so that kinds take turns."""
+        kind.again()
+        never = deny(kind.refused, None, None)
+        for place, fault, action in self.plan(kind.name, tracing.run(kind.body, never)):
+            yield partial(self.one, kind, place, fault, action)
 
-    def one(self, scene, refused, body, look, place, fault, action) -> None:
-        outcome = tracing.run(body, deny(refused, place, action))
+    def one(self, kind: "Kind", place: str, fault: str, action: tracing.Action) -> None:
+        """Have a call fail, and see what comes of it."""
+        kind.again()
+        outcome = tracing.run(kind.body, deny(kind.refused, place, action))
         self.kinds[fault] += 1
-        where = f"{scene}, {place} {fault}"
-        path = next((call.path for call in outcome.calls if f"{call.name} {call.index}" == place), "")
+        where = f"{kind.name}, {place} {fault} {path_of(outcome, place)}".rstrip()
         try:
-            verdict = judge(outcome) or look(outcome, place, fault)
+            verdict = judge(outcome) or kind.look(outcome, place)
         except Exception as error:
             verdict = f"what is left cannot be read: {type(error).__name__}: {error}"
         if verdict:
-            self.finding(f"{where} {path}".rstrip(), verdict)
+            self.finding(where, verdict)
         said = outcome.said or {}
         how = "right" if "result" in said else said.get("kinds", ["died"])[0]
         self.ended[how] += 1
         if self.verbose and how != "right":
-            print(f"{where} {path}: {how}: {(said.get('text') or '').strip().splitlines()[-1:]}", flush=True)
+            print(f"{where}: {how}: {said.get('text', '').strip().splitlines()[-1:]}", flush=True)
+
+
+def nothing() -> None:
+    """Have nothing to prepare."""
+
+
+@dataclass
+class Kind:
+    """A kind of save or load, and what is wrong after a call of it has failed."""
+
+    name: str
+    body: Callable
+    look: Callable[[Outcome, str], str | None]
+    #: Puts back what was there before.
+    again: Callable[[], None] = nothing
+    refused: tuple = ()
+
+
+def path_of(outcome: Outcome, place: str) -> str:
+    """Return the path that a call has."""
+    return next((call.path for call in outcome.calls if f"{call.name} {call.index}" == place), "")
 
 
 def deny(refused: tuple, place: str | None, action: tracing.Action) -> Callable:
@@ -152,8 +180,11 @@ def deny(refused: tuple, place: str | None, action: tracing.Action) -> Callable:
         if str(call).split(" (")[0] == place:
             return action
         for what, number in refused:
-            # O_TMPFILE, which includes the flag of folders.
-            if what == "O_TMPFILE" and call.name == "openat" and call.args[2] & 0o20200000 == 0o20200000:
+            if (
+                what == "O_TMPFILE"
+                and call.name == "openat"
+                and call.args[2] & 0o20200000 == 0o20200000
+            ):
                 return number
         return None
 
@@ -179,7 +210,7 @@ def judge(outcome: Outcome) -> str | None:
 def unremoved(place: str, outcome: Outcome) -> bool:
     """Return whether the call that failed was to remove a hidden file, or to look at it before."""
     paths = [call.path for call in outcome.calls if f"{call.name} {call.index}" == place]
-    return place.split()[0] in TIDYING or any("/." in path for path in paths)
+    return place.split(maxsplit=1)[0] in TIDYING or any("/." in path for path in paths)
 
 
 def names_the_file(outcome: Outcome, scene: Save | Load, place: str) -> str | None:
@@ -194,7 +225,7 @@ def names_the_file(outcome: Outcome, scene: Save | Load, place: str) -> str | No
         kinds = OUR_ERRORS  # operators have text only
     if not (OUR_ERRORS | OS_ERRORS) & kinds:
         return f"an error of no kind: {said['kinds'][0]}: {said['text']}"
-    if scene.file not in said["text"] and place.split()[0] not in OF_PYTHON:
+    if scene.file not in said["text"] and place.split(maxsplit=1)[0] not in OF_PYTHON:
         return f"the error does not name the file: {said['kinds'][0]}: {said['text']}"
     return None
 
@@ -212,7 +243,7 @@ def save_runs(campaign: Campaign, scene: Save, folder: Path) -> Iterator[Callabl
         shutil.rmtree(folder)
         shutil.copytree(kept, folder)
 
-    def look(outcome: Outcome, place: str, fault: str) -> str | None:
+    def look(outcome: Outcome, place: str) -> str | None:
         before, left = visible(kept), visible(folder)
         found = scene.found(folder)
         said = outcome.said or {}
@@ -244,9 +275,9 @@ def save_runs(campaign: Campaign, scene: Save, folder: Path) -> Iterator[Callabl
             extra = [name for name in extra if name in visible(folder)]
         return f"leaves {extra}, after another save too" if extra else None
 
-    body = lambda: scene.save(folder, NEW)  # noqa: E731
     with environment(scene.environment):
-        yield from campaign.run(name, scene.refused, body, look, again)
+        body = partial(scene.save, folder, NEW)
+        yield from campaign.run(Kind(name, body, look, again, scene.refused))
 
 
 def load_runs(campaign: Campaign, scene: Load, folder: Path) -> Iterator[Callable]:
@@ -261,46 +292,49 @@ def load_runs(campaign: Campaign, scene: Load, folder: Path) -> Iterator[Callabl
         with environment(scene.environment):
             return scene.load(folder)
 
-    def look(outcome: Outcome, place: str, fault: str) -> str | None:
+    def look(outcome: Outcome, place: str) -> str | None:
         if outcome.said and outcome.said.get("result", OLD) != OLD:
             return f"loads {outcome.said['result']}"
         return names_the_file(outcome, scene, place)
 
-    yield from campaign.run(f"load, {scene.name}", (), body, look, lambda: None)
+    yield from campaign.run(Kind(f"load, {scene.name}", body, look))
 
 
-def network_runs(campaign: Campaign, folder: Path, url: str, s3: str | None) -> Iterator[Callable]:
-    """Yield the runs of loads from a server, with a cache, and of uploads."""
+def server_runs(campaign: Campaign, folder: Path, url: str) -> Iterator[Callable]:
+    """Yield the runs of loads from a server, with and without a cache."""
     cache = folder / "cache"
 
-    def right(outcome: Outcome, place: str, fault: str) -> str | None:
+    def load(**options: object) -> float:
+        return value_of(tensorizer.load(url, "cpu", verify_hash=True, num_readers=1, **options))
+
+    def right(outcome: Outcome, place: str) -> str | None:
         if outcome.said and outcome.said.get("result", OLD) != OLD:
             return f"loads {outcome.said['result']}"
-        return names_the_file(outcome, Load("", None, None), place)
+        return names_the_file(outcome, Load("", nothing, load), place)
 
-    def load() -> float:
-        return value_of(tensorizer.load(url, "cpu", verify_hash=True, num_readers=1))
+    def filled(outcome: Outcome, place: str) -> str | None:
+        again = load(cache_dir=cache)
+        return right(outcome, place) or (None if again == OLD else f"then loads {again}")
 
-    def fill() -> float:
-        return value_of(tensorizer.load(url, "cpu", verify_hash=True, num_readers=1, cache_dir=cache))
+    fresh = partial(shutil.rmtree, cache, ignore_errors=True)
+    yield from campaign.run(Kind("load, http", load, right))
+    yield from campaign.run(Kind("load, cache fill", partial(load, cache_dir=cache), filled, fresh))
 
-    def fresh() -> None:
-        shutil.rmtree(cache, ignore_errors=True)
 
-    def filled(outcome: Outcome, place: str, fault: str) -> str | None:
-        again = fill()
-        return right(outcome, place, fault) or (None if again == OLD else f"then loads {again}")
+def upload_runs(campaign: Campaign, folder: Path, uri: str) -> Iterator[Callable]:
+    """Yield the runs of saves to S3."""
+    scene = upload(uri)
 
-    runs = [campaign.run("load, http", (), load, right, lambda: None),
-            campaign.run("load, cache fill", (), fill, filled, fresh)]  # fmt: skip
-    if s3:
-        from scenes import save_to, tensors  # noqa: F401, PLC0415
-    while runs:
-        for one in list(runs):
-            try:
-                yield next(one)
-            except StopIteration:
-                runs.remove(one)
+    def look(outcome: Outcome, place: str) -> str | None:
+        found = scene.found(folder)
+        if outcome.said and "result" in outcome.said:
+            return None if found == NEW else f"the save said nothing and {found} is there"
+        # An answer may get lost behind what it answers.
+        wrong = None if found in (OLD, NEW) else f"failed, and {found} is there"
+        return wrong or names_the_file(outcome, scene, place)
+
+    again = partial(scene.save, folder, OLD)
+    yield from campaign.run(Kind("save, upload", partial(scene.save, folder, NEW), look, again))
 
 
 def main() -> None:
@@ -308,7 +342,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose names have this text")
-    parser.add_argument("--call", default="", help="a call alone, such as 'fsync 0' or 'fsync 0 EIO'")
+    parser.add_argument(
+        "--call", default="", help="a call alone, such as 'fsync 0' or 'fsync 0 EIO'"
+    )
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -319,12 +355,21 @@ def main() -> None:
                         arguments.call)  # fmt: skip
     # Tries and pauses of a few seconds are of no interest here.
     quick = (("TENSORIZER_ATTEMPTS", "2"), ("TENSORIZER_STALL_SECONDS", "2"))
-    with scratch() as folder, environment(quick), http_server(folder) as url:
-        runs = [save_runs(campaign, scene, folder / f"save{n}") for n, scene in enumerate(SAVES)]
-        runs += [load_runs(campaign, scene, folder / f"load{n}") for n, scene in enumerate(LOADS)]
-        runs += [network_runs(campaign, folder, url, None)]
-        names = [f"save, {s.name}" for s in SAVES] + [f"load, {s.name}" for s in LOADS] + ["network"]
-        runs = [run for run, name in zip(runs, names, strict=True) if arguments.only in name]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        stack.enter_context(environment(quick))
+        runs = {f"save, {scene.name}": save_runs(campaign, scene, folder / f"save{number}")
+                for number, scene in enumerate(SAVES)}  # fmt: skip
+        runs |= {f"load, {scene.name}": load_runs(campaign, scene, folder / f"load{number}")
+                 for number, scene in enumerate(LOADS)}  # fmt: skip
+        if arguments.only in "load, http, cache fill":
+            url = stack.enter_context(http_server(folder))
+            runs["load, http, cache fill"] = server_runs(campaign, folder, url)
+        # It takes its time to start.
+        if arguments.only in "save, upload" and (arguments.only or arguments.seconds >= LONG):
+            uri = stack.enter_context(s3_server())
+            runs["save, upload"] = upload_runs(campaign, folder, uri)
+        runs = [run for name, run in runs.items() if arguments.only in name]
         while runs and time.monotonic() < campaign.until:
             for run in list(runs):
                 if time.monotonic() >= campaign.until:

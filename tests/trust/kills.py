@@ -17,11 +17,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import tracing
-from faults import deny
+from faults import LONG, deny
 from scenes import (
     NEW,
     OLD,
@@ -32,7 +31,7 @@ from scenes import (
     s3_server,
     scratch,
     tensorizer,
-    tensors,
+    upload,
     value_of,
     visible,
 )
@@ -198,28 +197,6 @@ def cache_fills(campaign: Campaign, folder: Path, url: str) -> Iterator[None]:
             yield
 
 
-def upload(uri: str) -> Save:
-    """Return saves to S3, of several parts."""
-    more = torch_parts()
-
-    def save(_: Path, value: float) -> None:
-        tensorizer.save(tensors(value) | {"more": more + value}, uri)
-
-    def load(_: Path) -> float:
-        found = tensorizer.load(uri, "cpu", verify_hash=True)
-        (value,) = {end.item() for end in found.pop("more").aminmax()}
-        return value if value == value_of(found) else -1
-
-    return Save("upload", save, load)
-
-
-def torch_parts():
-    """Return a tensor that takes more than a part of an upload."""
-    import torch
-
-    return torch.zeros(3 << 20)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
@@ -237,9 +214,10 @@ def main() -> None:
         stack.enter_context(environment(quick))
         url = stack.enter_context(http_server(folder))
         kinds = [Kind(scene, folder / f"{n}") for n, scene in enumerate(SAVES)]
-        if arguments.only in "upload":
+        # It takes its time to start.
+        if arguments.only in "upload" and (arguments.only or arguments.seconds >= LONG):
             uri = stack.enter_context(s3_server())
-            kinds.append(Kind(replace(upload(uri)), folder / "s3", hidden=False))
+            kinds.append(Kind(upload(uri), folder / "s3", hidden=False))
         runs: list[tuple[str, Iterator[None]]] = []
         for kind in kinds:
             longest = 0.4 if kind.scene.name == "upload" else 0.05

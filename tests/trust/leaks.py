@@ -1,8 +1,8 @@
 """Looks for secrets in everything that comes out, and for keys in memory.
 
 Keys, tokens, passwords and signatures are made of random letters, given to loads and saves in every
-way there is, and searched for in messages, logs, `repr`s, statistics and files, plain and encoded. The
-servers must have seen them, or nothing was shown. They answer well, and with errors of every kind.
+way there is, and searched for in messages, logs, `repr`s, statistics and files, plain and encoded.
+The servers must have seen them, or nothing was shown. They answer well and with errors.
 A key is in memory that core dumps leave out, and nowhere once it is not used any more.
 """
 
@@ -136,13 +136,17 @@ def served(url: str, secret: str, chance: random.Random) -> dict[str, Callable[[
 
     def opened(**options: object) -> object:
         stream = open_stream(options.pop("uri", url), **options)
-        print(repr(stream), stream, stream.name, vars(stream) if hasattr(stream, "__dict__") else "")
+        print(
+            repr(stream), stream, stream.name, vars(stream) if hasattr(stream, "__dict__") else ""
+        )
         with TensorDeserializer(stream, "cpu") as file:
             print(repr(file), file)
             return dict(file)
 
     def headers() -> object:
-        stream = CURLStreamFile(url, headers={"X-Token": secret, "Authorization": f"Bearer {secret}"})
+        stream = CURLStreamFile(
+            url, headers={"X-Token": secret, "Authorization": f"Bearer {secret}"}
+        )
         print(repr(stream), stream.name)
         return stream.read(10)
 
@@ -165,7 +169,7 @@ def served(url: str, secret: str, chance: random.Random) -> dict[str, Callable[[
 
 
 def by_operator(uri: str) -> object:
-    import torch  # noqa: PLC0415
+    import torch
 
     return torch.ops.tensorizer.load(uri)
 
@@ -213,7 +217,7 @@ def told(work: Callable[[], object], folder: Path, seconds: float = 30) -> str:
     """Run it in a child with all its logs; return how it ended. What it says is in the folder."""
     pid = os.fork()
     if pid == 0:
-        import signal  # noqa: PLC0415
+        import signal
 
         signal.alarm(int(seconds))
         output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -271,9 +275,15 @@ class Campaign:
         ended = told(work, folder)
         self.kinds[name] += 1
         self.ended[ended] += 1
-        if where == ", None" and ended != "well" and name not in ("proxy", "S3 upload", "hub", "redis"):
+        if (
+            where == ", None"
+            and ended != "well"
+            and name not in ("proxy", "S3 upload", "hub", "redis")
+        ):
             said = (folder / "output").read_text(errors="replace")
-            self.finding(f"{name} ends {ended}, with a server that does what it should: {said[-500:]}")
+            self.finding(
+                f"{name} ends {ended}, with a server that does what it should: {said[-500:]}"
+            )
         if ended.startswith("with -") or ended == "with 1":
             self.finding(f"{name}{where} ends {ended}")
         for found in searched(folder, secret):

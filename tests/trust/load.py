@@ -1,4 +1,4 @@
-"""Threads and processes that load, save, slice and cancel for a while, and what they cost in the end.
+"""Threads and processes that load, save, slice and cancel for a while, and what they cost.
 
 Memory, descriptors and threads of a process are the same after its first rounds and after its last;
 a thousand loads in one process leave nothing; interpreters end, and processes fork, at any moment.
@@ -65,7 +65,9 @@ def cancelled_save(folder: Path) -> float:
         raise Enough
 
     try:
-        tensorizer.save(dict(tensorizer.load(folder / "f.tensors")), folder / "f.tensors", progress=stop)
+        tensorizer.save(
+            dict(tensorizer.load(folder / "f.tensors")), folder / "f.tensors", progress=stop
+        )
     except Enough:
         return by_path(folder)
     raise AssertionError("the save was not cancelled")
@@ -94,9 +96,7 @@ def by_url(url: str) -> Callable[[Path], float]:
 
 
 def by_cache(url: str) -> Callable[[Path], float]:
-    return lambda folder: value_of(
-        tensorizer.load(url, "cpu", cache_dir=folder.parent / "cache")
-    )
+    return lambda folder: value_of(tensorizer.load(url, "cpu", cache_dir=folder.parent / "cache"))
 
 
 WORK = {"load": by_path, "lazy": lazily, "mapped": mapped, "slice": sliced, "save": saved,
@@ -178,7 +178,9 @@ def forked(work: Callable[[], dict], seconds: float) -> Iterator[dict]:
         yield json.loads(text)
 
 
-def crowd(folder: Path, url: str, seconds: float, seed: int, fewer: int) -> tuple[Counter, list[str]]:
+def crowd(
+    folder: Path, url: str, seconds: float, seed: int, fewer: int
+) -> tuple[Counter, list[str]]:
     """Run all the processes at once: one has the threads, of the others each one or four."""
     running = []
     for number in range(PROCESSES // fewer):
@@ -240,13 +242,23 @@ time.sleep(delay)
 def endings(folder: Path, url: str, chance: random.Random) -> str | None:
     """Have an interpreter end while threads work; return what is wrong with how it did."""
     delay = chance.uniform(0, 0.5)
-    command = [sys.executable, "-c", ENDING, str(folder), url, str(delay), str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-c",
+        ENDING,
+        str(folder),
+        url,
+        str(delay),
+        str(Path(__file__).parent),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     # Threads that come back from torch's own calls then, before Python 3.14, abort it.
     said = {"terminate called without an active exception", "terminate called recursively"}
     lines = set(done.stderr.splitlines())
     if lines - said or done.returncode not in (0, -signal.SIGABRT if lines else 0):
-        return f"an interpreter that ends after {delay:.3f} s: {done.returncode} {done.stderr[-500:]}"
+        return (
+            f"an interpreter that ends after {delay:.3f} s: {done.returncode} {done.stderr[-500:]}"
+        )
     return None
 
 
@@ -301,7 +313,11 @@ def main() -> None:
     began = time.monotonic()
     chance = random.Random(arguments.seed)
     done, findings = Counter(), []
-    with scratch() as folder, environment((("TENSORIZER_CACHE_GB", "1"),)), http_server(folder) as url:
+    with (
+        scratch() as folder,
+        environment((("TENSORIZER_CACHE_GB", "1"),)),
+        http_server(folder) as url,
+    ):
         by_path(folder)
         if arguments.only in ("", "crowd"):
             fewer = 1 if arguments.seconds >= LONG else 8
@@ -323,7 +339,8 @@ def main() -> None:
     for finding in findings:
         print(f"FINDING {finding}", file=sys.stderr)
     print(json.dumps({
-        "campaign": "load", "inputs": sum(done.values()), "what": "loads, saves and cancelled calls",
+        "campaign": "load", "inputs": sum(done.values()),
+        "what": "loads, saves and other calls",
         "kinds": dict(done.most_common()), "findings": findings[:50],
         "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from scenes import OLD, by_path, environment, save_path, scratch, serving, tensorizer, value_of
 
@@ -52,13 +53,17 @@ FIELDS = {
     "Upgrade": ["h2c"],
 }  # fmt: skip
 RAW = [b"", b"\r\n", b"\0", b"hello\n", b"HTTP/0.9\r\n\r\n", b"HTTP/2 200\r\n\r\n",
-       b"HTTP/1.1\r\n\r\n", b"HTTP/1.1 200\r\n\r\n", b"HTTP/1.1 abc OK\r\n\r\n", b"ICY 200 OK\r\n\r\n",
-       b"HTTP/1.1 200 OK\nContent-Length: 0\n\n", b"\x15\x03\x01\x00\x02\x02\x46", b"PRI * HTTP/2.0",
+       b"HTTP/1.1\r\n\r\n", b"HTTP/1.1 200\r\n\r\n", b"HTTP/1.1 abc OK\r\n\r\n",
+       b"ICY 200 OK\r\n\r\n",
+       b"HTTP/1.1 200 OK\nContent-Length: 0\n\n", b"\x15\x03\x01\x00\x02\x02\x46",
+       b"PRI * HTTP/2.0",
        b"HTTP/1.1 200 OK\r\n: empty\r\n\r\n", b"HTTP/1.1 200 OK\r\nA b: c\r\n\r\n",
        b"HTTP/1.1 200 OK\r\nA: b\r\n c\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: \0\r\n\r\n",
        b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!"]  # fmt: skip
-CHUNKS = [b"0\r\n\r\n", b"-1\r\n", b"ffffffffffffffffff\r\n", b"zz\r\n", b"5\r\n12345", b"5\r\n12345XX",
-          b"5;" + b"x" * 100_000, b"5\r\n12345\r\n0\r\n" + b"T: x\r\n" * 20_000, b"\r\n"]  # fmt: skip
+CHUNKS = [b"0\r\n\r\n", b"-1\r\n", b"ffffffffffffffffff\r\n", b"zz\r\n", b"5\r\n12345",
+          b"5\r\n12345XX",
+          b"5;" + b"x" * 100_000, b"5\r\n12345\r\n0\r\n" +
+          b"T: x\r\n" * 20_000, b"\r\n"]  # fmt: skip
 
 
 def case(number: int) -> dict:
@@ -96,6 +101,23 @@ def case(number: int) -> dict:
         found |= {"status": chance.choice([301, 302, 303, 307, 308]),
                   "to": chance.choice(["self", "two", "deeper", "right", "https"])}  # fmt: skip
     return found
+
+
+@dataclass
+class Asked:
+    """A request, the case that it is of, and what a server should answer."""
+
+    connection: socket.socket
+    what: dict
+    status: int
+    fields: dict[str, str]
+    body: bytes
+    path: str
+
+    @property
+    def number(self) -> str:
+        """Of the case."""
+        return self.path.split("/")[1]
 
 
 class Server:
@@ -146,7 +168,8 @@ class Server:
         if status == 206:
             fields["Content-Range"] = f"bytes {start}-{end - 1}/{len(self.data)}"
         body = self.data[start:end]
-        return getattr(self, f"do_{what['kind']}")(connection, what, status, fields, body, path)
+        asked = Asked(connection, what, status, fields, body, path)
+        return getattr(self, f"do_{what['kind']}")(asked)
 
     @staticmethod
     def head(status: int, fields: dict[str, str], length: int = 0) -> bytes:
@@ -158,25 +181,29 @@ class Server:
             lines.insert(1, "X-Pad: " + "p" * (length - len(short) - 9))
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
-    def do_none(self, connection, what, status, fields, body, path) -> bool:
-        connection.sendall(self.head(status, fields) + body)
+    def do_none(self, asked: Asked) -> bool:
+        asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body)
         return True
 
-    def do_head(self, connection, what, status, fields, body, path) -> bool:
+    def do_head(self, asked: Asked) -> bool:
         # Half of the heads are short, so that the fields that matter are met.
-        head, at, how = self.head(status, fields, HEAD if what["bit"] % 2 else 0), what["at"], what["how"]
+        head, at, how = (
+            self.head(asked.status, asked.fields, HEAD if asked.what["bit"] % 2 else 0),
+            asked.what["at"],
+            asked.what["how"],
+        )
         at %= len(head)
         if how in ("close", "reset", "stall"):
-            connection.sendall(head[:at])
-            return self.end(connection, how)
+            asked.connection.sendall(head[:at])
+            return self.end(asked.connection, how)
         changed = {
             "garbage": head[:at] + random.Random(at).randbytes(2000),
-            "flip": head[:at] + bytes([head[at] ^ 1 << what["bit"]]) + head[at + 1 :],
+            "flip": head[:at] + bytes([head[at] ^ 1 << asked.what["bit"]]) + head[at + 1 :],
             "zero": head[:at] + b"\0" + head[at + 1 :],
             "newline": head[:at] + b"\r\n" + head[at:],
             "drop": head[:at] + head[at + 1 :],
         }[how]
-        connection.sendall(changed + body)
+        asked.connection.sendall(changed + asked.body)
         # Else a body that is too short for what the head says would be waited for.
         return how == "flip"
 
@@ -188,80 +215,102 @@ class Server:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         return False
 
-    def do_body(self, connection, what, status, fields, body, path) -> bool:
-        if what["how"] == "more":
-            connection.sendall(self.head(status, fields) + body + self.data[:70_000])
+    def do_body(self, asked: Asked) -> bool:
+        if asked.what["how"] == "more":
+            asked.connection.sendall(
+                self.head(asked.status, asked.fields) + asked.body + self.data[:70_000]
+            )
             return True
-        connection.sendall(self.head(status, fields) + body[: what["at"] % max(1, len(body))])
-        return self.end(connection, what["how"])
+        asked.connection.sendall(
+            self.head(asked.status, asked.fields)
+            + asked.body[: asked.what["at"] % max(1, len(asked.body))]
+        )
+        return self.end(asked.connection, asked.what["how"])
 
-    def do_status(self, connection, what, status, fields, body, path) -> bool:
-        fields["Retry-After"] = what["retry"]
-        connection.sendall(self.head(what["status"], fields) + body)
+    def do_status(self, asked: Asked) -> bool:
+        asked.fields["Retry-After"] = asked.what["retry"]
+        asked.connection.sendall(self.head(asked.what["status"], asked.fields) + asked.body)
         return False
 
-    def do_field(self, connection, what, status, fields, body, path) -> bool:
-        status = what["status"] if what["status"] != 206 else status
-        if what["twice"]:
-            fields[what["name"].lower()] = fields.get(what["name"], "x")
-        fields[what["name"]] = what["value"]
-        connection.sendall(self.head(status, fields) + body)
+    def do_field(self, asked: Asked) -> bool:
+        asked.status = asked.what["status"] if asked.what["status"] != 206 else asked.status
+        if asked.what["twice"]:
+            asked.fields[asked.what["name"].lower()] = asked.fields.get(asked.what["name"], "x")
+        asked.fields[asked.what["name"]] = asked.what["value"]
+        asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body)
         return False
 
-    def do_raw(self, connection, what, status, fields, body, path) -> bool:
-        connection.sendall(RAW[what["raw"]])
+    def do_raw(self, asked: Asked) -> bool:
+        asked.connection.sendall(RAW[asked.what["raw"]])
         return False
 
-    def do_chunks(self, connection, what, status, fields, body, path) -> bool:
-        if not what["both"]:
-            del fields["Content-Length"]
-        fields["Transfer-Encoding"] = "chunked"
+    def do_chunks(self, asked: Asked) -> bool:
+        if not asked.what["both"]:
+            del asked.fields["Content-Length"]
+        asked.fields["Transfer-Encoding"] = "chunked"
         # What is said to be of the file is of it, or no client could tell.
-        connection.sendall(self.head(status, fields) + CHUNKS[what["raw"]].replace(b"12345", body[:5]))
+        asked.connection.sendall(
+            self.head(asked.status, asked.fields)
+            + CHUNKS[asked.what["raw"]].replace(b"12345", asked.body[:5])
+        )
         return False
 
-    def do_flood(self, connection, what, status, fields, body, path) -> bool:
+    def do_flood(self, asked: Asked) -> bool:
         begin, piece = {
             "1xx": (b"", b"HTTP/1.1 103 Hint\r\nLink: x\r\n\r\n" * 100),
             "fields": (b"HTTP/1.1 200 OK\r\n", b"X-Field: value\r\n" * 100),
             "field": (b"HTTP/1.1 200 OK\r\nX: ", b"x" * 10_000),
             "status": (b"HTTP/1.1 200 ", b"x" * 10_000),
-            "chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 2000),
-            "body": (b"HTTP/1.1 200 OK\r\nETag: \"one\"\r\n\r\n", b"x" * 10_000),
-        }[what["of"]]
-        connection.sendall(begin)
+            "chunk": (
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"1\r\nx\r\n" * 2000,
+            ),
+            "body": (b'HTTP/1.1 200 OK\r\nETag: "one"\r\n\r\n', b"x" * 10_000),
+        }[asked.what["of"]]
+        asked.connection.sendall(begin)
         end = time.monotonic() + 12
         while time.monotonic() < end:
-            connection.sendall(piece)
+            asked.connection.sendall(piece)
         return False
 
-    def do_slow(self, connection, what, status, fields, body, path) -> bool:
-        head = self.head(status, fields)
-        if what["of"] == "latency":
+    def do_slow(self, asked: Asked) -> bool:
+        head = self.head(asked.status, asked.fields)
+        if asked.what["of"] == "latency":
             time.sleep(0.5)
-        pieces = {"head": [bytes([b]) for b in head] + [body], "bandwidth":
-                  [head, *(body[at : at + 100_000] for at in range(0, len(body), 100_000))],
-                  "latency": [head, body],
-                  "body": [head, *(body[at : at + 1] for at in range(300)), body[300:]]}  # fmt: skip
-        for piece in pieces[what["of"]]:
-            connection.sendall(piece)
+        body = asked.body
+        pieces = {
+            "head": [*(bytes([one]) for one in head), body],
+            "bandwidth": [head, *(body[at : at + 100_000] for at in range(0, len(body), 100_000))],
+            "latency": [head, body],
+            "body": [head, *(body[at : at + 1] for at in range(300)), body[300:]],
+        }
+        for piece in pieces[asked.what["of"]]:
+            asked.connection.sendall(piece)
             time.sleep(0.02)
         return True
 
-    def do_after(self, connection, what, status, fields, body, path) -> bool:
+    def do_after(self, asked: Asked) -> bool:
         # An answer that nobody asked for, of another range, before the next one.
-        connection.sendall(self.head(status, fields) + body)
-        connection.sendall(self.head(status, fields) + body[::-1])
+        asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body)
+        asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body[::-1])
         return True
 
-    def do_redirect(self, connection, what, status, fields, body, path) -> bool:
-        number = self.asked[path.split("/")[1]]
-        to = {"self": path, "two": f"{path}?{number % 2}", "deeper": f"{path}{'x' * 200}",
-              "right": path, "https": f"https://127.0.0.1:{self.port}{path}"}[what["to"]]  # fmt: skip
-        if what["to"] == "right" and "?there" in path:
-            return self.do_none(connection, what, status, fields, body, path)
-        fields = {"Location": to + ("?there" if what["to"] == "right" else ""), "Content-Length": "0"}
-        connection.sendall(self.head(what["status"], fields))
+    def do_redirect(self, asked: Asked) -> bool:
+        number = self.asked[asked.number]
+        to = {
+            "self": asked.path,
+            "two": f"{asked.path}?{number % 2}",
+            "deeper": f"{asked.path}{'x' * 200}",
+            "right": asked.path,
+            "https": f"https://127.0.0.1:{self.port}{asked.path}",
+        }[asked.what["to"]]
+        if asked.what["to"] == "right" and "?there" in asked.path:
+            return self.do_none(asked)
+        asked.fields = {
+            "Location": to + ("?there" if asked.what["to"] == "right" else ""),
+            "Content-Length": "0",
+        }
+        asked.connection.sendall(self.head(asked.what["status"], asked.fields))
         return True
 
 

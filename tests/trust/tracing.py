@@ -100,7 +100,7 @@ class Memory:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.file = open(f"/proc/{pid}/mem", "rb+", buffering=0)
+        self.file = open(f"/proc/{pid}/mem", "rb+", buffering=0)  # noqa: SIM115
 
     def read(self, address: int, length: int) -> bytes:
         return os.pread(self.file.fileno(), length, address)
@@ -163,8 +163,8 @@ class _Tracer:
         self.inside[thread] = (call, self.act(thread, call, action))
 
     def path(self, name: str, args: tuple[int, ...]) -> str:
-        at = {"open": 0, "stat": 0, "link": 1, "rename": 1, "unlink": 0, "rmdir": 0, "mkdir": 0, "readlink": 0,
-              "openat": 1, "statx": 1, "newfstatat": 1, "unlinkat": 1, "mkdirat": 1,
+        at = {"open": 0, "stat": 0, "link": 1, "rename": 1, "unlink": 0, "rmdir": 0, "mkdir": 0,
+              "readlink": 0, "openat": 1, "statx": 1, "newfstatat": 1, "unlinkat": 1, "mkdirat": 1,
               "linkat": 3, "renameat": 3, "renameat2": 3, "access": 0}.get(name)  # fmt: skip
         return "" if at is None else self.memory.text(args[at])
 
@@ -301,7 +301,12 @@ def marked(body: Callable) -> dict:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         text = f"{error}" + (f" {error.filename}" if isinstance(error, OSError) else "")
         trace = traceback.format_exc()
-        return {"kinds": kinds, "text": text, "number": getattr(error, "errno", None), "trace": trace}
+        return {
+            "kinds": kinds,
+            "text": text,
+            "number": getattr(error, "errno", None),
+            "trace": trace,
+        }
     mark(END)
     return {"result": result}
 
