@@ -244,7 +244,7 @@ def run(
     body: Callable,
     decide: Callable = lambda call, memory: None,
     ended: Callable = lambda call, memory: None,
-    seconds: float = 30,
+    seconds: float = 120,
 ) -> Outcome:
     """Run a function in a child; what it returns must be JSON.
 
