@@ -255,6 +255,8 @@ def run(
 
     """
     reading, writing = os.pipe()
+    # The child looks for cycles among its own objects only: to look at all copies their pages.
+    gc.freeze()
     pid = os.fork()
     if pid == 0:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -267,6 +269,7 @@ def run(
         gc.collect()
         os.write(writing, json.dumps(said).encode())
         os._exit(0)
+    gc.unfreeze()
     os.close(writing)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
