@@ -60,6 +60,17 @@ def test_a_failing_disk_is_told_and_the_file_is_there(failing, tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_new_folders_are_synced_before_anything_is_in_them(failing, after, tmp_path):
+    path = tmp_path / "new/deep/f"
+    done = run_python(SAVE, path, env=failing(errno.EIO, after))
+    assert done.returncode == 0, done.stderr
+    assert "Input/output error" in done.stdout
+    assert str(path) in done.stdout
+    # The third sync is that of the file's own folder.
+    assert ("is complete" in done.stdout) == path.exists() == (after == 2)
+
+
 PAIR = """
 import sys, torch
 from tensorizer.torch_compat import tensorizer_saving
