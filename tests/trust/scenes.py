@@ -336,4 +336,6 @@ def s3_server() -> Iterator[str]:
         with environment(tuple(moto.settings().items())):
             yield "s3://bucket/f.tensors"
     finally:
-        moto.stop()
+        # Asked to end it may take longer than anybody waits.
+        moto.process.kill()
+        moto.process.wait()
