@@ -19,7 +19,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  lint docs docs-serve bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
+  trust lint docs docs-serve bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
@@ -102,6 +102,12 @@ check-aarch64: $(STAMPS)/torch
 # What takes too long for every change; the output is the record in tests/long.txt.
 test-long: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	PYTHON=$(BIN)/python bash tests/long.sh
+
+# What shows that files can be trusted, for so many seconds in all; tests/trust/campaigns.json lists
+# it, and the table goes to tests/trust.md with RECORD=tests/trust.md.
+SECONDS ?= 600
+trust: $(STAMPS)/built $(STAMPS)/test
+	$(BIN)/python tests/trust/run.py --seconds $(SECONDS) $(if $(RECORD),--record $(RECORD)) $(TRUST)
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	$(SAY_TCH)

@@ -39,7 +39,7 @@ def free_port():
 
 
 def wait_for(port, process):
-    for _ in range(200):
+    for _ in range(1200):
         assert process.poll() is None, "the server did not start"
         with socket.socket() as sock:
             if sock.connect_ex(("127.0.0.1", port)) == 0:

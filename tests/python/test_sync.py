@@ -60,6 +60,17 @@ def test_a_failing_disk_is_told_and_the_file_is_there(failing, tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_new_folders_are_synced_before_anything_is_in_them(failing, after, tmp_path):
+    path = tmp_path / "new/deep/f"
+    done = run_python(SAVE, path, env=failing(errno.EIO, after))
+    assert done.returncode == 0, done.stderr
+    assert "Input/output error" in done.stdout
+    assert str(path) in done.stdout
+    # The third sync is that of the file's own folder.
+    assert ("is complete" in done.stdout) == path.exists() == (after == 2)
+
+
 PAIR = """
 import sys, torch
 from tensorizer.torch_compat import tensorizer_saving
@@ -71,9 +82,11 @@ with tensorizer_saving():
 """
 
 
-@pytest.mark.parametrize(("after", "holds"), [(0, 1.0), (1, 2.0)], ids=["storages", "pickle"])
+@pytest.mark.parametrize(
+    ("after", "holds"), [(0, 1.0), (1, 1.0), (2, 2.0)], ids=["old storages", "storages", "pickle"]
+)
 def test_one_version_of_a_pair_is_whole(failing, after, holds, tmp_path):
-    """The sync behind the storages' rename fails, or the one behind the pickle's."""
+    """The sync behind the hidden name of the old storages fails, or one behind a rename."""
     path = tmp_path / "state.pt"
     done = run_python(PAIR, path, 1)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

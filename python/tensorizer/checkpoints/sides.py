@@ -23,6 +23,7 @@ from .._native import Reader, local_path
 from ..file.file_writer import FileWriter
 from ..file.nesting import named_leaves
 from ..streams.addresses import is_address
+from ..streams.syncing import sync_folder
 from .turns import lock_of, shown
 
 
@@ -115,6 +116,8 @@ class Side:
         except OSError:
             # File systems without links: then the hidden name is its only one for a moment.
             self._path.rename(self._before)
+        # Else the disk may have the new file's name before this one.
+        sync_folder(self._path.parent)
 
     def withdraw(self) -> None:
         """Put back what was there before; what another saver has put there stays."""

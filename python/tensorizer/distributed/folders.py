@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..streams.syncing import sync_folder
 from . import layout
 
 #: Seconds that the lock of a folder is waited for.
@@ -28,15 +29,7 @@ def make(folder: str) -> None:
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
-        descriptor = os.open(one.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some file systems have no such call for folders.
-            if error.errno not in (errno.EINVAL, errno.ENOSYS):
-                raise
-        finally:
-            os.close(descriptor)
+        sync_folder(one.parent)
 
 
 class Claim:

@@ -5,27 +5,30 @@ use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
-use super::sodium::{self, KEY_LEN};
+use super::sodium::{self, KEY_LEN, Page};
 
 /// A key of XSalsa20-Poly1305. Clones share the memory.
 #[derive(Clone)]
 pub struct Key(Arc<Locked>);
 
-struct Locked(Box<[u8; KEY_LEN]>);
+struct Locked(Box<Page>);
 
 impl Key {
     /// A key of 32 bytes; None for any other number.
     pub fn new(bytes: &[u8]) -> Option<Self> {
-        let given: Zeroizing<[u8; KEY_LEN]> = Zeroizing::new(bytes.try_into().ok()?);
-        let mut memory = Box::new([0; KEY_LEN]);
-        sodium::lock(&mut memory);
-        memory.copy_from_slice(&*given);
-        Some(Key(Arc::new(Locked(memory))))
+        if bytes.len() != KEY_LEN {
+            return None;
+        }
+        let mut page = Box::new(Page([0; KEY_LEN]));
+        sodium::lock(&mut page);
+        // From there to here, and nowhere between.
+        page.0.copy_from_slice(bytes);
+        Some(Key(Arc::new(Locked(page))))
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8; KEY_LEN] {
-        &self.0.0
+        &self.0.0.0
     }
 
     /// Another key, which tells nothing about this one.
@@ -72,9 +75,40 @@ mod tests {
 
     #[test]
     fn memory_is_wiped_before_it_is_freed() {
-        let mut memory = [9; KEY_LEN];
-        sodium::lock(&mut memory);
-        sodium::unlock_and_wipe(&mut memory);
-        assert_eq!(memory, [0; KEY_LEN]);
+        let mut page = Page([9; KEY_LEN]);
+        sodium::lock(&mut page);
+        sodium::unlock_and_wipe(&mut page);
+        assert_eq!(page.0, [0; KEY_LEN]);
+    }
+
+    /// What the system says of the memory that holds an address.
+    fn flags_at(address: usize) -> String {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut here = false;
+        for line in maps.lines() {
+            if let Some((from, to)) = line.split(' ').next().and_then(|range| range.split_once('-'))
+                && let (Ok(from), Ok(to)) =
+                    (usize::from_str_radix(from, 16), usize::from_str_radix(to, 16))
+            {
+                here = (from..to).contains(&address);
+            }
+            if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| here) {
+                return flags.to_owned();
+            }
+        }
+        String::new()
+    }
+
+    #[test]
+    fn keys_are_left_out_of_core_dumps() {
+        let keys: Vec<Key> = (0..3).map(|byte| Key::new(&[byte; 32]).unwrap()).collect();
+        let flags = |key: &Key| flags_at(key.bytes().as_ptr().addr());
+        for key in &keys {
+            assert!(flags(key).split(' ').any(|flag| flag == "dd"), "{}", flags(key));
+        }
+        let mut keys = keys.into_iter();
+        // Those that stay have pages of their own.
+        drop(keys.next());
+        assert!(keys.all(|key| flags(&key).split(' ').any(|flag| flag == "dd")));
     }
 }

@@ -112,17 +112,22 @@ pub fn same(left: &[u8; 32], right: &[u8; 32]) -> bool {
     unsafe { ffi::sodium_memcmp(left.as_ptr().cast(), right.as_ptr().cast(), 32) == 0 }
 }
 
-/// Keeps memory out of the swap space and of core dumps, where that is allowed.
-pub fn lock(memory: &mut [u8; KEY_LEN]) {
+/// A key in a page of its own: the system locks, and leaves out of core dumps, whole pages only.
+#[cfg_attr(target_arch = "x86_64", repr(align(4096)))]
+#[cfg_attr(not(target_arch = "x86_64"), repr(align(65536)))]
+pub struct Page(pub [u8; KEY_LEN]);
+
+/// Keeps a page out of the swap space and of core dumps, where that is allowed.
+pub fn lock(page: &mut Page) {
     started();
-    // SAFETY: the memory is good for `KEY_LEN` bytes; locking does not change it. A refusal is no
-    // error: the limit of locked memory may be zero.
-    unsafe { ffi::sodium_mlock(memory.as_mut_ptr().cast(), KEY_LEN) };
+    // SAFETY: the memory is good for the size of its type; locking does not change it. A refusal
+    // is no error: the limit of locked memory may be zero.
+    unsafe { ffi::sodium_mlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };
 }
 
-/// Overwrites memory with zeros and unlocks it.
-pub fn unlock_and_wipe(memory: &mut [u8; KEY_LEN]) {
-    // SAFETY: the memory is good for writing `KEY_LEN` bytes.
-    unsafe { ffi::sodium_munlock(memory.as_mut_ptr().cast(), KEY_LEN) };
-    zeroize::Zeroize::zeroize(memory);
+/// Overwrites a page with zeros and unlocks it.
+pub fn unlock_and_wipe(page: &mut Page) {
+    // SAFETY: the memory is good for writing the size of its type.
+    unsafe { ffi::sodium_munlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };
+    zeroize::Zeroize::zeroize(&mut page.0);
 }

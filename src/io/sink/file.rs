@@ -54,7 +54,7 @@ impl FileSink {
         let hidden = Hidden::beside(&target)
             .ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
         let folder = hidden.folder().to_owned();
-        fs::create_dir_all(&folder).map_err(fail)?;
+        make_folders(&folder).map_err(fail)?;
         hidden.remove_stale();
         let refused = |error: io::Error| match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM | libc::EROFS) if replaced.is_some() => {
@@ -112,6 +112,13 @@ impl FileSink {
         crate::sys::unlock(&self.file);
         Ok(published)
     }
+}
+
+/// Makes a folder and those above it, whose names are on the disk before anything is in them.
+fn make_folders(folder: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> = folder.ancestors().take_while(|above| !above.exists()).collect();
+    fs::create_dir_all(folder)?;
+    missing.into_iter().try_for_each(|made| sync_folder(parent(made)))
 }
 
 /// Whether a folder like `/tmp` lets only owners replace files, and this one is somebody else's.
@@ -203,13 +210,20 @@ impl WriteAt for FileSink {
 /// synced that is no failure, and where the disk fails the error says that it is there. A disk that
 /// others keep busy takes its time for this; who interrupts the call then finds the file.
 fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let parent = parent.to_owned();
-    let synced = detached(cancel, move || File::open(parent).and_then(|folder| folder.sync_all()))?;
-    match synced {
-        Ok(()) => Ok(()),
+    let parent = parent(path).to_owned();
+    let synced = detached(cancel, move || sync_folder(&parent))?;
+    synced.map_err(|error| Error::Unsynced { uri: uri.to_owned(), error })
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Has the names in a folder on the disk, if that can be asked for.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
         Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
-        Err(error) => Err(Error::Unsynced { uri: uri.to_owned(), error }),
+        other => other,
     }
 }
 

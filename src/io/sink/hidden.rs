@@ -65,8 +65,15 @@ impl Hidden {
             }
             match sys::try_lock(&file) {
                 // Until it was locked, another saver could take it for stale.
-                Ok(true) if fs::symlink_metadata(&path).is_ok() => return Ok((file, path)),
-                Ok(_) => {}
+                Ok(true) => match fs::symlink_metadata(&path) {
+                    Ok(_) => return Ok((file, path)),
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    Err(e) => {
+                        let _ = fs::remove_file(&path);
+                        return Err(e);
+                    }
+                },
+                Ok(false) => {}
                 Err(_) => {
                     fs::remove_file(&path)?;
                     ending = UNHELD;

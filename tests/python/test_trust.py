@@ -1,0 +1,117 @@
+"""A short share of each campaign of ``make trust``; the campaigns run for hours by hand."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+TRUST = ROOT / "tests/trust"
+sys.path.insert(0, str(TRUST))
+import run  # noqa: E402
+
+ROWS = [row for row in run.campaigns([]) if row.get("needs") == ["python"]]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_a_share(row):
+    said = run.run(row, 5, 0)
+    if "skipped" in said:
+        if os.environ.get("CI"):
+            pytest.fail(said["skipped"])
+        pytest.skip(said["skipped"])
+    assert not said["findings"]
+    assert said["inputs"] > 0
+    assert sum(said["kinds"].values()) == said["inputs"]
+
+
+def fake(tmp_path, monkeypatch, *rows):
+    path = tmp_path / "campaigns.json"
+    listed = [{"name": name, "command": command, "needs": needs} for name, command, needs in rows]
+    path.write_text(json.dumps(listed))
+    monkeypatch.setattr(run, "LIST", path)
+
+
+def says(**said):
+    return f"{{python}} -c 'import sys; print(sys.argv[1])' '{json.dumps(said)}'".replace(
+        json.dumps(said), json.dumps(said).replace("{", "{{").replace("}", "}}")
+    )
+
+
+def test_the_table(tmp_path, monkeypatch, capsys):
+    fake(
+        tmp_path,
+        monkeypatch,
+        (
+            "good",
+            says(inputs=1234, what="things", kinds={"a": 1000, "b": 234}, findings=[], seconds=2.5),
+            [],
+        ),
+        ("bad", says(inputs=1, findings=["it is broken"], seconds=1), []),
+        ("absent", "no-such-tool", ["no-such-tool"]),
+        ("silent", "{python} -c 'raise SystemExit(3)'", []),
+    )
+    monkeypatch.setattr(sys, "argv", ["run.py", "--seconds", "4", "--record", str(tmp_path / "r")])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 1
+    text = (tmp_path / "r").read_text()
+    assert capsys.readouterr().out == text
+    assert "| good | 1,234 things | a 1,000, b 234 | 0 | 2 |" in text
+    assert "| absent | not run: no-such-tool not installed | | | |" in text
+    assert "- bad: it is broken" in text
+    assert "- silent: it ends with 3 and says nothing" in text
+
+
+#: A save that puts nothing on the disk before it has its name, one that writes over what is there,
+#: and a load of wrong data: each must be found by its campaign.
+BROKEN = {
+    "power": """
+import os, scenes, power
+def save(folder, value):
+    scenes.save_path(folder.parent, value)
+    data = (folder.parent / "f.tensors").read_bytes()
+    with open(folder / "new", "wb") as file:
+        file.write(data)
+    os.rename(folder / "new", folder / "f.tensors")
+scenes.SAVES[:] = [scenes.Save("over a file", save, scenes.by_path)]
+""",
+    "kills": """
+import scenes, kills
+def save(folder, value):
+    with open(folder / "f", "wb", buffering=0) as file:
+        for _ in range(3):
+            file.write(b"%d" % value)
+def load(folder):
+    return {"111": 1.0, "222": 2.0, "999999": 99}[(folder / "f").read_text()]
+scenes.SAVES[:] = [scenes.Save("over a file", save, load)]
+""",
+    "faults": """
+import scenes, faults
+def load(folder):
+    try:
+        return scenes.by_path(folder)
+    except OSError:
+        return 7.0
+scenes.SAVES[:] = []
+scenes.LOADS[:] = [scenes.Load("eager", scenes.once(scenes.save_path), load)]
+""",
+}
+
+
+@pytest.mark.parametrize("campaign", BROKEN)
+def test_what_is_broken_is_found(campaign):
+    code = BROKEN[campaign] + f"\n{campaign}.main()"
+    only = {"power": ["over"], "kills": ["over"], "faults": ["eager", "--call", "preadv 1 EIO"]}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--seconds", "4", "--only", *only[campaign]],
+        env=os.environ | {"PYTHONPATH": f"{TRUST}:{ROOT / 'python'}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in said:
+        pytest.skip(said["skipped"])
+    assert said["findings"], done.stdout
+    assert done.returncode == 1

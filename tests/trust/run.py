@@ -1,0 +1,133 @@
+"""Runs the campaigns of `campaigns.json` one after the other, and prints one table of all.
+
+A campaign is a program that runs for about the seconds that it is given, and whose last line is
+JSON: `campaign`, `inputs` and `what` they are, `findings` (texts), `seconds`, or `skipped` and why.
+In the list it has a name, the tools that it needs, its share of the time, and its command, in which
+`{seconds}`, `{seed}` and `{python}` are filled in.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("campaigns.json")
+#: Seconds that a campaign may take to begin and to end, beside those that it is given.
+MORE = 600
+
+
+def campaigns(only: list[str]) -> list[dict]:
+    """Return the listed campaigns, or some of them."""
+    listed = json.loads(LIST.read_text())
+    unknown = set(only) - {row["name"] for row in listed}
+    if unknown:
+        raise SystemExit(f"no such campaign: {', '.join(sorted(unknown))}")
+    return [row for row in listed if row["name"] in only or not only]
+
+
+def run(row: dict, seconds: float, seed: int) -> dict:
+    """Run a campaign; return what it says, or what became of it."""
+    missing = [tool for tool in row.get("needs", []) if tool != "python" and not shutil.which(tool)]
+    if missing:
+        return {"skipped": f"{', '.join(missing)} not installed"}
+    filled = {"seconds": f"{seconds:.0f}", "seed": str(seed), "python": sys.executable}
+    command = shlex.split(row["command"].format(**filled))
+    # Other packages of this name are not to be met first.
+    paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True,
+                              timeout=seconds * 2 + MORE, check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"findings": ["it does not end"]}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    try:
+        said = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return {"findings": [f"it ends with {done.returncode} and says nothing"]}
+    if done.returncode and not said.get("findings"):
+        said["findings"] = [f"it ends with {done.returncode}"]
+    return said
+
+
+def machine() -> str:
+    """Return what this runs on, in words."""
+    name = platform_name()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return f"{os.cpu_count()} cores, {os.uname().machine}, {memory} GiB, {name}"
+
+
+def platform_name() -> str:
+    """Return the name of the processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "an unnamed processor"
+
+
+def commit() -> str:
+    """Return the commit, and whether files differ from it."""
+    ask = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*ask, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                           check=False).stdout.strip()  # fmt: skip
+    changed = subprocess.run([*ask, "diff", "--quiet", "HEAD"], check=False).returncode
+    return (found or "no commit") + (" with changes" if changed else "")
+
+
+def detail(said: dict) -> str:
+    """Return the kinds of inputs, most first."""
+    kinds = sorted(said.get("kinds", {}).items(), key=lambda kind: -kind[1])
+    shown = ", ".join(f"{name} {count:,}" for name, count in kinds[:6])
+    return shown + (f", and {len(kinds) - 6} kinds more" if len(kinds) > 6 else "")
+
+
+def table(results: list[tuple[str, dict]], seed: int) -> str:
+    """Return it all in Markdown."""
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    lines = [
+        f"Commit {commit()}, {today}, {machine()}; seed {seed}.",
+        "",
+        "| campaign | inputs | of these | findings | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for name, said in results:
+        if "skipped" in said:
+            lines.append(f"| {name} | not run: {said['skipped']} | | | |")
+            continue
+        inputs = f"{said.get('inputs', 0):,} {said.get('what', '')}".strip()
+        found = len(said.get("findings", []))
+        seconds = f"{said.get('seconds', 0):.0f}"
+        lines.append(f"| {name} | {inputs} | {detail(said)} | {found} | {seconds} |")
+    findings = [f"- {name}: {text}" for name, said in results for text in said.get("findings", [])]
+    return "\n".join(lines + (["", *findings] if findings else [])) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600, help="for all together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="a file that gets the table, too")
+    parser.add_argument("only", nargs="*", help="names of campaigns")
+    arguments = parser.parse_args()
+    rows = campaigns(arguments.only)
+    shares = sum(row.get("share", 1) for row in rows)
+    results = []
+    for row in rows:
+        seconds = max(1.0, arguments.seconds * row.get("share", 1) / shares)
+        print(f"{row['name']}: {seconds:.0f} s", file=sys.stderr, flush=True)
+        results.append((row["name"], run(row, seconds, arguments.seed)))
+    text = table(results, arguments.seed)
+    print(text, end="")
+    if arguments.record:
+        arguments.record.write_text(text)
+    sys.exit(any(said.get("findings") for _, said in results))
+
+
+if __name__ == "__main__":
+    main()
