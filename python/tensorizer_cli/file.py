@@ -36,6 +36,7 @@ class File:
         params: DecryptionParams | None = None,
         readers: int | None = None,
         mmap: bool = False,
+        *,
         heads: Sequence[Head] | None = None,
         memory_limit: int | None = None,
     ) -> None:

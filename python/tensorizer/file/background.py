@@ -76,8 +76,8 @@ def save_async(
     """Save tensors as they are now, while the caller goes on and may change them.
 
     Returns as soon as the tensors are copied to host memory, which takes as much of it as they
-    do. The file appears under a path, or an object of a cloud, once it is complete. A process that ends
-    by itself waits for it; one that is killed leaves what was there before.
+    do. The file appears under a path, or an object of a cloud, once it is complete. A process that
+    ends by itself waits for it; one that is killed leaves what was there before.
 
     Args:
         tensors: What :func:`tensorizer.save` takes.

@@ -29,21 +29,21 @@ class TensorSerializer:
 
     A path is written atomically: until :meth:`close` the old file stays, and a file beside it,
     without a name or with a hidden one, takes the bytes; then it replaces the old one and is like
-    it in owner, group and permissions. An object of S3 or Google, or a blob of Azure, appears as a whole too. As a context
-    manager it closes at the end of the block; if the block raises, nothing appears.
+    it in owner, group and permissions. An object of S3 or Google, or a blob of Azure, appears as a
+    whole too. As a context manager it closes at the end of the block; if the block raises, nothing
+    appears.
 
     A serializer that is forgotten without :meth:`close` finishes its file, with a
     ``RuntimeWarning``, where no other has its name; where one has, that stays as it is, and what
-    was written is called ``<name>.unclosed``. An object of a server is given up, and so is a file of
-    which a write has failed half-way. Only the process that
-    made a serializer finishes or removes anything; in one that was forked off, methods raise
-    ``ClosedError``.
+    was written is called ``<name>.unclosed``. An object of a server is given up, and so is a file
+    of which a write has failed half-way. Only the process that made a serializer finishes or
+    removes anything; in one that was forked off, methods raise ``ClosedError``.
 
     Args:
-        file_obj: A path, ``os.PathLike``, ``s3://``, ``gs://`` or ``az://`` address, file descriptor (which
-            stays the caller's), or binary file object that can be read, written and sought in; the file
-            begins at its position, and it is closed with this object. A stream of
-            :func:`tensorizer.stream_io.open_stream` is written by the native code.
+        file_obj: A path, ``os.PathLike``, ``s3://``, ``gs://`` or ``az://`` address, file
+            descriptor (which stays the caller's), or binary file object that can be read, written
+            and sought in; the file begins at its position, and it is closed with this object. A
+            stream of :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
         encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
         limit_cpu_concurrency: Threads that hash and write at once; None for one a core.

@@ -86,9 +86,9 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
         mode: A binary mode. ``s3://``, ``gs://`` and ``az://`` can be read or written; ``"ab"``
-            does not append, but writes a new object, as before. Other addresses are for reading. A local file that is
-            opened with ``"wb"`` or ``"wb+"`` appears when it is closed; if a ``with`` block raises,
-            or it is never closed, the old one stays.
+            does not append, but writes a new object, as before. Other addresses are for reading. A
+            local file that is opened with ``"wb"`` or ``"wb+"`` appears when it is closed; if a
+            ``with`` block raises, or it is never closed, the old one stays.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
             AWS's own chain: environment, shared files and profiles, web identity, instance roles.
             If nothing is found, or both keys are empty, the object is read as anybody may.
