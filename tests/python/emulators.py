@@ -16,7 +16,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from servers import Forwarder, Relay, Scripted, free_port, make_certificates, wait_for
+from scripted import Forwarder, Relay, Scripted
+from servers import free_port, make_certificates, wait_for
 
 #: Where they are installed.
 CLOUDS = Path(

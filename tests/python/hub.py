@@ -5,7 +5,7 @@ import json
 import re
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from servers import Scripted
+from scripted import Scripted
 
 #: What the real hub keeps in LFS, whatever its size.
 LFS = (".safetensors", ".bin", ".tensors", ".pt")

@@ -6,7 +6,7 @@ import time
 import pytest
 import tensorizer
 import torch
-from servers import Scripted
+from scripted import Scripted
 from tensorizer import EncryptionParams, stats
 from tensorizer_cli.advice import Figures, advice
 from tensorizer_cli.main import main

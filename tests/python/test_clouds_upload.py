@@ -11,7 +11,7 @@ import tensorizer
 import torch
 from conftest import assert_same
 from emulators import GoogleXml, Tokens, crc32c
-from servers import Relay, silent
+from scripted import Relay, silent
 from tensorizer import TensorSerializer
 from tensorizer.stream_io import open_stream
 

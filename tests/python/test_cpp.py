@@ -13,7 +13,7 @@ import tensorizer
 import torch
 from conftest import ROOT
 from safetensors.torch import save_file
-from servers import FaultServer
+from scripted import FaultServer
 
 ops = torch.ops.tensorizer
 TORCH = Path(torch.__file__).parent

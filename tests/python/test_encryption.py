@@ -9,7 +9,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import MANIFEST, assert_same, bits, golden_bytes, run_python
-from servers import FaultServer
+from scripted import FaultServer
 from tensorizer import (
     CryptographyError,
     DecryptionParams,

@@ -8,7 +8,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT, run_python
-from servers import FaultServer
+from scripted import FaultServer
 
 #: torch and the SDK of S3 look for these once in the life of a process.
 ONCE = {"ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE", "LOG_SENSITIVE_BODIES"}

@@ -3,7 +3,7 @@
 import tensorizer
 import torch
 from conftest import run_python
-from servers import FaultServer
+from scripted import FaultServer
 
 CODE = """
 import sys, torch, tensorizer

@@ -14,7 +14,7 @@ import tensorizer
 import torch
 from conftest import ROOT
 from ranks import groups
-from servers import FaultServer, Relay
+from scripted import FaultServer, Relay
 from tensorizer._native import Reader
 from tensorizer.group import exchange, plan
 from tensorizer.group.plan import Batch, Wanted

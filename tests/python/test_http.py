@@ -15,7 +15,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, assert_same, run_python
-from servers import FaultServer, Forwarder, Nginx
+from scripted import FaultServer, Forwarder
+from servers import Nginx
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
 

@@ -8,7 +8,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import FaultServer, Nginx, Scripted, silent
+from scripted import FaultServer, Scripted, silent
+from servers import Nginx
 from tensorizer.stream_io import CAInfo, open_stream
 
 TENSORS = {"a": torch.arange(400_000), "b": torch.ones(300_000)}

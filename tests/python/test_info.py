@@ -7,7 +7,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import TENSORS
-from servers import FaultServer
+from scripted import FaultServer
 from tensorizer import DecryptionParams, EncryptionParams
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -14,7 +14,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import HEED_CTRL_C, ROOT
-from servers import FaultServer, Relay, silent
+from scripted import FaultServer, Relay, silent
 from tensorizer.file.file_writer import FileWriter
 
 CODE = """

@@ -9,7 +9,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import run_python
-from servers import FaultServer
+from scripted import FaultServer
 
 safetensors = pytest.importorskip("safetensors.torch")
 

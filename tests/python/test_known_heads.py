@@ -13,7 +13,8 @@ from conftest import assert_same
 from emulators import Doorman, Google
 from packing import filled, pack, pack_tensors
 from safetensors.torch import load_file
-from servers import Nginx, Redis, Relay
+from scripted import Relay
+from servers import Nginx, Redis
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer._C import Reader
 from tensorizer.streams.addresses import open_model

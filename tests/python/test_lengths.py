@@ -8,7 +8,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import run_python
-from servers import FaultServer
+from scripted import FaultServer
 from tensorizer import EncryptionParams, TensorDeserializer
 from tensorizer.serialization import FormatError
 from tensorizer.stream_io import open_stream

@@ -9,7 +9,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same as same_tensor, run_python
-from servers import FaultServer, Moto, Nginx, Redis, Scripted
+from scripted import FaultServer, Scripted
+from servers import Moto, Nginx, Redis
 from tensorizer._native import shares_of_group, shares_of_tensors
 from tensorizer.group.exchange import Shares
 

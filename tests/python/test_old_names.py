@@ -16,7 +16,8 @@ import pytest
 import redis
 import tensorizer
 import torch
-from servers import FaultServer, Redis
+from scripted import FaultServer
+from servers import Redis
 from tensorizer import serialization, stream_io
 
 OLD = json.loads(Path(__file__).with_name("old_names.json").read_text())

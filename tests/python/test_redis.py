@@ -11,7 +11,8 @@ import redis
 import tensorizer
 import torch
 from conftest import OLD_PYTHON, assert_same
-from servers import Forwarder, Redis, free_port
+from scripted import Forwarder
+from servers import Redis, free_port
 from tensorizer import TensorDeserializer
 from tensorizer.file import to_redis as _redis
 from tensorizer.stream_io import CAInfo, RedisStreamFile, open_stream

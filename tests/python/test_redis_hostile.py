@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from conftest import run_python
-from servers import stop
+from scripted import stop
 
 
 class Hostile:

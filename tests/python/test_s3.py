@@ -7,7 +7,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import Moto, Relay, Scripted
+from scripted import Relay, Scripted
+from servers import Moto
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CURLStreamFile, open_stream
 

@@ -7,7 +7,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same, run_python
-from servers import Relay, Scripted
+from scripted import Relay, Scripted
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import open_stream
 

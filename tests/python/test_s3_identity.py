@@ -7,7 +7,7 @@ import time
 import pytest
 import tensorizer
 import torch
-from servers import Relay, Scripted
+from scripted import Relay, Scripted
 
 TENSORS = {"big": torch.randn(5, 1000, 1000), "small": torch.arange(10)}
 START = "https://example.awsapps.com/start"

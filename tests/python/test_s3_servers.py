@@ -4,7 +4,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import assert_same
-from servers import Relay
+from scripted import Relay
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 

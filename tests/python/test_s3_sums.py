@@ -6,7 +6,7 @@ import pytest
 import tensorizer
 import torch
 from botocore.exceptions import ClientError
-from servers import Relay
+from scripted import Relay
 
 #: Several parts of 8 MiB.
 LARGE = {"a": torch.arange(4_000_000), "b": torch.ones(3)}

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import tensorizer
 import torch
-from servers import Relay
+from scripted import Relay
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer._C import Reader
 from tensorizer.stream_io import open_stream

@@ -11,7 +11,7 @@ from conftest import run_python
 from packing import FILES, feeding, info, pack
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from servers import FaultServer
+from scripted import FaultServer
 from tensorizer import FormatError, TensorDeserializer, TruncatedError
 
 ops = torch.ops.tensorizer

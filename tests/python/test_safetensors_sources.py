@@ -12,7 +12,8 @@ import torch
 from conftest import assert_same
 from packing import FILES, check, feeding, stored_name, write
 from safetensors.torch import load_file
-from servers import FaultServer, Nginx
+from scripted import FaultServer
+from servers import Nginx
 from tensorizer import FormatError, TensorDeserializer
 
 ops = torch.ops.tensorizer

@@ -12,7 +12,8 @@ from conftest import assert_same
 from emulators import Azurite, Google
 from hub import Hub
 from packing import feeding
-from servers import FaultServer, Nginx, Redis
+from scripted import FaultServer
+from servers import Nginx, Redis
 from tensorizer import TensorDeserializer
 from tensorizer.serialization import FormatError, HashMismatchError
 from tensorizer.stream_io import open_stream

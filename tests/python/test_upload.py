@@ -18,7 +18,8 @@ import tensorizer
 import torch
 from botocore.exceptions import ClientError
 from conftest import HEED_CTRL_C, assert_same, run_python
-from servers import Moto, Relay
+from scripted import Relay
+from servers import Moto
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream, s3_download, s3_upload
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorizer
 import torch
-from servers import Relay
+from scripted import Relay
 from tensorizer.stream_io import open_stream
 
 #: Several parts of 8 MiB.

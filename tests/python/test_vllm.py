@@ -15,7 +15,7 @@ import tensorizer
 import torch
 import vllm_stub
 from conftest import run_python
-from servers import FaultServer
+from scripted import FaultServer
 from vllm_stub import Model
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tensorizer
 import torch
-from servers import FaultServer
+from scripted import FaultServer
 
 platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed: make test-vllm")
 transformers = pytest.importorskip("transformers")

@@ -40,7 +40,7 @@ from scenes import (
     tensors,
     value_of,
 )
-from servers import FaultServer, reset
+from scripted import FaultServer, reset
 from tensorizer.stream_io import CURLStreamFile
 
 #: What a server does instead of an answer.

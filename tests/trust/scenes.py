@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from servers import FaultServer, Moto
+from scripted import FaultServer
+from servers import Moto
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer._C import forget_environment
 from tensorizer.distributed import Reader, Writer
