@@ -18,17 +18,20 @@ CARGO = LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch
 SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Cargo.lock setup.py pyproject.toml \
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
+# What can be compiled without torch is while that is fetched.
+EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
+
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
   trust lint docs docs-serve bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
 demo:
-	@test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
+	$(EARLY)
 	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/built $(STAMPS)/demo $(if $(findstring --old,$(DEMO)),$(STAMPS)/old)
 	$(BIN)/python benchmarks/demo.py $(DEMO)
 
-test: test-rust test-python test-staged test-cuda
+test: build test-rust test-python test-staged test-cuda
 
 # What depends on torch's insides, on another torch: make test-other-torch OTHER=2.10
 # With the features of the other build, so that what knows no torch is not compiled again.
@@ -189,7 +192,9 @@ release:
 	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
 	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
 
-build: $(STAMPS)/built
+build:
+	$(EARLY)
+	@$(MAKE) --no-print-directory $(STAMPS)/built
 
 clean:
 	rm -rf $(STAMPS) $(VENV) $(VENV)-* build dist target benchmarks/data python/tensorizer/_build.py
