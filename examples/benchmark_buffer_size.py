@@ -3,7 +3,7 @@
 python examples/benchmark_buffer_size.py ADDRESS [--readers 1 2 4 8 0] [--iterations 5]
     [--device DEVICE] [--verify] [--json]
 
-ADDRESS is a path or an address of HTTP, S3 or Redis. There is no size of a buffer to find any more:
+ADDRESS is a path, or any address that can be read. There is no size of a buffer to find any more:
 a reader moves bytes straight into the tensors' memory. What is left to choose is how many readers
 there are, threads for a local file and connections for a server; 0 leaves it to the package, and
 no file gets more than its size is worth. A local file comes from the page cache, not from the disk.

@@ -1,6 +1,7 @@
 //! Saves the variables of a tch model and loads them into another one of the same shape.
 //!
-//!     cargo run --package tensorizer-torch --features tch --example tch
+//!     LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH="$(python benchmarks/torch_lib.py)" \
+//!       cargo run --package tensorizer-torch --features tch --example tch
 
 use tch::nn::{self, Module as _};
 use tch::{Device, Kind, Tensor};

@@ -158,7 +158,7 @@ macro_rules! texts {
 
 texts! {
     CACHE = "TENSORIZER_CACHE", "none",
-        "a folder that keeps what HTTP servers and S3 have sent, for the next load; without it nothing is kept";
+        "a folder that keeps what servers of HTTP, S3, Google, Azure and hubs have sent, for the next load; without it nothing is kept";
     HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the hub of `hf://` addresses";
     HF_TOKEN = "HF_TOKEN", "none", "the token that this hub is sent, and no other server";
     HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";

@@ -177,7 +177,7 @@ impl<'f> DeviceLoad<'f> {
         while !left.is_empty() {
             let mut held = 0u64;
             let fits = |tensor: &&usize| {
-                held = held.saturating_add(len(*tensor));
+                held = held.saturating_add(len(tensor));
                 held <= most
             };
             let count = left.iter().take_while(fits).count().max(1);
