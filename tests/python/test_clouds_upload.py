@@ -194,6 +194,13 @@ def test_an_answer_that_was_lost_is_looked_into(address, through):
     check(address, LARGE)
 
 
+@pytest.mark.parametrize("stage", ["complete", "put"])
+def test_where_all_answers_were_lost_the_object_is_there(address, through, stage):
+    tensors = SMALL if stage == "put" else LARGE
+    through(tensors, address, lambda now, _: ("lost",) if now == stage else None)
+    check(address, tensors)
+
+
 def test_two_who_write_one_object(bucket, key, address):
     """What is there is whole, and of one of them."""
     other = {name: tensor + 1 for name, tensor in LARGE.items()}

@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
@@ -19,6 +20,8 @@ use crate::io::source::http::reply::{refusal, says_expired};
 
 /// Bytes of the longest answer that is read.
 const LONGEST_ANSWER: usize = 1 << 20;
+/// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// What servers say of bytes that are not what was sent.
 const SPOILED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
 /// What servers say that do not know the field with a sum.
@@ -36,12 +39,14 @@ pub struct Ask<'a> {
     pub answers: fn(StatusCode, &str) -> bool,
     /// Whether a success says what it is to say.
     pub good: fn(&Answer) -> bool,
+    /// How long the server may work on it without a word, if that is longer than usual.
+    pub patience: Duration,
 }
 
 impl<'a> Ask<'a> {
     pub fn new(method: Method, body: &'a Bytes) -> Self {
         let (query, fields) = (Vec::new(), Vec::new());
-        Ask { method, query, fields, body, sum: None, answers: |_, _| false, good: |_| true }
+        Ask { method, query, fields, body, sum: None, answers: |_, _| false, good: |_| true, patience: Duration::ZERO }
     }
 
     pub fn query(mut self, name: &'static str, value: impl Into<String>) -> Self {
@@ -64,6 +69,11 @@ impl<'a> Ask<'a> {
 
     pub fn only_if(self, good: fn(&Answer) -> bool) -> Self {
         Ask { good, ..self }
+    }
+
+    /// It has the server put thousands of parts together.
+    pub fn takes_long(self) -> Self {
+        Ask { patience: PATIENCE, ..self }
     }
 
     fn request(&self, url: &Url, sums: bool, sent: &Arc<AtomicU64>) -> Result<Request, Failure> {
@@ -224,7 +234,7 @@ impl CloudObject {
             }
             None => {}
         }
-        let stall = self.requests.options.stall;
+        let stall = self.requests.options.stall.max(ask.patience);
         let silent = || {
             let what = format!("the server said nothing for {} s", stall.as_secs());
             Err(Failure::passing(ErrorKind::TimedOut, what))

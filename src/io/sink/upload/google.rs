@@ -7,15 +7,15 @@ use bytes::Bytes;
 use reqwest::{Method, StatusCode};
 
 use super::clouds::{Answer, Ask, CloudObject};
-use super::object::{Object, Sent, new_mark};
+use super::object::{Object, Sent, new_mark, unless_there};
 use super::plan::Limits;
 use super::sum::for_google;
 use crate::cancel::Cancel;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
 const SUM: &str = "x-goog-hash";
-/// The metadata with the mark of an object that was sent in parts.
+/// The metadata with the mark of an object.
 const MARK: &str = "x-goog-meta-tensorizer-upload";
 
 /// An object of Google Cloud Storage.
@@ -37,6 +37,11 @@ impl GoogleObject {
         let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
         Ok(answer.field(MARK) == Some(&*self.mark)
             && answer.field("content-length").is_some_and(is_whole))
+    }
+
+    /// What came of the last request, of which the answer may have been lost.
+    fn ended(&self, error: Error, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        unless_there(error, || self.is_there(len, cancel))
     }
 }
 
@@ -67,7 +72,9 @@ impl Object for GoogleObject {
     }
 
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        self.at.ask(&Ask::new(Method::PUT, bytes).sum(SUM, sum_of(bytes)), cancel).map(drop)
+        let ask = Ask::new(Method::PUT, bytes).field(MARK, &*self.mark).sum(SUM, sum_of(bytes));
+        let sent = self.at.ask(&ask, cancel).map(drop);
+        sent.or_else(|error| self.ended(error, bytes.len() as u64, cancel))
     }
 
     fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
@@ -101,14 +108,10 @@ impl Object for GoogleObject {
         let ask = Ask::new(Method::POST, &text)
             .query("uploadId", upload)
             .field("content-type", "application/xml")
-            .answered_by(is_gone)
-            .only_if(|answer| answer.is("CompleteMultipartUploadResult"));
-        let answer = self.at.ask(&ask, cancel)?;
-        // It was done, and the answer lost, if what is there now is what was sent.
-        if answer.status.is_success() || self.is_there(len, cancel)? {
-            return Ok(());
-        }
-        Err(self.at.refused(&answer))
+            .only_if(|answer| answer.is("CompleteMultipartUploadResult"))
+            .takes_long();
+        let done = self.at.ask(&ask, cancel).map(drop);
+        done.or_else(|error| self.ended(error, len, cancel))
     }
 
     fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {

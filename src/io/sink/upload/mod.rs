@@ -105,7 +105,7 @@ impl UploadSink {
         let at = CloudObject::new(uri, options, cancel)?;
         let object: Arc<dyn Object> = match at.cloud {
             Cloud::Google => Arc::new(GoogleObject::new(at)?),
-            Cloud::Azure => Arc::new(Blob::new(at)),
+            Cloud::Azure => Arc::new(Blob::new(at)?),
         };
         Ok(Self::over(object, budget))
     }

@@ -9,11 +9,25 @@ use super::plan::Limits;
 use super::sum::Sum;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A mark of an upload's own.
 pub fn new_mark() -> Result<String> {
     Ok(random::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// What came of the last request of an upload that has failed: nothing is wrong where the object is
+/// there all the same, and only the answer was lost.
+pub fn unless_there(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
+    if !matches!(error, Error::Io { .. }) {
+        return Err(error);
+    }
+    match is_there() {
+        Ok(true) => Ok(()),
+        Err(stopped @ (Error::Cancelled | Error::Caller(_))) => Err(stopped),
+        // Who may not look has the first error, which says more.
+        Ok(false) | Err(_) => Err(error),
+    }
 }
 
 /// An object that is being written: all at once, or in parts.

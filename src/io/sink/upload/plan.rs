@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     const S3: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
-    const AZURE: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
+    const MANY: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
     const GB: u64 = 1_000_000_000;
     const INDEX: u64 = 300_000;
 
@@ -218,12 +218,12 @@ mod tests {
 
     #[test]
     fn more_parts_where_the_protocol_has_them() {
-        let mut plan = Plan::new(AZURE, INDEX, 140 * GB);
+        let mut plan = Plan::new(MANY, INDEX, 140 * GB);
         assert_eq!((plan.part_len, plan.longest()), (PART_LEN, PART_LEN));
         assert_eq!(cut(&mut plan, 140 * GB), 16_689);
-        let mut plan = Plan::new(AZURE, INDEX, 5000 * GB);
-        assert!(cut(&mut plan, 5000 * GB) <= AZURE.announced_parts());
-        let greedy = Limits { least: 30 << 20, ..AZURE };
+        let mut plan = Plan::new(MANY, INDEX, 5000 * GB);
+        assert!(cut(&mut plan, 5000 * GB) <= MANY.announced_parts());
+        let greedy = Limits { least: 30 << 20, ..MANY };
         assert_eq!(Plan::new(greedy, INDEX, GB).part_len, 30 << 20);
     }
 
