@@ -96,7 +96,9 @@ impl Object for Blob {
             let forgets = "which Azure forgets a week after the last of them, or when the blob is \
                            written as a whole";
             let why = match answer.code() {
-                OTHER_NAMES => "another program has begun to write this blob, and left blocks there",
+                OTHER_NAMES => {
+                    "another program has begun to write this blob, and left blocks there"
+                }
                 _ => "uploads of this blob that failed have left too many blocks there",
             };
             return Err(self.disturbed(&format!("{why}, {forgets}"), &answer));

@@ -46,7 +46,16 @@ pub struct Ask<'a> {
 impl<'a> Ask<'a> {
     pub fn new(method: Method, body: &'a Bytes) -> Self {
         let (query, fields) = (Vec::new(), Vec::new());
-        Ask { method, query, fields, body, sum: None, answers: |_, _| false, good: |_| true, patience: Duration::ZERO }
+        Ask {
+            method,
+            query,
+            fields,
+            body,
+            sum: None,
+            answers: |_, _| false,
+            good: |_| true,
+            patience: Duration::ZERO,
+        }
     }
 
     pub fn query(mut self, name: &'static str, value: impl Into<String>) -> Self {
