@@ -194,11 +194,16 @@ def test_an_answer_that_was_lost_is_looked_into(address, through):
     check(address, LARGE)
 
 
-@pytest.mark.parametrize("stage", ["complete", "put"])
-def test_where_all_answers_were_lost_the_object_is_there(address, through, stage):
-    tensors = SMALL if stage == "put" else LARGE
-    through(tensors, address, lambda now, _: ("lost",) if now == stage else None)
-    check(address, tensors)
+def test_where_all_answers_were_lost_the_object_is_there(address, through):
+    through(LARGE, address, lambda stage, _: ("lost",) if stage == "complete" else None)
+    check(address, LARGE)
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_so_it_is_of_small_objects(address, through):
+    """Azurite refuses fields with sums, and nobody learns of it where all answers are lost."""
+    through(SMALL, address, lambda stage, _: ("lost",) if stage == "put" else None)
+    check(address, SMALL)
 
 
 def test_two_who_write_one_object(bucket, key, address):
