@@ -245,6 +245,12 @@ def moto():
     server.stop()
 
 
+@pytest.fixture
+def to_moto(moto, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+
+
 def test_parts_of_an_upload(moto):
     free = grown(UPLOAD, "s3://bucket/free", 0, **moto.settings())
     bound = grown(UPLOAD, "s3://bucket/bound", 64, **moto.settings())
@@ -368,10 +374,9 @@ def test_copies_to_a_server(nginx, moto):
     assert took <= 64 * MIB + SLACK
 
 
+@pytest.mark.usefixtures("to_moto")
 @pytest.mark.parametrize("command", ["cp", "diff", "cp --verify", "cp s3", "cp safetensors"])
-def test_the_least_of_a_command(nginx, moto, tmp_path, monkeypatch, capsys, command):
-    for name, value in moto.settings().items():
-        monkeypatch.setenv(name, value)
+def test_the_least_of_a_command(nginx, tmp_path, capsys, command):
     path, (name, *more) = str(nginx.root / "whole"), command.split()
     others = {"s3": "s3://bucket/least", "safetensors": str(tmp_path / "copy.safetensors")}
     target = path if name == "diff" else others.get(more[0] if more else "", str(tmp_path / "copy"))

@@ -366,7 +366,7 @@ def verified(address):
 def limited(path, limit):
     """Load a file within a memory limit, or one of each rank; return whether that was right, or the
     error.
-    """  # noqa: D205
+    """
     fetch_together()
     expected = tensorizer.load(path)
     with group():
