@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 /// What a connection takes beside what its server may send ahead: buffers of HTTP and TLS, an event
 /// loop, a thread.
 pub const CONNECTION: u64 = 1 << 20;
+/// Bytes of a part of an upload, while there may be more.
+pub const PART_LEN: u64 = 8 << 20;
 /// The least that a server may send ahead: what HTTP/2 begins with.
 const SHORTEST_WINDOW: u64 = 64 << 10;
 /// Of a limit, what a server may send ahead on each connection: with less, it waits for answers; with
@@ -15,8 +17,6 @@ const SHORTEST_WINDOW: u64 = 64 << 10;
 const WINDOWS: u64 = 8;
 /// For headers of tensors, and for what is read over between them: the least for a reader.
 const PASSING: u64 = 256 << 10;
-/// A reader of a server.
-const READER: u64 = CONNECTION + PASSING;
 /// Of a limit, what staging buffers, parts of uploads or tensors may take where readers or writers need
 /// some too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
@@ -53,6 +53,25 @@ pub struct LoadNeeds {
     pub staging: Option<(u64, u64, u64)>,
 }
 
+impl LoadNeeds {
+    /// The least with which one reader goes on.
+    pub fn least(&self) -> u64 {
+        let (buffer, fewest, _) = self.staging.unwrap_or((0, 0, 0));
+        self.each().saturating_add(fewest.saturating_mul(buffer))
+    }
+
+    fn each(&self) -> u64 {
+        self.reader.saturating_add(PASSING).saturating_add(self.gathers)
+    }
+
+    /// The same, where a server sends ahead as much as the limit allows: that is no more than two
+    /// windows, a quarter of the limit.
+    pub fn least_ahead(&self) -> u64 {
+        let least = self.least();
+        least.saturating_add((least / 3 + 1).max(2 * SHORTEST_WINDOW))
+    }
+}
+
 /// What a load may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadShares {
@@ -83,6 +102,31 @@ pub struct SaveNeeds {
     pub part: u64,
     /// Bytes of a staging buffer, and how many there are at most; None without a device.
     pub staging: Option<(u64, u64)>,
+}
+
+impl SaveNeeds {
+    /// Of tensors in host memory, which are hashed.
+    pub fn of_host(uploads: bool, encrypted: bool) -> Self {
+        let (kept, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
+        let thread = if uploads { CONNECTION } else { 0 };
+        let copies = 1 + u64::from(encrypted);
+        SaveNeeds { threads: 1, thread, copies, hashes: true, kept, part, staging: None }
+    }
+
+    /// The least with which one thread goes on.
+    pub fn least(&self) -> u64 {
+        let buffer = self.staging.map_or(0, |(buffer, _)| buffer);
+        let all = [self.each(), self.kept, self.part.saturating_mul(2), buffer];
+        all.into_iter().fold(self.waiting(), u64::saturating_add)
+    }
+
+    fn each(&self) -> u64 {
+        self.thread.saturating_add(self.copies.saturating_mul(COPIED))
+    }
+
+    fn waiting(&self) -> u64 {
+        if self.hashes { WAITING } else { 0 }
+    }
 }
 
 /// What a save may take.
@@ -168,13 +212,12 @@ impl MemoryLimit {
 
     /// How the readers of a load share it.
     pub fn load(self, needs: &LoadNeeds) -> Result<LoadShares> {
-        let LoadNeeds { readers, reader, gathers, staging } = *needs;
+        let LoadNeeds { readers, gathers, staging, .. } = *needs;
         let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
         let Some(bytes) = self.bytes else {
             return Ok(LoadShares { readers, passing: u64::MAX, gathers: u64::MAX, staging: most });
         };
-        let each = reader.saturating_add(PASSING).saturating_add(gathers);
-        let least = each.saturating_add(fewest.saturating_mul(buffer));
+        let (each, least) = (needs.each(), needs.least());
         self.needs(least, || {
             let staged = format!(", and {fewest} staging buffers of {buffer}");
             let staged = if staging.is_some() { staged } else { String::new() };
@@ -196,17 +239,15 @@ impl MemoryLimit {
 
     /// How the threads of a save share it.
     pub fn save(self, needs: &SaveNeeds) -> Result<SaveShares> {
-        let SaveNeeds { threads, thread, copies, hashes, kept, part, staging } = *needs;
+        let SaveNeeds { threads, hashes, kept, part, staging, .. } = *needs;
         let (buffer, most) = staging.unwrap_or((0, 0));
         let Some(bytes) = self.bytes else {
             return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
         };
-        let waiting = if hashes { WAITING } else { 0 };
-        let each = thread.saturating_add(copies.saturating_mul(COPIED));
+        let (waiting, each) = (needs.waiting(), needs.each());
         // A part that is filled, and one that waits for the header of its tensor.
         let (parts, fewest) = (part.saturating_mul(2), u64::from(buffer > 0));
-        let fixed = kept.saturating_add(waiting);
-        let least = [each, parts, fewest * buffer].into_iter().fold(fixed, u64::saturating_add);
+        let (fixed, least) = (kept.saturating_add(waiting), needs.least());
         self.needs(least, || {
             let parts = format!(", two parts of {part} and the first {kept} of the file");
             let parts = if part > 0 { parts } else { String::new() };
@@ -233,21 +274,28 @@ impl MemoryLimit {
     }
 
     /// How tensors that are held for the caller, of which the largest has so many bytes, share it with
-    /// what reads them: bytes of tensors, and the limit of the rest.
-    pub fn tensors(self, wanted: u64, largest: u64) -> Result<(u64, MemoryLimit)> {
+    /// what reads them, which takes `reader` at least: bytes of tensors, and the limit of the rest.
+    pub fn tensors(self, wanted: u64, largest: u64, reader: u64) -> Result<(u64, MemoryLimit)> {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
-        self.needs(largest.saturating_add(READER), || {
-            format!("a tensor of {largest} bytes is held, and a reader takes {READER}")
+        self.needs(largest.saturating_add(reader), || {
+            format!("a tensor of {largest} bytes is held, and a reader takes {reader}")
         })?;
-        let tensors = wanted.min(bytes - reads).min(bytes - READER).max(largest);
+        let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
         Ok((tensors, self.without(tensors)))
     }
 
     /// How batches that a member of a group fetches for all share it with what reads them. Of `most`
     /// bytes each; `reads` at once, and `others` that are sent or wait. `whole`: bytes of a batch that
-    /// cannot be shorter.
-    pub fn group(self, most: u64, reads: u64, others: u64, whole: u64) -> Result<GroupShares> {
+    /// cannot be shorter. What reads one takes `reader` at least.
+    pub fn group(
+        self,
+        most: u64,
+        reads: u64,
+        others: u64,
+        whole: u64,
+        reader: u64,
+    ) -> Result<GroupShares> {
         let Some(bytes) = self.bytes else {
             return Ok(GroupShares { batch: most, at_once: reads, load: self });
         };
@@ -255,15 +303,21 @@ impl MemoryLimit {
         let least = BATCH.max(whole);
         // What reads has a quarter, and one reads at a time where that is little.
         let quarter = bytes - share(bytes);
-        let fitting = (bytes.saturating_sub(READER) / least).saturating_sub(others);
-        let at_once = (quarter / READS).min(fitting).clamp(1, reads.max(1));
+        // Each of those that read has a batch and a reader.
+        let beside = bytes.saturating_sub(least.saturating_mul(others));
+        let fitting = beside / least.saturating_add(reader).max(1);
+        let at_once = (quarter / READS.max(reader)).min(fitting).clamp(1, reads.max(1));
         let fewest = least.saturating_mul(at_once.saturating_add(others));
-        self.needs(fewest.saturating_add(READER), || {
-            format!("{} batches of {least} bytes are on their way", at_once + others)
+        let readers = reader.saturating_mul(at_once);
+        self.needs(fewest.saturating_add(readers), || {
+            let count = at_once + others;
+            format!(
+                "{count} batches of {least} bytes are on their way, and a reader takes {reader}"
+            )
         })?;
         let batch = (share(bytes) / batches.max(1)).clamp(least, most.max(least));
         let held = batch.saturating_mul(at_once.saturating_add(others));
-        let held = held.min(bytes - READER).max(fewest);
+        let held = held.min(bytes - readers).max(fewest);
         let batch = held / (at_once.saturating_add(others)).max(1);
         let each = (bytes - held) / at_once;
         Ok(GroupShares { batch, at_once, load: self.without(bytes - each) })
@@ -276,132 +330,4 @@ fn share(bytes: u64) -> u64 {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn of(bytes: u64) -> MemoryLimit {
-        MemoryLimit::of(Some(bytes))
-    }
-
-    /// The least that an error names.
-    fn named(error: &Error) -> u64 {
-        let text = error.to_string();
-        let (_, after) = text.split_once("at least ").unwrap();
-        after.split(' ').next().unwrap().parse().unwrap()
-    }
-
-    proptest! {
-        #[test]
-        fn a_load_takes_no_more(
-            bytes in 0u64..1 << 36,
-            readers in 1usize..300,
-            reader in 0u64..40 << 20,
-            gathers in prop_oneof![Just(0u64), 1u64..8 << 20],
-            staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, fewest, most)| Some((1u64 << len, fewest, most.max(fewest))))],
-        ) {
-            let needs = LoadNeeds { readers, reader, gathers, staging };
-            match of(bytes).load(&needs) {
-                Ok(shares) => {
-                    prop_assert!((1..=readers).contains(&shares.readers));
-                    prop_assert!(shares.passing >= PASSING && shares.gathers >= gathers);
-                    let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
-                    prop_assert!((fewest..=most).contains(&shares.staging));
-                    let each = reader + shares.passing + shares.gathers;
-                    let all = each * shares.readers as u64 + shares.staging * buffer;
-                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
-                }
-                Err(error) => {
-                    let least = named(&error);
-                    prop_assert!(least > bytes);
-                    prop_assert!(of(least).load(&needs).is_ok());
-                    prop_assert!(of(least - 1).load(&needs).is_err());
-                }
-            }
-        }
-
-        #[test]
-        fn a_save_takes_no_more(
-            bytes in 0u64..1 << 36,
-            threads in 1usize..300,
-            thread in 0u64..40 << 20,
-            copies in 0u64..3,
-            hashes in any::<bool>(),
-            kept in 0u64..16 << 20,
-            part in prop_oneof![Just(0u64), 5u64 << 20..100 << 20],
-            staging in prop_oneof![Just(None), ((20u32..27), 1u64..500).prop_map(|(len, most)| Some((1u64 << len, most)))],
-        ) {
-            let needs = SaveNeeds { threads, thread, copies, hashes, kept, part, staging };
-            match of(bytes).save(&needs) {
-                Ok(shares) => {
-                    prop_assert!((1..=threads).contains(&shares.threads));
-                    prop_assert!(part == 0 || shares.parts >= 2 * part);
-                    let (buffer, most) = staging.unwrap_or((0, 0));
-                    prop_assert!(shares.staging <= most);
-                    prop_assert!(staging.is_none() || shares.staging > 0);
-                    let each = thread + copies * COPIED;
-                    let all = each * shares.threads as u64
-                        + shares.waiting.unwrap_or(0)
-                        + kept
-                        + shares.parts
-                        + shares.staging * buffer;
-                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
-                }
-                Err(error) => {
-                    let least = named(&error);
-                    prop_assert!(least > bytes);
-                    prop_assert!(of(least).save(&needs).is_ok());
-                }
-            }
-        }
-
-        #[test]
-        fn tensors_and_groups_take_no_more(
-            bytes in 0u64..1 << 36,
-            wanted in 0u64..1 << 32,
-            largest in 0u64..1 << 30,
-            most in 1u64 << 20..1 << 30,
-            reads in 1u64..5,
-            others in 0u64..5,
-        ) {
-            let limit = of(bytes);
-            match limit.tensors(wanted, largest) {
-                Ok((tensors, rest)) => {
-                    prop_assert!(tensors >= largest);
-                    prop_assert_eq!(tensors + rest.bytes.unwrap(), bytes);
-                }
-                Err(error) => prop_assert!(of(named(&error)).tensors(wanted, largest).is_ok()),
-            }
-            match limit.group(most, reads, others, largest) {
-                Ok(shares) => {
-                    prop_assert!(shares.batch >= largest && shares.at_once <= reads);
-                    let batches = shares.at_once + others;
-                    let all = batches * shares.batch + shares.at_once * shares.load.bytes.unwrap();
-                    prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
-                }
-                Err(error) => {
-                    let least = named(&error);
-                    prop_assert!(least > bytes);
-                    prop_assert!(of(least).group(most, reads, others, largest).is_ok());
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn without_a_limit_all_is_as_it_was() {
-        let none = MemoryLimit::default();
-        let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
-        let shares = none.load(&needs).unwrap();
-        assert_eq!((shares.readers, shares.staging, shares.passing), (32, 64, u64::MAX));
-        assert_eq!(none.window(16 << 20), 16 << 20);
-        assert_eq!(none.tensors(1 << 30, 1 << 40).unwrap(), (1 << 30, none));
-    }
-
-    #[test]
-    fn an_error_names_the_limit_that_was_given() {
-        let error = of(3 << 20).without(1 << 20).held(1, 5 << 20).unwrap_err().to_string();
-        assert!(error.contains("limit of 3145728 bytes") && error.contains("least 6291456"));
-    }
-}
+mod tests;

@@ -62,6 +62,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(memory::shares_of_tensors, module)?)?;
     module.add_function(wrap_pyfunction!(memory::shares_of_group, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::known_limit, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::least_of_save, module)?)?;
     module.add_function(wrap_pyfunction!(memory::first_touch, module)?)?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<reader::Reader>()?;

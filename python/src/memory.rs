@@ -5,6 +5,7 @@ use std::time::Instant;
 use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
 use tensorizer::mem::Arena;
+use tensorizer::memory_limit::SaveNeeds;
 
 use crate::errors::Answer;
 use crate::gil;
@@ -12,16 +13,25 @@ use crate::gil;
 const PAGE: usize = 4096;
 
 /// How a limit is shared between tensors that are held, of which the largest has so many bytes, and
-/// what reads them: bytes of tensors, and what they take of the limit. Without a limit the `wanted`.
+/// what reads them, which takes `reader` at least: bytes of tensors, and what is not for what reads
+/// them, with what the caller keeps of the limit. Without a limit the `wanted`.
 #[pyfunction]
-pub fn shares_of_tensors(limit: Option<u64>, wanted: u64, largest: u64) -> Answer<(u64, u64)> {
-    let (tensors, rest) = MemoryLimit::of(limit).known()?.tensors(wanted, largest)?;
+#[pyo3(signature = (limit, wanted, largest, reader, kept = 0))]
+pub fn shares_of_tensors(
+    limit: Option<u64>,
+    wanted: u64,
+    largest: u64,
+    reader: u64,
+    kept: u64,
+) -> Answer<(u64, u64)> {
+    let limit = MemoryLimit::of(limit).without(kept).known()?;
+    let (tensors, rest) = limit.tensors(wanted, largest, reader)?;
     Ok((tensors, rest.beside()))
 }
 
 /// How a member of a group shares a limit: bytes of a batch, how many it fetches at once, and what is
 /// not for one of them. `most`: bytes of a batch at most; `reads` at once, while `others` are sent or
-/// wait; `whole`: bytes of a batch at least.
+/// wait; `whole`: bytes of a batch at least; `reader`: what reads one takes at least.
 #[pyfunction]
 pub fn shares_of_group(
     limit: Option<u64>,
@@ -29,9 +39,22 @@ pub fn shares_of_group(
     reads: u64,
     others: u64,
     whole: u64,
+    reader: u64,
 ) -> Answer<(u64, u64, u64)> {
-    let shares = MemoryLimit::of(limit).known()?.group(most, reads, others, whole)?;
+    let shares = MemoryLimit::of(limit).known()?.group(most, reads, others, whole, reader)?;
     Ok((shares.batch, shares.at_once, shares.load.beside()))
+}
+
+/// The bytes of a limit, or of that of the environment; None for none.
+#[pyfunction]
+pub fn known_limit(limit: Option<u64>) -> Answer<Option<u64>> {
+    Ok(MemoryLimit::of(limit).known()?.bytes())
+}
+
+/// The least that a save takes which writes tensors in host memory and hashes them.
+#[pyfunction]
+pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
+    SaveNeeds::of_host(uploads, encrypted).least()
 }
 
 /// Seconds until so many bytes of new memory were written to for the first time, by one thread.

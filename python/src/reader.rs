@@ -164,6 +164,11 @@ impl Reader {
         self.loads.set_memory(MemoryLimit::of(limit).without(beside));
     }
 
+    /// The least that a load has in flight, of `parts` of tensors, or through staging memory.
+    fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
+        Ok(self.file.least(parts, staged)?)
+    }
+
     /// Ends loads that are under way on other threads, and refuses more.
     fn stop(&self) {
         self.loads.stop();

@@ -47,6 +47,7 @@ struct Given {
     metadata: Option<Vec<(String, String)>>,
     clear_metadata: bool,
     memory: Option<u64>,
+    kept: u64,
 }
 
 impl Given {
@@ -60,7 +61,7 @@ impl Given {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let Given { alignment, threads, metadata, clear_metadata, memory, .. } = self;
+        let Given { alignment, threads, metadata, clear_metadata, memory, kept, .. } = self;
         Ok(SaveOptions {
             alignment,
             threads,
@@ -69,7 +70,7 @@ impl Given {
             pair: None,
             metadata,
             clear_metadata,
-            memory: MemoryLimit::of(memory),
+            memory: MemoryLimit::of(memory).without(kept),
         })
     }
 }

@@ -65,7 +65,7 @@ class _CheckpointFile(File):
         self.total = sum(self.data_lens)
         self.metadata = {}
         self.left_out = self._whole.objects
-        self.memory_limit = self.rest = None
+        self.memory_limit = None
 
     def __exit__(self, *_: object) -> None:
         self._whole.__exit__()

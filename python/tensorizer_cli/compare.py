@@ -14,6 +14,8 @@ from .progress import Progress
 
 #: How a file or a tensor says that it is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
+#: Bytes that are compared at once.
+_PIECE = 1 << 20
 #: A difference, for programs, and for people.
 Difference = tuple[dict[str, Any], str]
 
@@ -34,7 +36,7 @@ def differences(
         OSError, ValueError, CryptographyError: One of them cannot be read.
 
     """
-    for batch in file.batches():
+    for batch in file.batches(file.share_with(other)):
         found: dict[int, Difference] = {}
         pairs: list[tuple[int, int]] = []
         for number in batch:
@@ -99,7 +101,8 @@ def _of_data(
     for (number, _), *both in zip(pairs, mine, theirs, strict=True):
         plain_ones = (tensor.resolve_conj().resolve_neg() for tensor in both)
         one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in plain_ones)
-        count, total = int((one != two).sum()), one.numel()
+        pieces = zip(one.split(_PIECE), two.split(_PIECE), strict=True)
+        count, total = sum(int((a != b).sum()) for a, b in pieces), one.numel()
         if count:
             name = file.reader.name(number)
             differ = "differs" if count == 1 else "differ"

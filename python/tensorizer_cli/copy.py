@@ -15,8 +15,10 @@ from tensorizer import (
     TensorType,
     save,
 )
+from tensorizer._native import least_of_save, local_path
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_safetensors import is_meant
+from tensorizer.streams.addresses import is_address
 
 from . import keys, redis_target
 from .checkpoint import open_file
@@ -181,7 +183,9 @@ def _copy(
         return
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
-    batches = source.batches()
+    most, beside = source.hold(_least(target, encryption))
+    limit = source.memory_limit
+    kept = 0 if limit is None else limit - beside
     with (
         FileWriter(
             target,
@@ -189,7 +193,8 @@ def _copy(
             alignment=options.alignment or _ALIGNMENT,
             metadata=source.metadata,
             clear_metadata=True,
-            memory_limit=source.rest,
+            memory_limit=limit,
+            memory_kept=kept,
         ) as writer,
         Progress(source.total, options) as progress,
     ):
@@ -197,7 +202,7 @@ def _copy(
         if identity is not None:
             # A copy is as good a half of a saved object.
             writer.set_pair(identity)
-        for batch in batches:
+        for batch in source.batches(most):
             tensors, modules = source.load(batch, "nothing")
             writer.write(
                 [source.reader.name(n) for n in batch],
@@ -210,6 +215,12 @@ def _copy(
             progress.add(source.size(batch))
 
 
+def _least(target: str | int, encryption: EncryptionParams | None) -> int:
+    """Return the least that writing takes."""
+    uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
+    return least_of_save(uploads, encryption is not None)
+
+
 def _to_safetensors(
     source: File,
     target: str | int,
@@ -219,7 +230,7 @@ def _to_safetensors(
     """Write all tensors at once: that format has its header first."""
     if encryption is not None or options.alignment is not None:
         raise ValueError("safetensors files are neither encrypted nor aligned")
-    source.hold_all()
+    rest = source.hold_all(_least(target, None))
     with Progress(source.total, options) as progress:
         tensors, _ = source.load(list(range(len(source))), "nothing")
         names = [source.reader.name(n) for n in range(len(source))]
@@ -228,6 +239,6 @@ def _to_safetensors(
             target,
             format="safetensors",
             metadata=source.metadata or None,
-            memory_limit=source.rest,
+            memory_limit=rest,
         )
         progress.add(source.total)

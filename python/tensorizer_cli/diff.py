@@ -21,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare two files, tensor by tensor."""
     report = Report(options)
     all_found: list[dict[str, Any]] = []
-    # Tensors of one, and what reads those of each.
-    limit = options.memory_limit and max(options.memory_limit // 3, 1)
+    limit = options.memory_limit
     with (
         open_file(options.file, None, options.readers, memory_limit=limit) as file,
         open_file(options.other, None, options.readers, memory_limit=limit) as other,

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
+from tensorizer._native import known_limit
 from tensorizer._types import Head, Name
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
@@ -57,9 +58,7 @@ class File:
         self.memory_lens = self.reader.memory_lens()
         self.data_lens = self.reader.data_lens()
         self.total = sum(self.data_lens)
-        self.memory_limit = memory_limit
-        #: What of it is not for the tensors of a batch.
-        self.rest = memory_limit
+        self.memory_limit = known_limit(memory_limit)
         #: What is no tensor.
         self.left_out: list[str] = []
 
@@ -97,25 +96,59 @@ class File:
                 f"{self.shown} is encrypted, and decryption was not requested: {hint}"
             )
 
-    def batches(self) -> Iterator[list[int]]:
-        """Return numbers of tensors, in the order of the file."""
-        every = range(len(self))
-        most = _BATCH_BYTES
-        if self.memory_limit is not None:
-            most = self._file.hold(most, every, self.data_lens.__getitem__)
-            self.rest = self.memory_limit - most
-        return in_batches(every, self.data_lens.__getitem__, most)
+    def batches(self, most: int = _BATCH_BYTES) -> Iterator[list[int]]:
+        """Return numbers of tensors of ``most`` bytes together, in the order of the file."""
+        return in_batches(range(len(self)), self.data_lens.__getitem__, most)
 
-    def hold_all(self) -> None:
-        """Hold all tensors at once, if they fit.
+    def hold(self, beside: int = 0) -> tuple[int, int]:
+        """Share the memory limit; return bytes of tensors at a time, and what is beside them.
+
+        What is beside them, and has ``beside`` bytes at least, gets half of what is free. Without a
+        limit it is 0.
 
         Raises:
-            ValueError: They do not.
+            ValueError: It is less than all of them need; the message names the least.
 
         """
-        if self.memory_limit is not None and not (self._file.maps and self._file.is_local):
-            self._file.hold(self.total, range(1), lambda _: self.total)
-            self.rest = self.memory_limit - self.total
+        if self.memory_limit is None:
+            return _BATCH_BYTES, 0
+        largest = max(self.data_lens, default=0)
+        free = max(self.memory_limit - largest - beside - self._file.least(), 0)
+        kept = beside + (free // 2 if beside else 0)
+        lens = self.data_lens.__getitem__
+        return self._file.hold(_BATCH_BYTES, range(len(self)), lens, kept=kept), kept
+
+    def hold_all(self, beside: int) -> int | None:
+        """Hold all tensors at once, if they fit; return what of the limit is left.
+
+        Raises:
+            ValueError: They do not, with ``beside`` bytes.
+
+        """
+        if self.memory_limit is None or (self._file.maps and self._file.is_local):
+            return self.memory_limit
+        self._file.hold(self.total, range(1), lambda _: self.total, least=beside)
+        return self.memory_limit - self.total
+
+    def share_with(self, other: File) -> int:
+        """Share the memory limit with a file whose tensors are compared with those of this one.
+
+        Returns bytes of tensors of each at a time.
+
+        Raises:
+            ValueError: See :meth:`hold`.
+
+        """
+        if self.memory_limit is None or other.memory_limit is None:
+            return _BATCH_BYTES
+        most, kept = self.hold(max(self.data_lens, default=0) + other.least)
+        other.reader.limit_memory(self.memory_limit, self.memory_limit - kept + most)
+        return most
+
+    @property
+    def least(self) -> int:
+        """What reads a tensor takes at least."""
+        return self._file.least()
 
     def size(self, numbers: list[int]) -> int:
         """Return how many bytes of data some tensors have."""

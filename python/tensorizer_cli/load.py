@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     device = resolve_device(options.device)
+    # Only what stays in host memory is mapped.
+    mapped = options.mmap and device.type == "cpu"
     before = (stats() or {"call": 0})["call"]
     from_disk = _from_disk()
     begun = time.perf_counter()
@@ -96,7 +98,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
             tensors = [tensor for _, tensor, _ in file.load(every, device)]
             # What is mapped comes when it is touched.
             touched = time.perf_counter()
-            if options.mmap:
+            if mapped:
                 for tensor in tensors:
                     tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
             elif device.type == "cuda":
@@ -112,10 +114,10 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
             "tensors": len(file),
         }
         local, parallel = file.is_local, file.reader.parallel
-    seconds = _stages(calls, total, options.mmap)
+    seconds = _stages(calls, total, mapped)
     read = seconds["read"]
     threads = max((call["threads"] for call in calls), default=1)
-    key = "read" if options.mmap else "copy"
+    key = "read" if mapped else "copy"
     seconds[key] += touched * max(threads, 1)
     source = _source(options.file, local, from_disk, total)
     names = {call["reading"] for call in calls} - {""}
@@ -125,7 +127,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
         seconds=_of_whole(seconds, calls, opened, whole),
         read_seconds=read,
         source=source,
-        path=_path(options, source, threads if parallel else 0, names),
+        path=_path(options.file, source, threads if parallel else 0, names, mapped),
         connections=threads,
         most=max((call["most_threads"] for call in calls), default=1),
         chosen=options.readers is not None,
@@ -175,12 +177,12 @@ def _source(file: str, local: bool, from_disk: int, total: int) -> str:
     return "disk" if from_disk * 2 > total else "page cache"
 
 
-def _path(options: argparse.Namespace, source: str, threads: int, names: set[str]) -> str:
+def _path(file: str, source: str, threads: int, names: set[str], mapped: bool) -> str:
     """Return the way that the bytes took; with no threads, front to back."""
     if source == "network":
         if threads == 0:
             return "front to back over 1 connection"
         return f"ranges over {plural(threads, 'connection')}"
-    where = "the cache of servers' files" if is_address(options.file) else "a local file"
-    how = "mapped" if options.mmap else ", ".join(sorted(names)) or "buffered reads"
+    where = "the cache of servers' files" if is_address(file) else "a local file"
+    how = "mapped" if mapped else ", ".join(sorted(names)) or "buffered reads"
     return f"{where}, {how}, {plural(threads, 'reader')}"

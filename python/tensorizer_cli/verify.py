@@ -89,7 +89,7 @@ def _none_of(count: int) -> str:
 def _batches(file: File) -> Iterator[list[int]]:
     """Yield numbers of tensors; one at a time, in order, where bytes cannot be read again."""
     if file.reader.seekable:
-        yield from file.batches()
+        yield from file.batches(file.hold()[0])
         return
     offsets = file.reader.offsets()
     for number in sorted(range(len(file)), key=offsets.__getitem__):

@@ -171,7 +171,8 @@ impl<'f> DeviceLoad<'f> {
         let len =
             |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
         let largest = tensors.iter().map(len).max().unwrap_or(0);
-        let (most, memory) = options.memory.known()?.tensors(HELD, largest)?;
+        let least = self.selection.file.least(true, true)?;
+        let (most, memory) = options.memory.known()?.tensors(HELD, largest, least)?;
         let options = &LoadOptions { memory, ..*options };
         let mut left = tensors;
         while !left.is_empty() {

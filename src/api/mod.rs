@@ -7,6 +7,7 @@ mod folder;
 mod head;
 pub mod headers;
 mod known;
+mod least;
 pub mod load;
 pub mod load_options;
 mod open;

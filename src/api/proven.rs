@@ -9,11 +9,12 @@ use super::load_options::LoadOptions;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
+use crate::engine::crew;
 use crate::engine::workers::{self, Crew};
 use crate::error::{Error, Result};
 use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
 use crate::mem::Buffers;
-use crate::memory_limit::LoadNeeds;
+use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
 /// The most bytes that a reader asks for at once, and keeps until those before them are hashed.
 const PIECE: u64 = 16 << 20;
@@ -46,11 +47,12 @@ impl TensorFile {
         if !sources.iter().any(|source| source.is_of_hub()) {
             return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
+        let memory = crew::limit(options.memory, &borrowed(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
                 Published::Sha256(expected) => {
-                    files.push(Proof::new(source, expected, options)?);
+                    files.push(Proof::new(source, expected, memory)?);
                     continue;
                 }
                 _ if own => return Ok(()),
@@ -61,7 +63,7 @@ impl TensorFile {
             return Err(self.no_hashes(source.uri(), why));
         }
         for some in files.chunks(AT_ONCE) {
-            compare(some, options, cancel)?;
+            compare(some, memory, options, cancel)?;
         }
         Ok(())
     }
@@ -110,7 +112,7 @@ struct Proof<'s> {
 }
 
 impl<'s> Proof<'s> {
-    fn new(source: &'s dyn ReadAt, expected: [u8; 32], options: &LoadOptions) -> Result<Self> {
+    fn new(source: &'s dyn ReadAt, expected: [u8; 32], memory: MemoryLimit) -> Result<Self> {
         let traits = source.traits();
         let len = traits.len.ok_or_else(|| {
             Error::Unsupported(format!(
@@ -121,7 +123,7 @@ impl<'s> Proof<'s> {
         })?;
         let hashed = Mutex::new((0, Sha256::default()));
         // A reader has one, and its connection as much again.
-        let most = options.memory.known()?.window(PIECE);
+        let most = memory.window(PIECE);
         let piece = traits.request_len.clamp(1, most);
         Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
     }
@@ -169,7 +171,12 @@ impl<'s> Proof<'s> {
 }
 
 /// Reads files side by side, each in order, with as many readers as help.
-fn compare(files: &[Proof<'_>], options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
+fn compare(
+    files: &[Proof<'_>],
+    memory: MemoryLimit,
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
     let Some(traits) = Traits::of_all(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
@@ -178,7 +185,7 @@ fn compare(files: &[Proof<'_>], options: &LoadOptions, cancel: &dyn Cancel) -> R
     let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
     let reader = traits.reader_memory.saturating_add(piece);
     let needs = LoadNeeds { readers: crew.most, reader, ..LoadNeeds::default() };
-    let crew = crew.at_most(options.memory.known()?.load(&needs)?.readers);
+    let crew = crew.at_most(memory.load(&needs)?.readers);
     workers::run_adapting(crew, cancel, |control, _| {
         let mut buffer = Vec::new();
         while !control.stopped() && !control.surplus() {

@@ -327,7 +327,8 @@ fn cut_wholes(
 ) -> Result<()> {
     let wholes = wholes(selection)?;
     let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
-    let (most, memory) = options.memory.known()?.tensors(HELD, largest)?;
+    let (most, memory) =
+        options.memory.known()?.tensors(HELD, largest, wholes.least(false, false)?)?;
     let options = LoadOptions { map: false, memory, ..*options };
     // Slices of one tensor follow each other: it is loaded once.
     let tensor_of =

@@ -2,7 +2,7 @@
 //! bytes come from and go to.
 
 pub mod cold;
-mod crew;
+pub mod crew;
 pub mod download;
 #[cfg(all(test, feature = "s3"))]
 mod long_downloads;

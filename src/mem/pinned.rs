@@ -19,11 +19,12 @@ pub use lease::{Filled, Lease};
 pub use share::Share;
 
 use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
 use crate::environment::{IN_FLIGHT_MB, PINNED_MB, STAGING_KB};
 use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
-use buffers::{Buffer, Inner, POLL, State};
+use buffers::{Buffer, Inner, POLL, State, Waiter};
 
 /// Bytes that are allocated and pinned together: of which a reader has the most when readers need
 /// them at the same time, and far below what drivers refuse to pin at once.
@@ -32,6 +33,11 @@ const SLAB: usize = 32 << 20;
 pub const MIN_BUFFERS: usize = 4;
 /// How often a reader that waits for others looks whether its call was given up.
 const IDLE: Duration = Duration::from_millis(20);
+
+/// The fewest buffers of a length with which a load goes on.
+pub fn fewest(buffer_len: u64) -> u64 {
+    if buffer_len >= 2 * PIECE_LEN { 2 } else { MIN_BUFFERS as u64 }
+}
 
 /// Staging buffers, shared by all loads to and saves from one device: who waits for another
 /// device's copies could wait for ever, for these may wait for what comes after the load.
@@ -44,7 +50,8 @@ pub struct Pool {
     plenty: usize,
 }
 
-/// A place in the queue for buffers: who came first is served first.
+/// A place in the queue for buffers: who came first is served first, but for calls that have all that
+/// they may.
 pub struct Ticket<'p> {
     pool: &'p Pool,
     number: u64,
@@ -145,14 +152,15 @@ impl Pool {
         let mut state = self.state();
         state.last_ticket += 1;
         let number = state.last_ticket;
-        state.waiting.push_back((number, thread::current()));
-        Ticket { pool: self, number, share: share.cloned() }
+        let (thread, share) = (thread::current(), share.cloned());
+        state.waiting.push_back(Waiter { number, thread, share: share.clone(), buffers: 1 });
+        Ticket { pool: self, number, share }
     }
 
     /// Buffers that are there at once, if nobody waits for them.
     pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
         let mut state = self.state();
-        let waits = !state.waiting.is_empty() || state.reap().is_err();
+        let waits = state.ahead(None, share) > 0 || state.reap().is_err();
         if waits || share.is_some_and(|share| !share.has(buffers)) {
             return None;
         }
@@ -250,11 +258,15 @@ impl<'p> Ticket<'p> {
         cancel: &dyn Cancel,
     ) -> Result<Lease<'p>> {
         let (pool, share) = (self.pool, self.share.as_ref());
+        let mut state = pool.state();
+        if let Some(own) = state.waiting.iter_mut().find(|waiter| waiter.number == self.number) {
+            (own.buffers, own.thread) = (buffers, thread::current());
+        }
+        drop(state);
         loop {
             let wait = {
                 let mut state = pool.state();
-                let ahead = state.waiting.iter().take_while(|(number, _)| *number != self.number);
-                let ahead = ahead.count();
+                let ahead = state.ahead(Some(self.number), share);
                 if ahead == 0 {
                     state.reap_on(device)?;
                 }
@@ -287,7 +299,7 @@ impl<'p> Ticket<'p> {
 impl Drop for Ticket<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        state.waiting.retain(|(number, _)| *number != self.number);
+        state.waiting.retain(|waiter| waiter.number != self.number);
         state.wake_first();
     }
 }

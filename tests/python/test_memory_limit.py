@@ -13,6 +13,7 @@ from scripted import FaultServer, Scripted
 from servers import Moto, Nginx, Redis
 from tensorizer._native import shares_of_group, shares_of_tensors
 from tensorizer.group.exchange import Shares
+from tensorizer_cli.main import main
 
 MIB = 1 << 20
 #: What an allocator, threads and an interpreter take besides.
@@ -208,6 +209,26 @@ except ValueError as error:
     assert grown(code, nginx.root / "whole", 0, TENSORIZER_FAKE_DEVICE="7") == 1
 
 
+AT_LEAST = """
+import re
+def call(limit):
+    names = [name for name, _ in tensorizer.iterate(sys.argv[1], memory_limit=limit)]
+    assert len(names) == 48
+call(16 << 20)
+try:
+    call(4 << 20)
+except ValueError as error:
+    call(int(re.search(r"at least (\\d+) are needed", str(error))[1]))
+    print(1)
+"""
+
+
+def test_what_iterate_needs_to_reach_a_device(nginx):
+    env = {"TENSORIZER_FAKE_DEVICE": "7"}
+    assert grown(AT_LEAST, nginx.root / "whole", 0, **env) == 1
+    assert grown(AT_LEAST, f"{nginx.http}/whole", 0, **env) == 1
+
+
 # Uploads
 
 UPLOAD = """
@@ -222,6 +243,12 @@ def moto():
     server.client().create_bucket(Bucket="bucket")
     yield server
     server.stop()
+
+
+@pytest.fixture
+def to_moto(moto, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
 
 
 def test_parts_of_an_upload(moto):
@@ -246,11 +273,11 @@ def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
 
 @pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB, 1 << 30])
 def test_batches_of_a_group(limit):
-    shares = Shares.of(limit, 32 * MIB, 1)
+    shares = Shares.of(limit, 32 * MIB, 1, 2 * MIB)
     taken = limit - shares.beside
     assert (shares.at_once + 4) * shares.batch + shares.at_once * taken <= limit
     assert shares.batch >= min(limit // 20, 32 * MIB)
-    assert Shares.of(None, 32 * MIB, 1) == Shares(32 * MIB, 3, 0)
+    assert Shares.of(None, 32 * MIB, 1, 2 * MIB) == Shares(32 * MIB, 3, 0)
 
 
 def test_a_group_without_room(ranks, small):
@@ -261,12 +288,20 @@ def test_a_group_without_room(ranks, small):
         assert "a memory limit of 2097152 bytes is too small" in found["result"]
 
 
+def test_members_with_limits_of_their_own(ranks, small):
+    path, _ = small
+    for found in ranks.start("groups.limited", 2, path, [64 * MIB, 16 * MIB]):
+        assert found["result"] == "the same"
+    for found in ranks.start("groups.limited", 2, path, [64 * MIB, 2 * MIB]):
+        assert "a memory limit of 2097152 bytes is too small" in found["result"]
+
+
 def test_shares_of_tensors():
-    assert shares_of_tensors(None, 100, 1000) == (100, 0)
-    tensors, beside = shares_of_tensors(64 * MIB, 1 << 30, 1)
+    assert shares_of_tensors(None, 100, 1000, MIB) == (100, 0)
+    tensors, beside = shares_of_tensors(64 * MIB, 1 << 30, 1, MIB)
     assert tensors == beside == 48 * MIB
     with pytest.raises(ValueError, match="at least"):
-        shares_of_group(MIB, MIB, 3, 4, 1)
+        shares_of_group(MIB, MIB, 3, 4, 1, MIB)
 
 
 def test_values_of_redis(small, tmp_path):
@@ -286,11 +321,31 @@ def test_values_of_redis(small, tmp_path):
         server.stop()
 
 
+def test_values_of_redis_are_not_tiny(small, tmp_path):
+    redis = pytest.importorskip("redis")
+    path, _ = small
+    server = Redis(tmp_path)
+    try:
+        client = redis.Redis.from_url(server.address)
+
+        def store(limit):
+            with tensorizer.TensorDeserializer(path, lazy_load=True, memory_limit=limit) as file:
+                file.to_redis(client, "least")
+
+        with pytest.raises(ValueError, match="at least") as caught:
+            store(MIB + MIB // 4)
+        store(least(caught.value))
+        assert max(client.strlen(key) for key in client.keys("least:*")) == 64 << 10
+        client.close()
+    finally:
+        server.stop()
+
+
 COPY = """
 from tensorizer_cli.main import main
 def call():
     options = [f"--memory-limit={limit >> 20}MiB"] if limit else []
-    assert main(["cp", "--quiet", *options, sys.argv[1], sys.argv[3]]) == 0
+    assert main(["cp", "--quiet", *options, *sys.argv[4:], sys.argv[1], sys.argv[3]]) == 0
 measured(call)
 """
 
@@ -300,3 +355,39 @@ def test_copies_by_the_command(nginx, tmp_path):
     assert grown(COPY, path, 64, tmp_path / "copy") <= 64 * MIB + SLACK
     assert_same(tensorizer.load(tmp_path / "copy"), tensorizer.load(path))
     assert grown(COPY, path, 0, tmp_path / "copy") > 64 * MIB + SLACK
+
+
+def test_copies_bound_by_the_environment(nginx, tmp_path):
+    path = nginx.root / "whole"
+    took = grown(COPY, path, 0, tmp_path / "copy", TENSORIZER_MEMORY_MB="64")
+    assert took <= 64 * MIB + SLACK
+
+
+def test_copies_that_are_verified(nginx, tmp_path):
+    path = nginx.root / "whole"
+    assert grown(COPY, path, 64, tmp_path / "copy", "--verify") <= 64 * MIB + SLACK
+
+
+def test_copies_to_a_server(nginx, moto):
+    path = nginx.root / "whole"
+    took = grown(COPY, path, 64, "s3://bucket/copy", **moto.settings())
+    assert took <= 64 * MIB + SLACK
+
+
+@pytest.mark.usefixtures("to_moto")
+@pytest.mark.parametrize("command", ["cp", "diff", "cp --verify", "cp s3", "cp safetensors"])
+def test_the_least_of_a_command(nginx, tmp_path, capsys, command):
+    path, (name, *more) = str(nginx.root / "whole"), command.split()
+    others = {"s3": "s3://bucket/least", "safetensors": str(tmp_path / "copy.safetensors")}
+    target = path if name == "diff" else others.get(more[0] if more else "", str(tmp_path / "copy"))
+    options = ["--verify"] if "--verify" in more else []
+
+    def call(limit):
+        return main([name, "--quiet", *options, f"--memory-limit={limit}", path, target])
+
+    assert call(3 * MIB) != 0
+    said = capsys.readouterr().err
+    assert "a memory limit of 3145728 bytes is too small" in said
+    enough = least(said)
+    assert call(enough) == 0, capsys.readouterr().err
+    assert call(64 * MIB) == 0 or enough > 64 * MIB

@@ -47,6 +47,7 @@ class FileWriter:
         clear_metadata: Whether an encrypted file may have metadata, which are not encrypted.
         progress: Told of the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
+        memory_kept: What of the limit is for something else.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -68,6 +69,7 @@ class FileWriter:
         clear_metadata: bool = False,
         progress: Progress | None = None,
         memory_limit: int | None = None,
+        memory_kept: int = 0,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -85,6 +87,7 @@ class FileWriter:
             "metadata": _metadata_pairs(metadata),
             "clear_metadata": bool(clear_metadata),
             "memory": checked_memory_limit(memory_limit),
+            "kept": memory_kept,
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)

@@ -122,7 +122,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     ) -> None:
         self._file, self._names, self._device = file, names, device
         self._size = [_cost(file, number, device) for number in range(len(file))].__getitem__
-        self._most = file.hold(buffer_bytes, wanted, self._size)
+        self._most = file.hold(buffer_bytes, wanted, self._size, device)
         self._batches = in_batches(wanted, self._size, max(1, self._most // 2))
         self._ready: deque[tuple[Name, torch.Tensor]] = deque()
         self._held = 0

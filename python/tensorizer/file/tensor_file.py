@@ -33,6 +33,7 @@ from .progress import Progress
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
+_CPU = torch.device("cpu")
 
 #: What tensors are known by.
 _Key = TypeVar("_Key", int, str)
@@ -327,20 +328,42 @@ class TensorFile:
             if numbers:
                 yield numbers
             return
-        most = self.hold(_BATCH_BYTES, numbers, self.reader.memory_len)
+        most = self.hold(_BATCH_BYTES, numbers, self.reader.memory_len, device)
         yield from in_batches(numbers, self.reader.memory_len, most)
 
-    def hold(self, wanted: int, numbers: Iterable[int], length: Callable[[int], int]) -> int:
+    def hold(
+        self,
+        wanted: int,
+        numbers: Iterable[int],
+        length: Callable[[int], int],
+        device: torch.device = _CPU,
+        *,
+        least: int = 0,
+        kept: int = 0,
+    ) -> int:
         """Keep a part of the memory limit for tensors that are held, and return its bytes.
+
+        Args:
+            wanted: The most bytes of tensors.
+            numbers: The tensors.
+            length: The bytes of one.
+            device: Where they are loaded to.
+            least: What is left beside them at least.
+            kept: What of the limit is for something else.
 
         Raises:
             ValueError: The limit is too small for the largest of them.
 
         """
         largest = max(map(length, numbers), default=0)
-        most, beside = shares_of_tensors(self.memory_limit, wanted, largest)
+        reader = max(least, self.least(device))
+        most, beside = shares_of_tensors(self.memory_limit, wanted, largest, reader, kept)
         self.reader.limit_memory(self.memory_limit, beside)
         return most
+
+    def least(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
+        """Return the least of a memory limit with which tensors, or parts of them, are read."""
+        return self.reader.least(parts, devices.is_native(device))
 
     def _placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device

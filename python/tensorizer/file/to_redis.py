@@ -48,7 +48,8 @@ def copy_to_redis(
         raise TypeError(f"the prefix of the keys must be a str, not {type(prefix).__name__}")
     if not hasattr(client, "pipeline"):
         raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
-    held, _ = shares_of_tensors(memory_limit, _ANY, 0)
+    least = reader.least(False, False)
+    held, _ = shares_of_tensors(memory_limit, _ANY, _HELD * _SMALL, least)
     longest = min(_LONGEST_VALUE, held // _HELD)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)

@@ -103,20 +103,28 @@ def fill_together(
     rows = plan.rows_of_all(members.tell(own))
     rows = {number: ends for number, ends in rows.items() if ends[0] < ends[1]}
 
+    whole = (verify or file.verify) != "nothing"
+    all_wanted: list[plan.Wanted] = []
+
+    def shared() -> Shares:
+        all_wanted[:] = [_wanted(file, number, ends, whole) for number, ends in rows.items()]
+        most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
+        total = sum(one.nbytes for one in all_wanted)
+        longest = max((one.unit for one in all_wanted), default=0)
+        least = file.least(_buffers_on(members, tensors), parts=True)
+        return Shares.of(file.memory_limit, batch_bytes(total, members.size, most), longest, least)
+
+    # Members may have limits of their own, and all cut the same batches.
+    shares, lens_of_all = members.together(shared, lambda shares: shares.batch)
+
     def prepared() -> Exchange:
         for number in empty:
             tensors[number].detach().zero_()
-        whole = (verify or file.verify) != "nothing"
         # What a hub publishes is compared before others wait for a batch of this member.
         if whole:
             file.read([], torch.device("cpu"), verify)
-        most = _ENCRYPTED_BATCH_BYTES if file.reader.encrypted else BATCH_BYTES
-        all_wanted = [_wanted(file, number, ends, whole) for number, ends in rows.items()]
-        total = sum(one.nbytes for one in all_wanted)
-        longest = max((one.unit for one in all_wanted), default=0)
-        shares = Shares.of(file.memory_limit, batch_bytes(total, members.size, most), longest)
         file.reader.limit_memory(file.memory_limit, shares.beside)
-        batches = plan.batches(all_wanted, members.size, shares.batch)
+        batches = plan.batches(all_wanted, members.size, min(lens_of_all))
         device = _buffers_on(members, tensors)
         somewhere = any(tensor.is_cuda for tensor in tensors.values())
         return Exchange(

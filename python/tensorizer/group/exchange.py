@@ -55,8 +55,10 @@ class Shares:
     beside: int
 
     @classmethod
-    def of(cls, limit: int | None, most: int, longest: int) -> Shares:
+    def of(cls, limit: int | None, most: int, longest: int, reader: int) -> Shares:
         """Share a limit, for batches of ``most`` bytes; those of ``longest`` are not cut.
+
+        What reads one takes ``reader`` at least.
 
         Raises:
             ValueError: The limit is too small.
@@ -65,7 +67,7 @@ class Shares:
         # What is sent, of this member and of others, beside what is read.
         others = 2 * _SENT_AT_ONCE
         batch, at_once, beside = shares_of_group(
-            limit, most + _HEADER, _READ_AT_ONCE, others, longest + _HEADER
+            limit, most + _HEADER, _READ_AT_ONCE, others, longest + _HEADER, reader
         )
         return cls(batch - _HEADER, at_once, beside)
 

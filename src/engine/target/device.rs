@@ -114,7 +114,7 @@ impl<'d> Target for ToDevice<'d> {
 
     fn needs(&self, source: &Traits, readers: usize, _decrypts: bool) -> LoadNeeds {
         let buffer = self.pool.buffer_len() as u64;
-        let fewest = if buffer >= 2 * PIECE_LEN { 2 } else { pinned::MIN_BUFFERS as u64 };
+        let fewest = pinned::fewest(buffer);
         let reader = source.reader_memory + self.reader_memory;
         let staging = Some((buffer, fewest, self.pool.limit() as u64));
         LoadNeeds { readers, reader, gathers: 0, staging }

@@ -25,6 +25,11 @@ const MAX_SEGMENTS: usize = 64 << 10;
 /// So many times its usual length a batch may have.
 const LONGER: u64 = 2;
 
+/// The least that a reader has in memory to gather from.
+pub fn least(decrypts: bool) -> u64 {
+    LONGER * if decrypts { PIECE_LEN } else { LEAST }
+}
+
 /// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
 pub struct Span<'a> {
     /// The tensor's position of its first byte.
@@ -86,7 +91,7 @@ impl<'a> Target for Gather<'a> {
     }
 
     fn needs(&self, source: &Traits, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = LONGER * if decrypts { PIECE_LEN } else { LEAST };
+        let gathers = least(decrypts);
         LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
     }
 
@@ -141,7 +146,12 @@ impl<'a> Target for Gather<'a> {
         let known = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             let found = free.iter().position(|bytes| bytes.len() >= len);
-            found.map(|at| free.swap_remove(at))
+            let known = found.map(|at| free.swap_remove(at));
+            if known.is_none() {
+                // A longer one takes its place: there are no more than readers.
+                drop(free.pop());
+            }
+            known
         };
         let bytes = match known {
             Some(bytes) => bytes,
@@ -197,5 +207,26 @@ impl Lease for Scratch<'_> {
             chunks.push(Chunk { kind: segment.kind, bytes });
         }
         Ok(chunks)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+
+    #[test]
+    fn longer_memory_takes_the_place_of_shorter() {
+        let gather = Gather::new(Vec::new());
+        for len in 1..20 {
+            let segments = vec![Segment { kind: SegmentKind::Gap, len }];
+            let batch = Batch { file: 0, offset: 0, segments };
+            let lease = gather.acquire((), batch, Vec::new(), &|| Ok(false), &Never).unwrap();
+            gather.commit(lease, false).unwrap();
+            let lens: Vec<usize> =
+                gather.free.lock().unwrap().iter().map(|one| one.len()).collect();
+            assert_eq!(lens, [usize::try_from(len).unwrap()]);
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 use std::time::Duration;
 
-use super::share::Held;
+use super::share::{Held, Share};
 use crate::error::Result;
 use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
@@ -70,11 +70,34 @@ pub struct State {
     /// Buffers that come back when their copies have ended.
     pub in_flight: VecDeque<Flight>,
     /// Who waits for buffers, in turn.
-    pub waiting: VecDeque<(u64, Thread)>,
+    pub waiting: VecDeque<Waiter>,
     /// The number of the last one who waited.
     pub last_ticket: u64,
     /// Whether some buffers could not be pinned.
     pub pageable: bool,
+}
+
+/// Who waits for buffers.
+pub struct Waiter {
+    /// Its ticket.
+    pub number: u64,
+    /// Whom to wake.
+    pub thread: Thread,
+    /// What its call may have, if that is bounded.
+    pub share: Option<Arc<Share>>,
+    /// How many it waits for; one as long as that is not known.
+    pub buffers: usize,
+}
+
+impl Waiter {
+    /// Whether its call has too many to take these now, however many are free.
+    fn is_full(&self) -> bool {
+        self.share.as_ref().is_some_and(|share| !share.has(self.buffers))
+    }
+
+    fn shares(&self, other: Option<&Arc<Share>>) -> bool {
+        self.share.as_ref().zip(other).is_some_and(|(one, other)| Arc::ptr_eq(one, other))
+    }
 }
 
 /// Buffers from or to which copies may be under way.
@@ -202,10 +225,21 @@ impl State {
         Some(self.free.split_off(from))
     }
 
-    /// Has whoever waits longest look again.
+    /// How many are served before a ticket of a share, or before who has none: all who came before,
+    /// but for those of other calls that may take no more now.
+    pub fn ahead(&self, ticket: Option<u64>, share: Option<&Arc<Share>>) -> usize {
+        let before = self.waiting.iter().take_while(|waiter| Some(waiter.number) != ticket);
+        before.filter(|waiter| waiter.shares(share) || !waiter.is_full()).count()
+    }
+
+    /// Has whoever is served next look again; and who waits longest, as it may not know yet that it may
+    /// have more.
     pub fn wake_first(&self) {
-        if let Some((_, thread)) = self.waiting.front() {
-            thread.unpark();
-        }
+        let next = self.waiting.iter().find(|waiter| {
+            let share = waiter.share.as_ref();
+            !waiter.is_full() && self.ahead(Some(waiter.number), share) == 0
+        });
+        let first = self.waiting.front();
+        first.into_iter().chain(next).for_each(|waiter| waiter.thread.unpark());
     }
 }

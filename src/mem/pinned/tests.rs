@@ -205,3 +205,23 @@ fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
     assert!(!pool.is_pageable(), "one after another");
     assert_eq!(pool.size(), 16 * 64);
 }
+
+#[test]
+fn who_has_all_of_its_share_holds_up_no_others() {
+    let (_, device) = device(Faults::default());
+    let pool = Pool::new(64, 8, PLENTY);
+    let share = Share::new(1);
+    let held = pool.enter(Some(&share)).lease(1, &device, &Never).unwrap();
+    let (full, next) = (pool.enter(Some(&share)), pool.enter(Some(&share)));
+    let waits = || Err(Error::Cancelled);
+    assert!(pool.enter(None).lease_or(1, &device, &waits, &Never).is_ok());
+    let other = Share::new(1);
+    assert!(pool.enter(Some(&other)).lease_or(1, &device, &waits, &Never).is_ok());
+    assert!(pool.try_lease(1, Some(&other)).is_some() && pool.try_lease(1, None).is_some());
+    assert!(pool.try_lease(1, Some(&share)).is_none(), "before those of its own call");
+    drop(held);
+    // Of one call, and once it may have some, who came first is first.
+    assert!(next.lease_or(1, &device, &waits, &Never).is_err());
+    assert!(pool.enter(None).lease_or(1, &device, &waits, &Never).is_err());
+    assert!(full.lease_or(1, &device, &waits, &Never).is_ok());
+}

@@ -364,10 +364,14 @@ def verified(address):
 
 
 def limited(path, limit):
-    """Load a file within a memory limit; return whether that was right, or the error."""
+    """Load a file within a memory limit, or one of each rank; return whether that was right, or the
+    error.
+    """
     fetch_together()
     expected = tensorizer.load(path)
     with group():
+        if isinstance(limit, list):
+            limit = limit[dist.get_rank()]
         try:
             found = tensorizer.load(path, group=dist.group.WORLD, memory_limit=limit)
         except ValueError as error:

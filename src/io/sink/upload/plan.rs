@@ -1,7 +1,7 @@
 //! How an object is cut into parts.
 
-/// Bytes a part, unless the object would then have too many, or the protocol demands more.
-const PART_LEN: u64 = 8 << 20;
+use crate::memory_limit::PART_LEN;
+
 /// Lengths of parts are multiples of this, and so of every alignment.
 const PART_UNIT: u64 = 2 << 20;
 

@@ -1,0 +1,33 @@
+//! The least of a memory limit with which a file can be read.
+
+use super::file::TensorFile;
+use crate::engine::cold;
+use crate::engine::target::gather;
+use crate::error::Result;
+use crate::io::source::{Traits, borrowed};
+use crate::mem::pinned;
+use crate::memory_limit::{CONNECTION, LoadNeeds};
+
+/// The most that a connection, or a file of another language, takes of any limit.
+const READER: u64 = 2 * CONNECTION;
+
+impl TensorFile {
+    /// Bytes that a load has in flight at least: of `parts` of tensors, or to a device by way of
+    /// staging buffers.
+    pub fn least(&self, parts: bool, staged: bool) -> Result<u64> {
+        let sources = self.sources();
+        let files = borrowed(&sources);
+        let of_server = Traits::of_all(&files).map_or(0, |traits| traits.reader_memory);
+        let around = if staged { cold::READER_MEMORY } else { 0 };
+        let buffer = pinned::buffer_len()? as u64;
+        let needs = LoadNeeds {
+            readers: 1,
+            reader: of_server.min(READER).max(CONNECTION).max(around),
+            gathers: if parts { gather::least(self.is_encrypted()) } else { 0 },
+            staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
+        };
+        // A hub's files are hashed before, piece by piece.
+        let ahead = of_server > CONNECTION || files.iter().any(|source| source.is_of_hub());
+        Ok(if ahead { needs.least_ahead() } else { needs.least() })
+    }
+}

@@ -1,0 +1,131 @@
+//! What a limit gives is never more than it, and the least that it names is enough.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn of(bytes: u64) -> MemoryLimit {
+    MemoryLimit::of(Some(bytes))
+}
+
+/// The least that an error names.
+fn named(error: &Error) -> u64 {
+    let text = error.to_string();
+    let (_, after) = text.split_once("at least ").unwrap();
+    after.split(' ').next().unwrap().parse().unwrap()
+}
+
+proptest! {
+    #[test]
+    fn a_load_takes_no_more(
+        bytes in 0u64..1 << 36,
+        readers in 1usize..300,
+        reader in 0u64..40 << 20,
+        gathers in prop_oneof![Just(0u64), 1u64..8 << 20],
+        staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, fewest, most)| Some((1u64 << len, fewest, most.max(fewest))))],
+    ) {
+        let needs = LoadNeeds { readers, reader, gathers, staging };
+        match of(bytes).load(&needs) {
+            Ok(shares) => {
+                prop_assert!((1..=readers).contains(&shares.readers));
+                prop_assert!(shares.passing >= PASSING && shares.gathers >= gathers);
+                let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
+                prop_assert!((fewest..=most).contains(&shares.staging));
+                let each = reader + shares.passing + shares.gathers;
+                let all = each * shares.readers as u64 + shares.staging * buffer;
+                prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+            }
+            Err(error) => {
+                let least = named(&error);
+                prop_assert!(least > bytes);
+                prop_assert!(of(least).load(&needs).is_ok());
+                prop_assert!(of(least - 1).load(&needs).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn a_save_takes_no_more(
+        bytes in 0u64..1 << 36,
+        threads in 1usize..300,
+        thread in 0u64..40 << 20,
+        copies in 0u64..3,
+        hashes in any::<bool>(),
+        kept in 0u64..16 << 20,
+        part in prop_oneof![Just(0u64), 5u64 << 20..100 << 20],
+        staging in prop_oneof![Just(None), ((20u32..27), 1u64..500).prop_map(|(len, most)| Some((1u64 << len, most)))],
+    ) {
+        let needs = SaveNeeds { threads, thread, copies, hashes, kept, part, staging };
+        match of(bytes).save(&needs) {
+            Ok(shares) => {
+                prop_assert!((1..=threads).contains(&shares.threads));
+                prop_assert!(part == 0 || shares.parts >= 2 * part);
+                let (buffer, most) = staging.unwrap_or((0, 0));
+                prop_assert!(shares.staging <= most);
+                prop_assert!(staging.is_none() || shares.staging > 0);
+                let each = thread + copies * COPIED;
+                let all = each * shares.threads as u64
+                    + shares.waiting.unwrap_or(0)
+                    + kept
+                    + shares.parts
+                    + shares.staging * buffer;
+                prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+            }
+            Err(error) => {
+                let least = named(&error);
+                prop_assert!(least > bytes);
+                prop_assert!(of(least).save(&needs).is_ok());
+            }
+        }
+    }
+
+    #[test]
+    fn tensors_and_groups_take_no_more(
+        bytes in 0u64..1 << 36,
+        wanted in 0u64..1 << 32,
+        largest in 0u64..1 << 30,
+        most in 1u64 << 20..1 << 30,
+        reads in 1u64..5,
+        others in 0u64..5,
+        reader in 1u64 << 20..20 << 20,
+    ) {
+        let limit = of(bytes);
+        match limit.tensors(wanted, largest, reader) {
+            Ok((tensors, rest)) => {
+                prop_assert!(tensors >= largest && rest.bytes.unwrap() >= reader);
+                prop_assert_eq!(tensors + rest.bytes.unwrap(), bytes);
+            }
+            Err(error) => prop_assert!(of(named(&error)).tensors(wanted, largest, reader).is_ok()),
+        }
+        match limit.group(most, reads, others, largest, reader) {
+            Ok(shares) => {
+                prop_assert!(shares.batch >= largest && shares.at_once <= reads);
+                let batches = shares.at_once + others;
+                let all = batches * shares.batch + shares.at_once * shares.load.bytes.unwrap();
+                prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
+                prop_assert!(shares.load.bytes.unwrap() >= reader, "{shares:?}");
+            }
+            Err(error) => {
+                let least = named(&error);
+                prop_assert!(least > bytes);
+                prop_assert!(of(least).group(most, reads, others, largest, reader).is_ok());
+            }
+        }
+    }
+}
+
+#[test]
+fn without_a_limit_all_is_as_it_was() {
+    let none = MemoryLimit::default();
+    let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
+    let shares = none.load(&needs).unwrap();
+    assert_eq!((shares.readers, shares.staging, shares.passing), (32, 64, u64::MAX));
+    assert_eq!(none.window(16 << 20), 16 << 20);
+    assert_eq!(none.tensors(1 << 30, 1 << 40, 1).unwrap(), (1 << 30, none));
+}
+
+#[test]
+fn an_error_names_the_limit_that_was_given() {
+    let error = of(3 << 20).without(1 << 20).held(1, 5 << 20).unwrap_err().to_string();
+    assert!(error.contains("limit of 3145728 bytes") && error.contains("least 6291456"));
+}
