@@ -183,8 +183,11 @@ def _copy(
         return
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
-    most, beside = source.hold(_least(target, encryption))
-    limit = source.memory_limit
+    limit, least = source.memory_limit, _least(target, encryption)
+    if options.verify and limit is not None:
+        # Its tensors are held too, once it is written.
+        least = max(least, source.largest + source.least)
+    most, beside = source.hold(least)
     kept = 0 if limit is None else limit - beside
     with (
         FileWriter(

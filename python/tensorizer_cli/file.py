@@ -112,11 +112,14 @@ class File:
         """
         if self.memory_limit is None:
             return _BATCH_BYTES, 0
-        largest = max(self.data_lens, default=0)
-        free = max(self.memory_limit - largest - beside - self._file.least(), 0)
-        kept = beside + (free // 2 if beside else 0)
+        largest = self.largest
+        least = self.least + beside
+        free = self.memory_limit - largest - least
+        # What does not fit is refused with all that is needed.
+        least, kept = (least, 0) if free < 0 else (0, beside + free // 2 if beside else 0)
         lens = self.data_lens.__getitem__
-        return self._file.hold(_BATCH_BYTES, range(len(self)), lens, kept=kept), kept
+        most = self._file.hold(_BATCH_BYTES, range(len(self)), lens, least=least, kept=kept)
+        return most, kept
 
     def hold_all(self, beside: int) -> int | None:
         """Hold all tensors at once, if they fit; return what of the limit is left.
@@ -141,9 +144,14 @@ class File:
         """
         if self.memory_limit is None or other.memory_limit is None:
             return _BATCH_BYTES
-        most, kept = self.hold(max(self.data_lens, default=0) + other.least)
+        most, kept = self.hold(self.largest + other.least)
         other.reader.limit_memory(self.memory_limit, self.memory_limit - kept + most)
         return most
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(self.data_lens, default=0)
 
     @property
     def least(self) -> int:
