@@ -335,7 +335,7 @@ def test_values_of_redis_are_not_tiny(small, tmp_path):
         with pytest.raises(ValueError, match="at least") as caught:
             store(MIB + MIB // 4)
         store(least(caught.value))
-        assert max(client.strlen(key) for key in client.keys("least:*")) == 64 << 10
+        assert max(client.strlen(key) for key in client.keys("least:t*")) == 64 << 10
         client.close()
     finally:
         server.stop()
