@@ -42,7 +42,7 @@ fn round_trips(path: &std::path::Path) -> Result<usize> {
                 file = file.decrypt(Arc::new(options), &Never)?;
             }
             let verify = if map { Verify::Nothing } else { Verify::All };
-            let options = LoadOptions { readers: Some(2), verify, map };
+            let options = LoadOptions { readers: Some(2), verify, map, ..LoadOptions::default() };
             let loaded = load(&file, &[0, 1, 2], &options, &Never)?;
             let first = loaded.first().ok_or_else(none)?;
             assert_eq!(first.as_slice::<f32>()?, large);
