@@ -14,7 +14,7 @@ use tensorizer::TensorFile;
 use tensorizer::cache::Cache;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::catalog::Entry;
+use tensorizer::format::catalog::{Entry, data_len};
 use tensorizer::source::{MemorySource, PipeSource};
 use tensorizer::{LoadOptions, MemoryLimit, Opening, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
@@ -263,7 +263,7 @@ impl Reader {
 
     #[getter]
     fn tensor_bytes_field(&self) -> u64 {
-        let all = || sum(self.file.entries().iter());
+        let all = || data_len(self.file.entries().iter());
         self.file.prologue().map_or_else(all, |prologue| prologue.tensor_bytes)
     }
 
@@ -319,7 +319,7 @@ impl Reader {
 
     /// Bytes in the file of these tensors together.
     fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
-        Ok(sum(self.some(&numbers)?.into_iter()))
+        Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
     /// A tensor's number of bytes in memory.
@@ -447,9 +447,4 @@ impl Reader {
             Ok(out)
         })?)
     }
-}
-
-/// Bytes of data; what a file claims may be any number.
-fn sum<'e>(entries: impl Iterator<Item = &'e Entry>) -> u64 {
-    entries.fold(0, |sum, entry| sum.saturating_add(entry.data_len))
 }

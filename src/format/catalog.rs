@@ -138,3 +138,8 @@ pub fn checked_len(dtype: DType, shape: &[u64]) -> Option<u64> {
     i64::try_from(extent).ok()?;
     element_count(shape)?.checked_mul(dtype.size())
 }
+
+/// Bytes of data of tensors together; what a file claims may be any number.
+pub fn data_len<'e>(entries: impl Iterator<Item = &'e Entry>) -> u64 {
+    entries.fold(0, |sum, entry| sum.saturating_add(entry.data_len))
+}
