@@ -9,8 +9,8 @@ python examples/encrypt_existing.py remove pwhash --keyfile PASSPHRASE --infile 
 
 A key is a file of 32 bytes; ``add random`` makes one, which must not be there yet. ``pwhash``
 derives the key from a passphrase by Argon2id. IN may be an address, OUT one of S3, Google or
-Azure. A tensor is let go once it is written. ``tensorizer encrypt``, ``decrypt`` and ``rekey`` do the
-same and more.
+Azure. A tensor is let go once it is written. ``tensorizer encrypt``, ``decrypt`` and ``rekey`` do
+the same and more.
 """
 
 import argparse

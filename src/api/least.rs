@@ -22,7 +22,7 @@ impl TensorFile {
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {
             readers: 1,
-            reader: of_server.min(READER).max(CONNECTION).max(around),
+            reader: of_server.clamp(CONNECTION, READER).max(around),
             gathers: if parts { gather::least(self.is_encrypted()) } else { 0 },
             staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
         };
