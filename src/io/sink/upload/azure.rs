@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
-use reqwest::{Method, StatusCode};
+use reqwest::Method;
 
 use super::clouds::{Answer, Ask, CloudObject};
-use super::object::{Object, Sent, new_mark, unless_there};
+use super::object::{Object, Sent, new_mark};
 use super::plan::Limits;
 use super::sum::Sum;
 use crate::cancel::Cancel;
@@ -44,17 +44,6 @@ impl Blob {
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
     }
-
-    /// Whether the blob is the one of this upload.
-    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
-        let nothing = Bytes::new();
-        let ask = Ask::new(Method::HEAD, &nothing)
-            .answered_by(|status, _| status == StatusCode::NOT_FOUND);
-        let answer = self.at.ask(&ask, cancel)?;
-        let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
-        Ok(answer.field(MARK) == Some(&*self.mark)
-            && answer.field("content-length").is_some_and(is_whole))
-    }
 }
 
 impl Object for Blob {
@@ -76,7 +65,7 @@ impl Object for Blob {
             .field(MARK, &*self.mark)
             .sum(SUM, Sum::of(bytes).for_azure());
         let sent = self.at.ask(&ask, cancel).map(drop);
-        sent.or_else(|error| unless_there(error, || self.is_there(bytes.len() as u64, cancel)))
+        sent.or_else(|error| self.at.ended(error, (MARK, &self.mark), bytes.len() as u64, cancel))
     }
 
     fn begin(&self, _cancel: &dyn Cancel) -> Result<Arc<str>> {
@@ -128,7 +117,7 @@ impl Object for Blob {
             }
             Err(error) => error,
         };
-        unless_there(refused, || self.is_there(len, cancel))
+        self.at.ended(refused, (MARK, &self.mark), len, cancel)
     }
 
     fn abort(&self, _upload: &str, _cancel: &dyn Cancel) -> Result<()> {

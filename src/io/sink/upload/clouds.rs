@@ -9,6 +9,7 @@ use bytes::Bytes;
 use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Client, Method, Request, Response, StatusCode, Url};
 
+use super::object::unless_there;
 use super::requests::Requests;
 use crate::cancel::Cancel;
 use crate::error::{Brief, Error, Result, Shown};
@@ -213,6 +214,26 @@ impl CloudObject {
             if good { Ok(answer) } else { Err(answer.failure()) }
         });
         answer.map_err(|error| self.named(error))
+    }
+
+    /// What came of the last request of an upload that has failed, of which the answer may have been
+    /// lost: the object is there if it has so many bytes, and the mark of this upload in its field.
+    pub fn ended(
+        &self,
+        error: Error,
+        (field, mark): (&str, &str),
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        unless_there(error, || {
+            let nothing = Bytes::new();
+            let ask = Ask::new(Method::HEAD, &nothing)
+                .answered_by(|status, _| status == StatusCode::NOT_FOUND);
+            let answer = self.ask(&ask, cancel)?;
+            let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
+            Ok(answer.field(field) == Some(mark)
+                && answer.field("content-length").is_some_and(is_whole))
+        })
     }
 
     /// The error of a refusal that was an answer.

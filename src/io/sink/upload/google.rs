@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use reqwest::{Method, StatusCode};
+use reqwest::Method;
 
 use super::clouds::{Answer, Ask, CloudObject};
-use super::object::{Object, Sent, new_mark, unless_there};
+use super::object::{Object, Sent, new_mark};
 use super::plan::Limits;
 use super::sum::for_google;
 use crate::cancel::Cancel;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
 const SUM: &str = "x-goog-hash";
@@ -28,25 +28,6 @@ impl GoogleObject {
     pub fn new(at: CloudObject) -> Result<Self> {
         Ok(GoogleObject { at, mark: new_mark()? })
     }
-
-    /// Whether the object is the one of this upload.
-    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
-        let nothing = Bytes::new();
-        let ask = Ask::new(Method::HEAD, &nothing).answered_by(is_gone);
-        let answer = self.at.ask(&ask, cancel)?;
-        let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
-        Ok(answer.field(MARK) == Some(&*self.mark)
-            && answer.field("content-length").is_some_and(is_whole))
-    }
-
-    /// What came of the last request, of which the answer may have been lost.
-    fn ended(&self, error: Error, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        unless_there(error, || self.is_there(len, cancel))
-    }
-}
-
-fn is_gone(status: StatusCode, _code: &str) -> bool {
-    status == StatusCode::NOT_FOUND
 }
 
 /// What the server calls a part; it goes into a document as it is.
@@ -74,7 +55,7 @@ impl Object for GoogleObject {
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
         let ask = Ask::new(Method::PUT, bytes).field(MARK, &*self.mark).sum(SUM, sum_of(bytes));
         let sent = self.at.ask(&ask, cancel).map(drop);
-        sent.or_else(|error| self.ended(error, bytes.len() as u64, cancel))
+        sent.or_else(|error| self.at.ended(error, (MARK, &self.mark), bytes.len() as u64, cancel))
     }
 
     fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
@@ -111,7 +92,7 @@ impl Object for GoogleObject {
             .only_if(|answer| answer.is("CompleteMultipartUploadResult"))
             .takes_long();
         let done = self.at.ask(&ask, cancel).map(drop);
-        done.or_else(|error| self.ended(error, len, cancel))
+        done.or_else(|error| self.at.ended(error, (MARK, &self.mark), len, cancel))
     }
 
     fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
