@@ -1,5 +1,6 @@
 """A stand-in for Hugging Face's hub, and the second server with its large files, on loopback."""
 
+import functools
 import hashlib
 import json
 import re
@@ -11,7 +12,9 @@ from scripted import Scripted
 LFS = (".safetensors", ".bin", ".tensors", ".pt")
 
 
+@functools.lru_cache(maxsize=16)
 def sha256(data):
+    """Return the digest, which of a large file takes seconds, and is asked for at each request."""
     return hashlib.sha256(data).hexdigest()
 
 
