@@ -210,11 +210,12 @@ $(STAMPS)/torch: $(STAMPS)/venv
 	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
 	touch $@
 
-# The crates that need no torch, compiled while torch is fetched: as setup.py does it, up to the first
-# that asks for torch. What is wrong with the others is said by the build itself.
+# What setup.py compiles, begun while torch is fetched: the crate that needs torch comes late, and
+# finds it where it will be. What is wrong is said by the build itself.
+TORCH_FOLDER = $(VENV)/lib/$(shell $(PYTHON) -c "import sys; print('python%d.%d' % sys.version_info[:2])")/site-packages/torch
 $(STAMPS)/early:
 	@mkdir -p $(STAMPS)
-	TENSORIZER_TORCH=none PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --quiet --release --locked \
+	TENSORIZER_TORCH=$(TORCH_FOLDER) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --quiet --release --locked \
 	  --keep-going --package tensorizer-python --package tensorizer-torch --features tensorizer-torch/stand-in \
 	  2>/dev/null || true
 	touch $@

@@ -109,19 +109,22 @@ def summary(machines: dict[str, dict], rows: list[dict]) -> str:
             for engine in (ours, old, safe, other)
         ]  # fmt: skip
         lines.append(f"| {what} | {' | '.join(cells)} |")
-    machine = machines["read"]
-    lines += ["", f"A model of 2.2 GB in 201 tensors, medians on {machine['cpu']}, CPU only."]
+    usual = machines["read"]["cpu"]
+    others = [f"{what.lower()}: {machines[name]['cpu']}" for what, name in ROWS.items()
+              if machines[name]["cpu"] != usual]  # fmt: skip
+    but = f" ({'; '.join(others)})" if others else ""
+    lines += ["", f"A model of 2.2 GB in 201 tensors, medians on {usual}{but}, CPU only."]
     return "\n".join(lines)
 
 
 def tables(machines: dict[str, dict], rows: list[dict]) -> str:
     """Return the tables of all cases, each with a heading."""
-    machine = max(machines.values(), key=lambda machine: machine["date"])
+    machine = machines["read"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     out = [
         f"Measured on {machine['cpu']}, {machine['memory']}, kernel {machine['kernel']}, with "
-        f"{versions}. Engines in turns, each in a process of its own, every byte compared with "
-        "what was written. CPU only.",
+        f"{versions}, where a table names no other machine. Engines in turns, each in a process of "
+        "its own, every byte compared with what was written. CPU only.",
     ]
     for case in CASES:
         mine = [row for row in rows if row["case"] == case.name]
@@ -133,6 +136,8 @@ def tables(machines: dict[str, dict], rows: list[dict]) -> str:
         state = "cold cache" if case.cold else "warm cache"
         parts = [] if case.name == "import" else [size, state]
         parts += [f"{mine[0]['n']} rounds", machines[case.name]["date"][:10]]
+        if machines[case.name]["cpu"] != machine["cpu"]:
+            parts.append(f"on {machines[case.name]['cpu']}")
         title = case.title[0].upper() + case.title[1:]
         out += ["", f"### {title}", "", f"{', '.join(parts)}.", "", table(case, mine)]
     return "\n".join(out)
