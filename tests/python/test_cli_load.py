@@ -1,14 +1,17 @@
 """``tensorizer load``: what holds a load back, where that is certain."""
 
 import json
+import re
 import time
 
 import pytest
 import tensorizer
 import torch
+from conftest import ROOT
 from scripted import Scripted
 from tensorizer import EncryptionParams, stats
 from tensorizer_cli.advice import Figures, advice
+from tensorizer_cli.commands import COMMANDS
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
@@ -159,3 +162,30 @@ def test_there_is_advice_for_each_limit(stage):
     assert advice(figures(seconds={"read": 1.0, stage: 2.0}))
     for source in ("disk", "page cache"):
         assert advice(figures(source=source))
+
+
+def test_the_table_of_json_has_what_is_printed(folder, tmp_path, capsys):
+    """Every command, and every member of its object."""
+    page = (ROOT / "docs/reference/command.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+) \|$", page, re.MULTILINE)
+    told = {name: set(re.findall(r"`([^`]+)`", row))
+            for names, row in rows for name in re.findall(r"\w+", names)}  # fmt: skip
+    (tmp_path / "cache").mkdir(0o700)
+    key, other = ["--key-file", folder / "key"], tmp_path / "other"
+    other.write_bytes(bytes(range(32)))
+    asked = {
+        "ls": [folder / "f"],
+        "info": [folder / "f"],
+        "load": [folder / "f"],
+        "verify": [folder / "f"],
+        "diff": [folder / "f", folder / "enc", "--other-key-file", folder / "key"],
+        "cp": ["--verify", folder / "f", tmp_path / "copy"],
+        "encrypt": [*key, folder / "f", tmp_path / "encrypted"],
+        "decrypt": [*key, folder / "enc", tmp_path / "plain"],
+        "rekey": [*key, "--new-key-file", other, folder / "enc", tmp_path / "anew"],
+        "cache": ["ls", "--folder", tmp_path / "cache"],
+    }
+    assert set(told) == set(asked) == COMMANDS.keys()
+    for command, arguments in asked.items():
+        assert main([command, "--json", *map(str, arguments)]) == 0, command
+        assert json.loads(capsys.readouterr().out).keys() <= told[command], command
