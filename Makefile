@@ -10,8 +10,9 @@ STAMPS := .make
 export VIRTUAL_ENV := $(VENV)
 export PATH := $(BIN):$(PATH)
 
-# The feature tch is for torch 2.11; with another torch it is left out, and that is said.
-TCH = $(shell $(BIN)/python -c "import torch; print(['', '--features tensorizer-torch/tch'][torch.__version__[:5] == '2.11.'])")
+# The feature tch is for torch 2.11; with another torch it is left out, and that is said. Alone, and
+# without servers: what tch needs would have the libraries for those compiled once more.
+TCH = $(shell $(BIN)/python -c "import torch; print(['', '--package tensorizer-torch --no-default-features --features tch'][torch.__version__[:5] == '2.11.'])")
 SAY_TCH = $(if $(TCH),,@echo "the feature tch is for torch 2.11: not compiled with this one")
 CARGO = LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) cargo
 
@@ -59,14 +60,18 @@ test-vllm: $(STAMPS)/built $(STAMPS)/test
 	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement tests/packaging/vllm.txt
 	$(VLLM_VENV)/bin/python -m pytest tests/python/test_vllm_engine.py
 
+# Tests and lints share what is compiled with the libraries.
+CHECKED = --release --config tests/rust/checked.toml
+
 # Every crate with all its features, and the core with none. The core must know neither torch nor
 # Python, and without its features no network and no device.
 KNOWN_BY_CORE = cargo tree --package tensorizer --edges normal --prefix none
 test-rust: $(STAMPS)/torch
 	$(SAY_TCH)
-	$(CARGO) test --workspace $(TCH)
-	$(if $(TCH),LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) $${CARGO_TARGET_DIR:-target}/debug/examples/tch)
-	cargo check --quiet --package tensorizer --no-default-features
+	$(CARGO) test $(CHECKED) --workspace
+	$(if $(TCH),$(CARGO) test $(CHECKED) $(TCH))
+	$(if $(TCH),LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) $${CARGO_TARGET_DIR:-target}/release/examples/tch)
+	cargo check --quiet --release --package tensorizer --no-default-features
 	@if $(KNOWN_BY_CORE) | grep -E '^(cxx|pyo3|tch|torch-sys) '; \
 	  then echo "the core depends on the above"; exit 1; fi
 	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis|cudarc) '; \
@@ -115,8 +120,10 @@ trust: $(STAMPS)/built $(STAMPS)/test
 lint: $(STAMPS)/built $(STAMPS)/lint
 	$(SAY_TCH)
 	cargo fmt --all --check
-	$(CARGO) clippy --workspace --all-targets $(TCH) -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps $(TCH)
+	$(CARGO) clippy $(CHECKED) --workspace --all-targets -- -D warnings
+	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
+	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -27,7 +27,7 @@ try() {
 }
 
 for feature in cuda http redis s3; do
-  try "the core with $feature alone" cargo check --package tensorizer --no-default-features --features $feature
+  try "the core with $feature alone" cargo check --release --package tensorizer --no-default-features --features $feature
 done
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py

@@ -1,6 +1,8 @@
 """What the tests share: golden files, the old package, and a check that nothing is left behind."""
 
+import atexit
 import contextlib
+import functools
 import gzip
 import importlib.util
 import io
@@ -13,6 +15,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import forking
 import pytest
 import tensorizer
 import torch
@@ -25,6 +28,8 @@ _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 # Compile in this process: a pool of others would be left behind.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Compilers take long to try what vectors the machine has.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"
@@ -107,13 +112,8 @@ def old():
         code += "args = pickle.load(sys.stdin.buffer)\ndef body():\n"
         code += "".join(f"    {line}\n" for line in body.strip().splitlines())
         code += "result = body()\npickle.dump(result, sys.stdout.buffer)\n"
-        done = subprocess.run(
-            [OLD_PYTHON, "-c", code],
-            input=pickle.dumps(args),
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-            env=environment,
+        done = forks(OLD_PYTHON).run(
+            code, timeout=timeout, input=pickle.dumps(args), env=environment
         )
         assert done.returncode == 0, done.stderr.decode()[-3000:]
         return pickle.loads(done.stdout)
@@ -139,8 +139,25 @@ def monkeypatch(monkeypatch):
     _C.forget_environment()
 
 
-def run_python(code, *args, timeout=120, **kwargs):
-    """Run code in a fresh interpreter with this package."""
+@functools.cache
+def forks(python=Path(sys.executable)):
+    """Return the server that forks interpreters with torch and tensorizer."""
+    server = forking.Server(str(python))
+    atexit.register(server.close)
+    return server
+
+
+def run_python(code, *args, timeout=120, fresh=False, **kwargs):
+    """Run code in an interpreter of its own with this package.
+
+    It is forked off one that has imported it, unless it is to be fresh, or other variables of the
+    environment than usual must be there before.
+    """
+    kept = kwargs.keys() <= {"env", "cwd"} and forks().takes(kwargs.get("env") or os.environ)
+    if kept and not fresh:
+        done = forks().run(code, *args, timeout=timeout, **kwargs)
+        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+        return done
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
         capture_output=True,

@@ -1,7 +1,6 @@
 """The README and the pages under docs: their examples run, and what they name is there."""
 
 import importlib
-import os
 import re
 import shlex
 import urllib.parse
@@ -69,10 +68,8 @@ def test_examples(page, tmp_path, request):
     script = tmp_path / "page.py"
     script.write_text(code)
     run = "import runpy, sys; runpy.run_path(sys.argv[1])"
-    # Compilers take long to try what vectors the machine has.
-    env = os.environ | {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
     try:
-        done = run_python(run, script, cwd=tmp_path / "empty", env=env, timeout=280)
+        done = run_python(run, script, cwd=tmp_path / "empty", timeout=280)
     finally:
         if server:
             server.stop()

@@ -139,7 +139,7 @@ print(json.dumps({
 
 def test_the_import_is_light():
     """What makes an import slow is what it imports: nothing that torch has not."""
-    done = run_python(IMPORT)
+    done = run_python(IMPORT, fresh=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["cuda"]
@@ -166,7 +166,7 @@ import tensorizer
 
 
 def test_another_torch_than_the_one_built_against():
-    done = run_python(MINOR)
+    done = run_python(MINOR, fresh=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     minor = ".".join(torch.__version__.split(".")[:2])

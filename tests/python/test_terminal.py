@@ -260,7 +260,7 @@ def test_other_programs_keep_their_ctrl_c(name):
         "import tensorizer\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )
-    done = run_python(code)
+    done = run_python(code, fresh=True)
     assert "KeyboardInterrupt" in done.stderr
     assert "tensorizer: interrupted" not in done.stderr
 

@@ -106,7 +106,7 @@ register = found.load()
 dear = {{"torch", "vllm", "tensorizer", "numpy"}}
 print(register.__module__, dear & set(sys.modules))
 """
-    done = run_python(code)
+    done = run_python(code, fresh=True)
     assert done.stdout == "tensorizer_vllm set()\n", done.stderr
 
 
