@@ -154,6 +154,7 @@ pub fn reopen(file: &File) -> Option<File> {
 }
 
 /// A file at one moment: another content has another stamp.
+#[cfg(any(feature = "http", feature = "redis"))]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Stamp {
     len: u64,
@@ -164,6 +165,7 @@ pub struct Stamp {
 }
 
 /// The stamp of the file that a path names; None if there is none.
+#[cfg(any(feature = "http", feature = "redis"))]
 pub fn stamp(path: &Path) -> Option<Stamp> {
     use std::os::unix::fs::MetadataExt as _;
     let found = std::fs::metadata(path).ok()?;
