@@ -27,7 +27,7 @@ pub fn load_all(file: &TensorFile, verify: Verify) -> Option<Result<Vec<Tensor>>
     let sum = sizes.fold(Some(0u64), |sum, size| sum?.checked_add(size?));
     sum.filter(|&sum| sum <= MOST)?;
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
-    let options = LoadOptions { readers: Some(1), verify, map: false };
+    let options = LoadOptions { readers: Some(1), verify, ..LoadOptions::default() };
     Some(load(file, &numbers, &options, &Never))
 }
 

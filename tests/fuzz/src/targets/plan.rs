@@ -16,6 +16,7 @@ pub fn run(bytes: &[u8]) {
         segments: 3 + input.below(30),
         unit: 1 + *input.one_of(&[0, 0, 63, 1023, 4095]),
         apart: *input.one_of(&[u64::MAX, 1, 1000, 1 << 20]),
+        passing: *input.one_of(&[u64::MAX, 1, 100, 5000]),
     };
     let (buffer_len, gap) = (64 << input.below(12), *input.one_of(&LENS));
     let large = *input.one_of(&[Large::Apart, Large::Together]);
@@ -106,6 +107,10 @@ fn check(extents: &[Extent], batches: &[Batch], limits: &Limits) {
             .collect();
         let apart = tensors.iter().find(|&&tensor| extents[tensor].data_len >= limits.apart);
         assert!(apart.is_none_or(|apart| tensors.iter().all(|tensor| tensor == apart)));
+        let no_data = |segment: &&Segment| !matches!(segment.kind, SegmentKind::Data { .. });
+        let passes: u64 = batch.segments.iter().filter(no_data).map(|segment| segment.len).sum();
+        let one = tensors.iter().all(|tensor| Some(tensor) == tensors.first());
+        assert!(passes <= limits.passing || one);
     }
 }
 
