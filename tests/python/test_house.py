@@ -55,7 +55,7 @@ def plain(text: str) -> str:
 
     token = r'//[^\n]*|/\*.*?\*/|b?r(#+)".*?"\1|b?c?r?"(?:\\.|[^"\\])*"|b?\'(?:\\.[^\']*|[^\\\'])\''
     text = re.sub(token, blank, text, flags=re.DOTALL)
-    for start in [found.start() for found in re.finditer(r"#\[cfg\(test\)\]", text)]:
+    for start in [found.start() for found in re.finditer(r"#\[cfg\((?:all\()?test\b", text)]:
         end = end_of_item(text, start)
         text = text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
     return text
@@ -116,7 +116,7 @@ class Crate:
         for file in sorted(self.root.rglob("*.rs")):
             path = file.relative_to(self.root).with_suffix("").parts
             path = path[:-1] if path[-1] in {"mod", "lib"} else path
-            if file.name not in {"build.rs", "tests.rs"}:
+            if file.name not in {"build.rs", "tests.rs", "models.rs", "modelled.rs"}:
                 self.modules[path] = Module(file, path, plain(file.read_text()))
         for path, module in self.modules.items():
             module.children = {p[-1] for p in self.modules if p and p[:-1] == path}

@@ -17,6 +17,7 @@ use crate::io::net::s3::{
     DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, resolve,
 };
 use crate::io::net::{Failure, NetOptions, can_be_sent, guarded, wait_for};
+use crate::sys::clock;
 
 /// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
@@ -108,7 +109,7 @@ impl Signer {
         })?;
         let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
-        let now = SystemTime::now();
+        let now = clock::date();
         let until = signed_until(now, credentials.expiry());
         let config = self.resolved.sdk().credentials_provider(credentials);
         let signed = aws_sdk_s3::Client::from_conf(config.build())
@@ -156,4 +157,44 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
         url.query_pairs_mut().append_pair("versionId", version);
     }
     Ok(url.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::net::s3::found_on;
+    use crate::io::net::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::source::read_exact_at;
+    use crate::mem::Buffers;
+
+    /// Credentials of an hour and of a quarter, from a service that is away for a part of the time in
+    /// which they are renewed.
+    #[test]
+    fn a_day_of_reading_is_never_refused() {
+        for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
+            let (day, net, region) = (Day::new(hold, away), options(), format!("read-{hold}"));
+            found_on(&day, &region, &net);
+            let s3 = S3Options {
+                endpoint: Some(day.serve()),
+                force_http: Some(true),
+                region: Some(region),
+                ..S3Options::default()
+            };
+            let source = open("s3://bucket/key", &s3, net, &KnownHeads::default(), &Never).unwrap();
+            while day.now() < 24 * 3600 {
+                let (at, mut bytes) = (day.now() % OBJECT_LEN, [0; 5]);
+                let what = || "bytes".to_owned();
+                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                assert_eq!(bytes, [7; 5]);
+                day.pass(step);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+            assert!(day.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(given.contains(&day.given()), "{} times", day.given());
+        }
+    }
 }
