@@ -343,6 +343,27 @@ def functions(lines: list[str]) -> Iterator[tuple[str, int]]:
                 break
 
 
+def test_what_only_a_key_tells_is_compared_in_constant_time():
+    """Types of secrets have one comparison, and it is libsodium's."""
+    folder = ROOT / "src/codec/crypt"
+    door = (folder / "sodium.rs").read_text()
+    same = door[door.index("pub fn same(") :]
+    assert "ffi::sodium_memcmp(" in same[: end_of_item(same, 0)]
+    compared = []
+    for file in sorted(folder.glob("*.rs")):
+        text = plain(file.read_text())
+        for start in [found.start() for found in re.finditer(r"impl PartialEq for", text)]:
+            body = text[start : end_of_item(text, start)]
+            assert "sodium::same(" in body and "==" not in body, file.name
+            compared += re.findall(r"for (\w+)", body)
+        # Tags are compared inside libsodium, or by these types.
+        assert not re.search(r"(?:tag|mac|digest|key|same)\w*(?:\([^()]*\))? *[!=]=", text), file.name
+    assert sorted(compared) == ["HeaderTag", "Key"]
+    for name in ("key.rs", "manifest.rs"):
+        text = plain((folder / name).read_text())
+        assert not re.search(r"derive\([^)]*(?:PartialEq|Ord|Hash)", text), name
+
+
 def test_files_are_short():
     long = {name for name, lines in rust_files() if len(lines) > MOST_LINES}
     assert long == set(LONG_FILES), f"more than {MOST_LINES} lines"
