@@ -357,7 +357,9 @@ def test_what_only_a_key_tells_is_compared_in_constant_time():
             assert "sodium::same(" in body and "==" not in body, file.name
             compared += re.findall(r"for (\w+)", body)
         # Tags are compared inside libsodium, or by these types.
-        assert not re.search(r"(?:tag|mac|digest|key|same)\w*(?:\([^()]*\))? *[!=]=", text), file.name
+        assert not re.search(r"(?:tag|mac|digest|key|same)\w*(?:\([^()]*\))? *[!=]=", text), (
+            file.name
+        )
     assert sorted(compared) == ["HeaderTag", "Key"]
     for name in ("key.rs", "manifest.rs"):
         text = plain((folder / name).read_text())

@@ -1,7 +1,7 @@
 """The code that threads share, under schedules that are chosen: each model of `src/**/models.rs`.
 
-A model runs the code itself over shuttle's locks and threads (`src/sys/sync.rs`). What fails can be run
-again by the schedule that it prints.
+A model runs the code itself over shuttle's locks and threads (`src/sys/sync.rs`). What fails can be
+run again by the schedule that it prints.
 """
 
 import argparse

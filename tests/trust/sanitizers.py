@@ -1,4 +1,4 @@
-"""The tests of the core under sanitizers, and one program each under valgrind's memcheck and in C++.
+"""The tests of the core under sanitizers, and a program in C++; one under valgrind's memcheck.
 
 What cannot be run here is said with its reason.
 """
@@ -83,7 +83,7 @@ def cmake() -> str | None:
 
 
 def cpp() -> tuple[int, list[str]]:
-    """Run a program over the C++ header and the installed library: its memory is watched in both."""
+    """Run a program over the C++ header and the installed library, whose memory is watched too."""
     import tensorizer
     import torch
     from safetensors.torch import save_file
@@ -172,8 +172,9 @@ def main() -> None:
         print(json.dumps({"campaign": name, "skipped": f"not run: {missing}"}))
         return
     inputs, findings = run()
+    what = {memcheck: "round trips", cpp: "checks"}.get(run, "tests")
     print(json.dumps({
-        "campaign": name, "inputs": inputs, "what": {memcheck: "round trips", cpp: "checks"}.get(run, "tests"),
+        "campaign": name, "inputs": inputs, "what": what,
         "findings": findings, "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip
     # A run of no tests shows nothing.

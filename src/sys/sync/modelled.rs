@@ -40,6 +40,8 @@ pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(move || {
         RULES.set(rules);
         CLOCK.set(Duration::ZERO);
+        // So that there is a choice where a model comes out without threads, too.
+        shuttle::thread::spawn(shuttle::thread::yield_now);
         model();
     });
     let run = Arc::clone(&model);
