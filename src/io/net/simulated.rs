@@ -15,7 +15,7 @@ use crate::sys::clock;
 /// What names of credentials begin with.
 pub const NAME: &str = "simulated-";
 /// Bytes of the server's object.
-pub const OBJECT_LEN: u64 = 1 << 20;
+pub const OBJECT_LEN: u64 = 64 << 20;
 
 /// Who gives credentials out, and takes them.
 #[derive(Debug)]

@@ -23,7 +23,9 @@ use crate::io::net::{NetOptions, guarded};
 use crate::sys::clock;
 
 /// What expires is asked for again so long before, or when a tenth of its time is left.
-const MARGIN: Duration = Duration::from_secs(5 * 60);
+pub const MARGIN: Duration = Duration::from_secs(5 * 60);
+/// How often it is asked for in the end, if it cannot be had.
+const SOON: Duration = Duration::from_secs(1);
 /// How long it holds that there are no credentials: to find that out may take seconds.
 const NONE_HOLDS: Duration = Duration::from_secs(60);
 
@@ -31,6 +33,12 @@ const NONE_HOLDS: Duration = Duration::from_secs(60);
 pub fn good_until(now: SystemTime, expiry: SystemTime) -> SystemTime {
     let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
     expiry.checked_sub(MARGIN.min(left / 10)).unwrap_or(now)
+}
+
+/// When to ask again where what there is serves for want of something newer.
+pub fn again(now: SystemTime, expiry: SystemTime) -> SystemTime {
+    let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
+    now.checked_add((left / 10).max(SOON)).unwrap_or(now)
 }
 
 /// Who asks a server.
@@ -209,9 +217,9 @@ impl Known {
         let before = found.credentials.take().and_then(|(before, ..)| before.ok());
         let before = before.filter(|old| old.expiry().is_some_and(|expiry| expiry > now));
         found.provider = Some(provider);
-        let credentials = match (answer, before) {
-            (Ok(new), _) => new,
-            (Err(_), Some(old)) => old,
+        let (credentials, until): (_, fn(_, _) -> _) = match (answer, before) {
+            (Ok(new), _) => (new, good_until),
+            (Err(_), Some(old)) => (old, again),
             (Err(error), None) => {
                 if matches!(error, CredentialsError::CredentialsNotLoaded(_)) {
                     let until = now.checked_add(NONE_HOLDS);
@@ -220,7 +228,7 @@ impl Known {
                 return Err(error);
             }
         };
-        let until = credentials.expiry().map(|expiry| good_until(now, expiry));
+        let until = credentials.expiry().map(|expiry| until(now, expiry));
         found.credentials = Some((Ok(credentials.clone()), until, clock::now()));
         Ok(credentials)
     }
@@ -278,6 +286,10 @@ mod tests {
         assert_eq!(good_until(now, after(3600)), after(3300));
         assert_eq!(good_until(now, after(100)), after(90));
         assert_eq!(good_until(after(100), now), now);
+        // Ever more often, if they cannot be had.
+        assert_eq!(again(now, after(300)), after(30));
+        assert_eq!(again(now, after(2)), after(1));
+        assert_eq!(again(now, now), after(1));
     }
 
     #[test]

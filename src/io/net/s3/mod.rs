@@ -10,5 +10,5 @@ pub(crate) use config::{Resolved, resolve};
 pub(crate) use connector::{Connector, OnDemand, failure};
 #[cfg(test)]
 pub(crate) use credentials::found_on;
-pub(crate) use credentials::{Keys, good_until};
+pub(crate) use credentials::{Keys, MARGIN, again, good_until};
 pub(crate) use name::ObjectName;

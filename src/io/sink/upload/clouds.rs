@@ -306,7 +306,7 @@ mod tests {
             let bytes = Bytes::from_static(b"some bytes");
             while day.now() < 24 * 3600 {
                 // A token that was taken back is asked for anew, once.
-                if day.now() == 12 * 3600 {
+                if day.now() == 43_320 {
                     day.expire();
                 }
                 object.ask(&Ask::new(Method::PUT, &bytes), &Never).unwrap();
