@@ -45,9 +45,9 @@ fn each_piece_of_work_is_done_once_by_however_many() {
     });
 }
 
-/// The caller's thread has nothing to wait for but its workers.
+/// No wait ends by itself, of workers or of the caller's thread.
 #[test]
-fn the_caller_is_woken_by_the_last() {
+fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
     check(Rules { patience: Duration::ZERO, refusals: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2);
         let done = AtomicUsize::new(0);

@@ -310,24 +310,22 @@ mod tests {
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
-        for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
-            let (day, net, region) = (Day::new(hold, away), options(), format!("write-{hold}"));
-            found_on(&day, &region, &net);
-            let s3 = S3Options {
-                endpoint: Some(day.serve()),
-                force_http: Some(true),
-                region: Some(region),
-                ..S3Options::default()
-            };
-            let object = S3Object::new("s3://bucket/key", &s3, net, &Never).unwrap();
-            for number in 1..=24 * 3600 / step {
-                let bytes = Bytes::from_static(b"some bytes");
-                assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
-                day.pass(step);
-            }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
-            assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 3600 / step);
-            assert!(given.contains(&day.given()), "{} times", day.given());
+        let (day, net, region) = (Day::new(3600, 180), options(), "write".to_owned());
+        found_on(&day, &region, &net);
+        let s3 = S3Options {
+            endpoint: Some(day.serve()),
+            force_http: Some(true),
+            region: Some(region),
+            ..S3Options::default()
+        };
+        let object = S3Object::new("s3://bucket/key", &s3, net, &Never).unwrap();
+        for number in 1..=24 * 60 {
+            let bytes = Bytes::from_static(b"some bytes");
+            assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
+            day.pass(60);
         }
+        assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+        assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 60);
+        assert!((25..30).contains(&day.given()), "{} times", day.given());
     }
 }
