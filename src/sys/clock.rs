@@ -1,6 +1,8 @@
 //! What time it is. A test may have hours pass at once.
 
-use std::time::{Duration, Instant, SystemTime};
+#[cfg(feature = "http")]
+use std::time::SystemTime;
+use std::time::{Duration, Instant};
 
 /// This moment.
 pub fn now() -> Instant {
@@ -9,6 +11,7 @@ pub fn now() -> Instant {
 }
 
 /// The same as a date.
+#[cfg(feature = "http")]
 pub fn date() -> SystemTime {
     let now = SystemTime::now();
     now.checked_add(later()).unwrap_or(now)
@@ -28,7 +31,9 @@ fn later() -> Duration {
 pub use std::thread::sleep;
 
 #[cfg(test)]
-pub use simulated::{later, pass, simulate, sleep};
+pub use simulated::{later, sleep};
+#[cfg(all(test, any(feature = "clouds", feature = "s3")))]
+pub use simulated::{pass, simulate};
 
 #[cfg(test)]
 mod simulated {
@@ -45,6 +50,7 @@ mod simulated {
     }
 
     /// Has time pass by [`pass`] and [`sleep`] for this thread.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn simulate() {
         LATER.set(Some(later()));
     }
