@@ -3,12 +3,13 @@
 //! Whatever may wait takes a [`Cancel`] and asks it at least every 100 ms. On the caller's own
 //! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
 
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::sys::clock;
+use crate::sys::sync::mpsc::{RecvTimeoutError, sync_channel};
+use crate::sys::sync::{Mutex, thread};
 
 /// How often a wait asks whether to go on.
 pub const POLL: Duration = Duration::from_millis(50);
@@ -41,10 +42,10 @@ impl Cancel for Never {
 
 /// Waits for some time.
 pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
-    let begun = Instant::now();
-    while let Some(left) = time.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+    let begun = clock::now();
+    while let Some(left) = time.checked_sub(clock::since(begun)).filter(|left| !left.is_zero()) {
         cancel.check()?;
-        thread::sleep(left.min(POLL));
+        clock::sleep(left.min(POLL));
     }
     cancel.check()
 }
@@ -87,7 +88,10 @@ pub fn detached<T: Send + 'static>(
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};

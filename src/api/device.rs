@@ -317,5 +317,7 @@ impl<'f> DeviceLoad<'f> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+#[cfg(all(test, not(shuttle)))]
 mod tests;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::cancel::Cancel;
-use crate::codec::crypt::{DecryptionOptions, Manifest};
+use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
@@ -40,7 +40,7 @@ pub(super) struct Own {
     pub pair_id: Option<PairId>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// What headers must be, once the seal was found right.
-    pub sealed: OnceLock<(Manifest, HashMap<String, [u8; 32]>)>,
+    pub sealed: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
     pub key_fits: AtomicBool,
 }
 
@@ -120,7 +120,7 @@ impl TensorFile {
     }
 
     /// Remembers the seal, and what stands for each header.
-    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<[u8; 32]>) {
+    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) {
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
         let digests = names.zip(digests).collect();
         // Headers are read again with their data, and whoever sends them may send others then.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::file::TensorFile;
 use super::headers::see_headers;
 use crate::cancel::Cancel;
-use crate::codec::crypt::{DecryptionOptions, Manifest};
+use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
 
 impl TensorFile {
@@ -61,16 +61,18 @@ impl TensorFile {
         }
         let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
         let numbers: Vec<usize> = (0..self.entries().len()).collect();
-        let digests = Mutex::new(vec![[0; 32]; numbers.len()]);
+        let digests = Mutex::new(vec![None; numbers.len()]);
         see_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
             let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = digests.get_mut(number) {
-                *slot = digest;
+                *slot = Some(digest);
             }
             Ok(())
         })?;
         let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let digests: Option<Vec<HeaderTag>> = digests.into_iter().collect();
+        let digests = digests.ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
         if !manifest.verifies(prologue, index, &digests)? {
             return Err(self.unsealed());
         }

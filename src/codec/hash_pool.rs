@@ -9,11 +9,12 @@
 #![allow(clippy::indexing_slicing)]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::hash::Digests;
 use super::sha256::Sha256;
+use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Bytes hashed before the queue is looked at again.
 const QUANTUM: usize = 1 << 20;
@@ -256,7 +257,10 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 mod tests {
     use super::super::hash::digest;

@@ -4,8 +4,8 @@
 //! request, hands headers to the codec, decrypts and hashes data where they lie, and gives the
 //! memory back to the target.
 
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::crew;
@@ -24,6 +24,7 @@ use crate::io::source::{ReadAt, Traits, read_exact_at};
 use crate::mem::{Buffers, zeroed};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
+use crate::sys::sync::Mutex;
 
 /// Requests of more bytes than this are those of sources that wait for an answer.
 const LONG_REQUEST: u64 = 8 << 20;

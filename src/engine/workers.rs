@@ -4,15 +4,16 @@
 //! break, and memory can be lent to them. The calling thread waits, looks for an interrupt, and
 //! starts more of them while that helps.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::{self, ScopedJoinHandle, Thread};
-use std::time::{Duration, Instant};
+use std::sync::PoisonError;
+use std::time::Duration;
 
 use crate::cancel::{Cancel, POLL};
 use crate::engine::pace::{Pace, Sample};
 use crate::error::{Error, Result};
 use crate::io::source::Traits;
+use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
+use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
 
 /// How often the calling thread looks whether more workers help.
 const TICK: Duration = Duration::from_millis(5);
@@ -63,16 +64,23 @@ struct Shared<'c> {
     caller: &'c dyn Cancel,
     /// Whether the work is done on the caller's thread.
     inline: AtomicBool,
-    /// Workers that take work.
-    running: AtomicUsize,
-    /// Those of them that have moved something.
+    count: Mutex<Count>,
+    /// Of those that take work, how many have moved something.
     heard: AtomicUsize,
-    /// How many there should be.
-    wanted: AtomicUsize,
     /// A worker has found no more work.
     ending: AtomicBool,
     bytes: AtomicU64,
     arrivals: AtomicU64,
+}
+
+/// Looked at together: whoever knew an old `wanted` beside one who is only about to be started would
+/// leave, and nobody would be left if the system refused the other.
+#[derive(Debug, Clone, Copy)]
+struct Count {
+    /// Workers that take work.
+    running: usize,
+    /// How many there should be.
+    wanted: usize,
 }
 
 /// What one worker knows of its call: the first error, that it is time to stop, or that there are
@@ -109,11 +117,11 @@ impl Control<'_> {
     /// Whether this worker is to end, between two pieces of work, because more workers did not
     /// help. It must end if so; at least one never hears it.
     pub fn surplus(&self) -> bool {
-        let wanted = self.shared.wanted.load(Ordering::Relaxed).max(1);
-        let leave = |running: usize| (running > wanted).then(|| running - 1);
-        let order = Ordering::Relaxed;
-        let left = self.shared.running.fetch_update(order, order, leave).is_ok();
+        let mut count = self.shared.count();
+        let left = count.running > count.wanted.max(1);
         if left {
+            count.running -= 1;
+            drop(count);
             self.leave();
         }
         left
@@ -135,13 +143,16 @@ impl<'c> Shared<'c> {
             error: Mutex::new(None),
             caller,
             inline: AtomicBool::new(inline),
-            running: AtomicUsize::new(0),
+            count: Mutex::new(Count { running: 0, wanted: crew.first }),
             heard: AtomicUsize::new(0),
-            wanted: AtomicUsize::new(crew.first),
             ending: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
             arrivals: AtomicU64::new(0),
         }
+    }
+
+    fn count(&self) -> MutexGuard<'_, Count> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stopped(&self) -> bool {
@@ -181,8 +192,8 @@ impl<'c> Shared<'c> {
             at: begun.elapsed(),
             bytes: self.bytes.load(Ordering::Relaxed),
             arrivals: self.arrivals.load(Ordering::Relaxed),
-            cpu: crate::sys::cpu_time(),
-            running: self.running.load(Ordering::Relaxed),
+            cpu: cpu_time(),
+            running: self.count().running,
             heard: self.heard.load(Ordering::Relaxed),
         }
     }
@@ -225,7 +236,7 @@ pub fn run_adapting(
     thread::scope(|scope| {
         let start = |number: usize| {
             let control = of_all.control();
-            of_all.running.fetch_add(1, Ordering::Relaxed);
+            of_all.count().running += 1;
             alive.fetch_add(1, Ordering::Relaxed);
             let worker = move || {
                 // What counts it no more runs when the work panics too.
@@ -235,7 +246,7 @@ pub fn run_adapting(
             let name = "tensorizer".to_owned();
             let started = thread::Builder::new().name(name).spawn_scoped(scope, worker);
             if started.is_err() {
-                shared.running.fetch_sub(1, Ordering::Relaxed);
+                shared.count().running -= 1;
                 alive.fetch_sub(1, Ordering::Relaxed);
             }
             started.ok()
@@ -284,7 +295,7 @@ impl Drop for Worker<'_, '_> {
         }
         if !self.control.left.load(Ordering::Relaxed) {
             shared.ending.store(true, Ordering::Relaxed);
-            shared.running.fetch_sub(1, Ordering::Relaxed);
+            shared.count().running -= 1;
             self.control.leave();
         }
         self.alive.fetch_sub(1, Ordering::Release);
@@ -330,12 +341,16 @@ impl<'s, 'c> Watch<'s, 'c> {
         let Some(pace) = self.pace.as_mut().filter(|_| !ending) else { return 0 };
         let sample = self.shared.sample(self.begun);
         let wanted = pace.look(&sample);
-        self.shared.wanted.store(wanted, Ordering::Relaxed);
-        wanted.saturating_sub(sample.running)
+        let mut count = self.shared.count();
+        count.wanted = wanted;
+        wanted.saturating_sub(count.running)
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
@@ -360,13 +375,12 @@ mod tests {
     #[test]
     fn the_last_worker_is_never_too_many() {
         let shared = Shared::new(Crew { first: 3, most: 8 }, &Never, false);
-        shared.running.store(3, Ordering::Relaxed);
-        shared.wanted.store(0, Ordering::Relaxed);
+        *shared.count() = Count { running: 3, wanted: 0 };
         let workers = [shared.control(), shared.control(), shared.control()];
         workers.iter().for_each(|worker| worker.moved(1));
         let told = workers.each_ref().map(Control::surplus);
         assert_eq!(told, [true, true, false]);
-        assert_eq!(shared.running.load(Ordering::Relaxed), 1);
+        assert_eq!(shared.count().running, 1);
         assert_eq!(shared.heard.load(Ordering::Relaxed), 1);
     }
 

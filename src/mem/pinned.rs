@@ -11,8 +11,7 @@ mod share;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 pub use lease::{Filled, Lease};
@@ -24,6 +23,7 @@ use crate::environment::{IN_FLIGHT_MB, PINNED_MB, STAGING_KB};
 use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
+use crate::sys::sync::{Mutex, MutexGuard, thread};
 use buffers::{Buffer, Inner, POLL, State, Waiter};
 
 /// Bytes that are allocated and pinned together: of which a reader has the most when readers need
@@ -304,6 +304,8 @@ impl Drop for Ticket<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests;

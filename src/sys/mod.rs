@@ -3,11 +3,13 @@
 
 mod buffers;
 mod claims;
+pub mod clock;
 pub mod process;
+pub mod sync;
 
 use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, Read as _};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt as _;
@@ -359,6 +361,22 @@ pub fn cpu_time() -> Duration {
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
+/// Random bytes, of which nobody knows the next. Who may ask for them in neither of two ways, as in a
+/// sandbox, has the error of the second.
+pub fn random(bytes: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while let Some(left) = bytes.get_mut(done..).filter(|left| !left.is_empty()) {
+        // SAFETY: writes at most so many bytes there.
+        let got = unsafe { libc::getrandom(left.as_mut_ptr().cast(), left.len(), 0) };
+        match usize::try_from(got) {
+            Ok(got) => done += got,
+            Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return File::open("/dev/urandom")?.read_exact(left),
+        }
+    }
+    Ok(())
+}
+
 /// Size of a page in bytes.
 pub fn page_size() -> usize {
     // SAFETY: takes a number and returns one.
@@ -373,6 +391,7 @@ pub fn cpu_count() -> usize {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 mod tests {
     #[test]
     fn the_number_of_cores_is_asked_for_once() {
@@ -385,5 +404,38 @@ mod tests {
             (set, super::cpu_count())
         });
         assert_eq!(again.join().map_err(|_| "it panicked").map(|(_, count)| count), Ok(first));
+    }
+
+    /// Has the system refuse calls to this thread from now on.
+    fn refuse(calls: &[libc::c_long]) -> bool {
+        let step = |code, k, jt| libc::sock_filter { code, jt, jf: 0, k };
+        // The number of the call; the next two steps once for each call; what is left is allowed.
+        let mut steps = vec![step((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0)];
+        for &call in calls {
+            let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+            let is_other = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+            steps.push(libc::sock_filter { code: is_other, jt: 0, jf: 1, k: call as u32 });
+            steps.push(step((libc::BPF_RET | libc::BPF_K) as u16, refused, 0));
+        }
+        steps.push(step((libc::BPF_RET | libc::BPF_K) as u16, libc::SECCOMP_RET_ALLOW, 0));
+        let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+        // SAFETY: numbers, and a program that lives until the call returns.
+        unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+                    == 0
+        }
+    }
+
+    #[test]
+    fn who_may_have_no_random_numbers_is_told() {
+        let ask = || crate::codec::crypt::random::<16>().map(|_| ()).map_err(|e| e.to_string());
+        let asked = std::thread::spawn(move || {
+            let first = refuse(&[libc::SYS_getrandom]).then(ask);
+            (first, refuse(&[libc::SYS_openat]).then(ask))
+        });
+        let (by_file, by_none) = asked.join().unwrap_or_else(|_| panic!("it panicked"));
+        let none = "the system gives no random numbers: Operation not permitted (os error 1)";
+        assert_eq!((by_file, by_none), (Some(Ok(())), Some(Err(none.to_owned()))));
     }
 }

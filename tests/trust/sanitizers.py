@@ -1,4 +1,4 @@
-"""The tests of the core under sanitizers, and one program under valgrind's memcheck.
+"""The tests of the core under sanitizers, and a program in C++; one under valgrind's memcheck.
 
 What cannot be run here is said with its reason.
 """
@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,58 @@ def memcheck() -> tuple[int, list[str]]:
     return int(found[1]) if found else 0, [ran.stderr[:2000]] if ran.returncode else []
 
 
+#: Checks of tests/cpp/deployment.cpp that need nothing but files of tensors.
+CHECKS = ["header", "in place", "errors", "other formats", "threads"]
+
+
+def cmake() -> str | None:
+    beside = Path(sys.executable).with_name("cmake")
+    return str(beside) if beside.exists() else shutil.which("cmake")
+
+
+def cpp() -> tuple[int, list[str]]:
+    """Run a program over the C++ header and the installed library, whose memory is watched too."""
+    import tensorizer
+    import torch
+    from safetensors.torch import save_file
+
+    build = Path(target("cpp")["CARGO_TARGET_DIR"])
+    flags = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr"
+    paths = f"{tensorizer.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
+    configure = [cmake(), "-S", ROOT / "tests/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={paths}",
+                 f"-DCMAKE_CXX_FLAGS={flags} -fno-sanitize-recover=undefined"]  # fmt: skip
+    for command in (configure, [cmake(), "--build", build]):
+        subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        weights = {"weight": torch.randn(40, 30), "bias": torch.arange(5)}
+        tensorizer.save(weights, folder / "weights.tensors")
+        torch.save(weights, folder / "checkpoint.pt")
+        save_file(weights, folder / "weights.safetensors")
+        (folder / "shards").mkdir()
+        for key, tensor in weights.items():
+            save_file({key: tensor}, folder / "shards" / f"{key}.safetensors")
+        index = {"weight_map": {key: f"{key}.safetensors" for key in weights}}
+        (folder / "shards/model.safetensors.index.json").write_text(json.dumps(index))
+        # What torch keeps until the process ends is no leak of ours.
+        environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+        ran = subprocess.run([build / "deployment", folder, *CHECKS], env=environment,
+                             capture_output=True, text=True, check=False)  # fmt: skip
+    done = ran.stdout.splitlines()
+    return len(done), [] if done == CHECKS else [f"after {done}: {ran.stderr[:2000]}"]
+
+
+def no_cpp() -> str | None:
+    if cmake() is None:
+        return "there is no cmake: pip install cmake"
+    try:
+        import safetensors.torch  # noqa: F401
+        import tensorizer  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def no_nightly() -> str | None:
     if runs("rustup", "run", "nightly", "rustc", "--version"):
         return None
@@ -101,6 +154,7 @@ def no_threads() -> str | None:
 KINDS: dict[str, tuple[str, Callable[[], str | None], Callable[[], tuple[int, list[str]]] | None]]
 KINDS = {
     "address": ("AddressSanitizer", no_nightly, address),
+    "cpp": ("C++ under AddressSanitizer", no_cpp, cpp),
     "memcheck": ("memcheck", no_valgrind, memcheck),
     "miri": ("Miri", no_miri, None),
     "thread": ("ThreadSanitizer", no_threads, thread),
@@ -118,8 +172,9 @@ def main() -> None:
         print(json.dumps({"campaign": name, "skipped": f"not run: {missing}"}))
         return
     inputs, findings = run()
+    what = {memcheck: "round trips", cpp: "checks"}.get(run, "tests")
     print(json.dumps({
-        "campaign": name, "inputs": inputs, "what": "round trips" if run is memcheck else "tests",
+        "campaign": name, "inputs": inputs, "what": what,
         "findings": findings, "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip
     # A run of no tests shows nothing.

@@ -6,7 +6,7 @@ mod params;
 mod sodium;
 
 pub use key::Key;
-pub use manifest::{MANIFEST_LEN, Manifest};
+pub use manifest::{HeaderTag, MANIFEST_LEN, Manifest};
 pub use params::{
     DecryptionOptions, EncryptionOptions, MAX_MEMLIMIT, MAX_OPSLIMIT, MIN_MEMLIMIT, MIN_OPSLIMIT,
     Secret,
@@ -15,6 +15,7 @@ pub use params::{
 use crate::error::{Error, Result};
 pub use crate::format::tensors::crypt_info::PIECE_LEN;
 use crate::format::tensors::crypt_info::{Cipher, MAC_LEN};
+use crate::sys;
 
 /// Bytes of a nonce.
 pub const NONCE_LEN: usize = 24;
@@ -106,11 +107,10 @@ pub fn seal(bytes: &mut [u8], nonce: &[u8; NONCE_LEN], number: u64, key: &Key) -
 
 /// Random bytes from the operating system.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
-    sodium::random().ok_or_else(unavailable)
-}
-
-fn unavailable() -> Error {
-    Error::Unsupported("libsodium could not be started: no source of random numbers".to_owned())
+    let mut bytes = [0; N];
+    let none = |error| Error::Unsupported(format!("the system gives no random numbers: {error}"));
+    sys::random(&mut bytes).map_err(none)?;
+    Ok(bytes)
 }
 
 #[cfg(test)]

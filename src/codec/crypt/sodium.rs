@@ -6,40 +6,47 @@ use std::sync::OnceLock;
 use libsodium_sys as ffi;
 
 use crate::format::tensors::crypt_info::MAC_LEN;
+use crate::sys;
 
 /// Bytes of a key.
 pub const KEY_LEN: usize = 32;
 
-/// Starts the library once; false where it finds no source of random numbers.
-fn started() -> bool {
-    static STARTED: OnceLock<bool> = OnceLock::new();
-    // SAFETY: takes nothing, and may be called from any thread.
-    *STARTED.get_or_init(|| unsafe { ffi::sodium_init() } >= 0)
+/// Has the library look once what the processor can do. It ends the process where it finds no source of
+/// random numbers: there it is left alone, and slower.
+fn start() {
+    static STARTED: OnceLock<()> = OnceLock::new();
+    STARTED.get_or_init(|| {
+        if sys::random(&mut [0; 16]).is_ok() {
+            // SAFETY: takes nothing, and may be called from any thread.
+            unsafe { ffi::sodium_init() };
+        }
+    });
 }
 
 /// Decrypts in place; false, with the bytes unchanged, if the tag is not theirs.
 pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> bool {
     let pointer = bytes.as_mut_ptr();
+    start();
     // SAFETY: `pointer` is good for reading and writing `len` bytes, which may be the same bytes;
-    // tag, nonce and key have the lengths that the function reads. `started` comes first.
-    started()
-        && unsafe {
-            ffi::crypto_secretbox_open_detached(
-                pointer,
-                pointer,
-                mac.as_ptr(),
-                bytes.len() as u64,
-                nonce.as_ptr(),
-                key.as_ptr(),
-            )
-        } == 0
+    // tag, nonce and key have the lengths that the function reads.
+    let outcome = unsafe {
+        ffi::crypto_secretbox_open_detached(
+            pointer,
+            pointer,
+            mac.as_ptr(),
+            bytes.len() as u64,
+            nonce.as_ptr(),
+            key.as_ptr(),
+        )
+    };
+    outcome == 0
 }
 
 /// Encrypts in place and gives the tag.
 pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> [u8; MAC_LEN] {
     let mut mac = [0; MAC_LEN];
     let pointer = bytes.as_mut_ptr();
-    started();
+    start();
     // SAFETY: as in `open`; the function writes a tag of `MAC_LEN` bytes and always succeeds.
     unsafe {
         ffi::crypto_secretbox_detached(
@@ -63,26 +70,27 @@ pub fn derive(
     memlimit: usize,
 ) -> bool {
     let algorithm = i32::try_from(ffi::crypto_pwhash_ALG_ARGON2ID13).unwrap_or(2);
+    start();
     // SAFETY: reads `source.len()` bytes and a salt of 16, writes `KEY_LEN` bytes.
-    started()
-        && unsafe {
-            ffi::crypto_pwhash(
-                out.as_mut_ptr(),
-                KEY_LEN as u64,
-                source.as_ptr().cast(),
-                source.len() as u64,
-                salt.as_ptr(),
-                opslimit,
-                memlimit,
-                algorithm,
-            )
-        } == 0
+    let outcome = unsafe {
+        ffi::crypto_pwhash(
+            out.as_mut_ptr(),
+            KEY_LEN as u64,
+            source.as_ptr().cast(),
+            source.len() as u64,
+            salt.as_ptr(),
+            opslimit,
+            memlimit,
+            algorithm,
+        )
+    };
+    outcome == 0
 }
 
 /// BLAKE2b of `data` under a key.
 pub fn keyed_hash(data: &[u8], key: &[u8; KEY_LEN]) -> [u8; 32] {
     let mut out = [0; 32];
-    started();
+    start();
     // SAFETY: writes 32 bytes, reads `data.len()` and `KEY_LEN` bytes; both lengths are in the
     // function's ranges, so that it cannot fail.
     unsafe {
@@ -98,14 +106,6 @@ pub fn keyed_hash(data: &[u8], key: &[u8; KEY_LEN]) -> [u8; 32] {
     out
 }
 
-/// Random bytes.
-pub fn random<const N: usize>() -> Option<[u8; N]> {
-    let mut out = [0; N];
-    // SAFETY: writes `N` bytes.
-    started().then(|| unsafe { ffi::randombytes_buf(out.as_mut_ptr().cast(), N) })?;
-    Some(out)
-}
-
 /// Compares without telling by its time where the difference is.
 pub fn same(left: &[u8; 32], right: &[u8; 32]) -> bool {
     // SAFETY: reads 32 bytes of each.
@@ -119,7 +119,7 @@ pub struct Page(pub [u8; KEY_LEN]);
 
 /// Keeps a page out of the swap space and of core dumps, where that is allowed.
 pub fn lock(page: &mut Page) {
-    started();
+    start();
     // SAFETY: the memory is good for the size of its type; locking does not change it. A refusal
     // is no error: the limit of locked memory may be zero.
     unsafe { ffi::sodium_mlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };

@@ -1,7 +1,9 @@
 //! Who does what: work in the order of the file, in one share for each reader.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
+
+use crate::sys::sync::Mutex;
 
 /// Shares of neighbours, so that a reader reads on where it was. A kernel then reads ahead for each
 /// of them: from a cold cache that was a third faster than taking turns. Whoever has done its own
@@ -48,7 +50,7 @@ impl<T> WorkQueue<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;

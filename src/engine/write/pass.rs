@@ -177,7 +177,7 @@ impl<'p> Pass<'p> {
         let crypt = self.seal(tensor)?.map_or(Vec::new(), Seal::encode);
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
-            Some(manifest) => Some(manifest.digest(&header)),
+            Some(manifest) => Some(manifest.digest(&header).into()),
             None => self.named.then(|| sha256(&header)),
         };
         if let Some(digest) = digest {

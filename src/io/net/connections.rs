@@ -122,3 +122,33 @@ impl<C> ConnectionPool<C> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
     }
 }
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::io::net::NetOptions;
+    use crate::sys::clock;
+
+    #[test]
+    fn a_request_that_does_not_end_is_given_up_after_what_all_tries_may_take() {
+        clock::simulate();
+        let options = NetOptions::from_environment().unwrap();
+        let options = NetOptions { total: Duration::from_secs(3600), ..options };
+        // The loop asks whenever so much has passed.
+        let passes = || {
+            clock::pass(POLL);
+            Ok(())
+        };
+        let (begun, tries) = (clock::now(), Tries::new("reading", &options, &passes));
+        let given_up = EventLoop::new().unwrap().run(&tries, async {
+            tokio::time::pause();
+            std::future::pending::<Result<(), Failure>>().await
+        });
+        assert_eq!(given_up.unwrap_err().error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(clock::since(begun).as_secs() / 60, 60);
+    }
+}

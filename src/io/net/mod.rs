@@ -11,6 +11,9 @@ mod retry;
 pub mod s3;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 mod sending;
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) mod simulated;
 mod tls;
 
 pub(crate) use connections::{ConnectionPool, PooledConnection};

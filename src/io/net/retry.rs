@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::NetOptions;
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
+use crate::sys::clock;
 
 /// The first pause; each further one is twice as long, up to [`LONGEST`], less up to a half.
 const FIRST: Duration = Duration::from_millis(100);
@@ -98,7 +99,7 @@ impl<'o> Tries<'o> {
             action,
             options,
             cancel,
-            begun: Instant::now(),
+            begun: clock::now(),
             moved: AtomicU64::new(0),
             sending: (Arc::default(), 0),
             failed: 0,
@@ -144,7 +145,7 @@ impl<'o> Tries<'o> {
     /// Whether the request that is under way may go on.
     pub fn check(&self) -> Result<(), Failure> {
         self.cancel.check().map_err(Failure::given_up)?;
-        if self.begun.elapsed() <= self.allowed() {
+        if clock::since(self.begun) <= self.allowed() {
             return Ok(());
         }
         let what = format!(
@@ -168,11 +169,11 @@ impl<'o> Tries<'o> {
         let kind = failure.error.kind();
         let again = failure.again && !(self.opening && kind == io::ErrorKind::ConnectionRefused);
         let pause = failure.after.unwrap_or_else(|| self.pause()).min(self.options.total);
-        let over = self.begun.elapsed().saturating_add(pause) > self.allowed();
+        let over = clock::since(self.begun).saturating_add(pause) > self.allowed();
         if !again || self.failed >= self.options.attempts || over {
             let mut what = failure.error.to_string();
             if self.failed > 1 {
-                let seconds = self.begun.elapsed().as_secs_f32();
+                let seconds = clock::since(self.begun).as_secs_f32();
                 what += &format!(
                     " (at byte {position}, after {} tries in {seconds:.1} s)",
                     self.failed
@@ -195,5 +196,67 @@ impl<'o> Tries<'o> {
         use std::hash::{BuildHasher as _, RandomState};
         let random = RandomState::new().hash_one(self.failed) % 1000;
         longest.mul_f64(0.5 + f64::from(u32::try_from(random).unwrap_or(0)) / 2000.0)
+    }
+}
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    /// Hours pass at once, and so do waits.
+    fn options() -> NetOptions {
+        clock::simulate();
+        let options = NetOptions::from_environment().unwrap();
+        NetOptions { total: 24 * HOUR, attempts: 100, ..options }
+    }
+
+    fn busy() -> Failure {
+        Failure::passing(io::ErrorKind::ConnectionRefused, "busy").not_before(Some(2 * HOUR))
+    }
+
+    #[test]
+    fn a_server_that_asks_for_hours_is_waited_for_as_long_as_all_tries_may_take() {
+        let options = options();
+        let (begun, mut tries) = (clock::now(), Tries::new("reading", &options, &Never));
+        let waited = (0..).take_while(|_| tries.wait(busy(), 7, "file").is_ok()).count();
+        assert_eq!(waited, 11);
+        assert_eq!(clock::since(begun).as_secs() / 3600, 22);
+        let error = tries.wait(busy(), 7, "file").unwrap_err().to_string();
+        assert!(error.contains("busy (at byte 7, after 13 tries in 79200."), "{error}");
+    }
+
+    #[test]
+    fn a_slow_request_goes_on_for_a_day_and_a_silent_one_for_as_long_as_is_allowed() {
+        let options = NetOptions { total: HOUR, ..options() };
+        let tries = Tries::new("reading", &options, &Never);
+        for _ in 0..24 * 360 {
+            tries.moved(10 * SLOWEST);
+            clock::sleep(Duration::from_secs(10));
+            assert!(tries.check().is_ok());
+        }
+        clock::sleep(HOUR / 2);
+        assert!(tries.check().is_ok());
+        clock::sleep(HOUR);
+        let failure = tries.check().unwrap_err();
+        assert_eq!(failure.error.kind(), io::ErrorKind::TimedOut);
+        assert!(!failure.again);
+    }
+
+    #[test]
+    fn who_gives_up_waits_no_longer() {
+        let (options, asked) = (options(), AtomicU64::new(0));
+        let begun = clock::now();
+        let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
+            0..1000 => Ok(()),
+            _ => Err(Error::Cancelled),
+        };
+        let outcome = Tries::new("reading", &options, &cancel).wait(busy(), 0, "file");
+        assert!(matches!(outcome, Err(Error::Cancelled)));
+        assert!((40..60).contains(&clock::since(begun).as_secs()), "asked every 50 ms");
     }
 }

@@ -77,3 +77,51 @@ pub async fn unless_silent<T>(
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(60);
+
+    /// Time passes whenever all that could run waits for it.
+    fn run<T>(work: impl Future<Output = T>) -> T {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_time().start_paused(true).build().unwrap().block_on(work)
+    }
+
+    #[test]
+    fn slow_for_a_day_is_not_silent() {
+        let sent = AtomicU64::new(0);
+        let (answer, took) = run(async {
+            let begun = Instant::now();
+            let request = async {
+                for _ in 0..24 * 60 {
+                    sleep(STALL - Duration::from_millis(1)).await;
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
+                "done"
+            };
+            (unless_silent(STALL, &sent, request).await, begun.elapsed())
+        });
+        assert_eq!((answer, took.as_secs() / 3600), (Some("done"), 23));
+    }
+
+    #[test]
+    fn silent_is_silent_after_so_long() {
+        let sent = AtomicU64::new(0);
+        let (answer, took) = run(async {
+            let begun = Instant::now();
+            let request = async {
+                sleep(STALL / 2).await;
+                sent.fetch_add(1, Ordering::Relaxed);
+                std::future::pending::<()>().await
+            };
+            (unless_silent(STALL, &sent, request).await, begun.elapsed())
+        });
+        assert_eq!((answer, took.as_secs()), (None, 120));
+    }
+}

@@ -15,6 +15,7 @@ use crate::io::net::clouds::{
     AZURE_VERSION, Cloud, Credential, Keys, Object, Resolved, address, as_anybody, resolve,
 };
 use crate::io::net::{Failure, NetOptions, wait_for};
+use crate::sys::clock;
 
 /// How long a chain is not asked again: it has a new token minutes before one expires.
 const VALID: Duration = Duration::from_secs(30);
@@ -97,7 +98,7 @@ impl Signer {
             .map_err(|what| Failure::lasting(ErrorKind::InvalidInput, what))?;
         let by = By { credential, account: Arc::clone(&self.account) };
         let target = Target::new(url, self.headers.clone()).authorized(Arc::new(by));
-        let now = SystemTime::now();
+        let now = clock::date();
         Ok((target, now.checked_add(VALID).unwrap_or(now)))
     }
 }
@@ -111,5 +112,44 @@ struct By {
 impl Authorize for By {
     fn authorize(&self, request: &mut Request) -> std::result::Result<(), Failure> {
         self.credential.sign(&self.account, request)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::net::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::source::read_exact_at;
+    use crate::mem::Buffers;
+
+    #[test]
+    fn a_day_of_reading_is_never_refused() {
+        for uri in ["gs://bucket/key", "az://container/blob"] {
+            let (day, net, object) = (Day::new(3600, 180), options(), Object::parse(uri).unwrap());
+            let (shown, keys) = (object.shown.clone(), Keys::on(&day, object.cloud, &net));
+            let (bucket, headers) = (Arc::new(day.serve().parse().unwrap()), Vec::new());
+            let signer = Signer { bucket, account: "account".into(), keys, object, headers };
+            let known = KnownHeads::default();
+            let source =
+                http::open_signed(Box::new(signer), false, &shown, net, &known, &Never).unwrap();
+            while day.now() < 24 * 3600 {
+                // A token that was taken back is asked for anew, once.
+                if day.now() == 43_320 {
+                    day.expire();
+                }
+                // Behind what is read ahead.
+                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let what = || "bytes".to_owned();
+                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                assert_eq!(bytes, [7; 5]);
+                day.pass(60);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{uri}");
+            assert!((25..32).contains(&day.given()), "{uri}: {} times", day.given());
+        }
     }
 }

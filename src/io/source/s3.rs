@@ -14,9 +14,11 @@ use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    DEFAULT_READ_ENDPOINT, Keys, ObjectName, Resolved, S3Options, good_until, resolve,
+    DEFAULT_READ_ENDPOINT, Keys, MARGIN, ObjectName, Resolved, S3Options, again, good_until,
+    resolve,
 };
 use crate::io::net::{Failure, NetOptions, can_be_sent, guarded, wait_for};
+use crate::sys::clock;
 
 /// How long a signed address is good, unless the credentials expire before.
 const VALID: Duration = Duration::from_secs(24 * 60 * 60);
@@ -51,8 +53,10 @@ pub fn shown(uri: &str) -> Option<String> {
 
 /// Until when an address is used that is signed now with credentials that expire then.
 pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
-    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min();
-    good_until(now, expiry.unwrap_or(now))
+    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min().unwrap_or(now);
+    // Towards the end of credentials there may be new ones at any time, and to sign costs nothing.
+    let ends = expiry.duration_since(now).is_ok_and(|left| left <= MARGIN);
+    if ends { again(now, expiry) } else { good_until(now, expiry) }
 }
 
 /// Signs the address of an object.
@@ -108,7 +112,7 @@ impl Signer {
         })?;
         let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
-        let now = SystemTime::now();
+        let now = clock::date();
         let until = signed_until(now, credentials.expiry());
         let config = self.resolved.sdk().credentials_provider(credentials);
         let signed = aws_sdk_s3::Client::from_conf(config.build())
@@ -156,4 +160,45 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
         url.query_pairs_mut().append_pair("versionId", version);
     }
     Ok(url.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::net::s3::found_on;
+    use crate::io::net::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::source::read_exact_at;
+    use crate::mem::Buffers;
+
+    /// Credentials of an hour and of a quarter, from a service that is away for a part of the time in
+    /// which they are renewed.
+    #[test]
+    fn a_day_of_reading_is_never_refused() {
+        for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
+            let (day, net, region) = (Day::new(hold, away), options(), format!("read-{hold}"));
+            found_on(&day, &region, &net);
+            let s3 = S3Options {
+                endpoint: Some(day.serve()),
+                force_http: Some(true),
+                region: Some(region),
+                ..S3Options::default()
+            };
+            let source = open("s3://bucket/key", &s3, net, &KnownHeads::default(), &Never).unwrap();
+            while day.now() < 24 * 3600 {
+                // Behind what is read ahead.
+                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let what = || "bytes".to_owned();
+                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                assert_eq!(bytes, [7; 5]);
+                day.pass(step);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+            assert!(day.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(given.contains(&day.given()), "{} times", day.given());
+        }
+    }
 }

@@ -4,8 +4,7 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::Thread;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::share::{Held, Share};
@@ -13,6 +12,8 @@ use crate::error::Result;
 use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
 use crate::sys::process::Inherited;
+use crate::sys::sync::thread::Thread;
+use crate::sys::sync::{Mutex, MutexGuard};
 
 /// How often events are looked at by who waits for copies.
 pub const POLL: Duration = Duration::from_micros(20);

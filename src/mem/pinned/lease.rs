@@ -2,13 +2,13 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::thread;
 
 use super::buffers::{Buffer, Flight, Inner, POLL};
 use super::share::Held;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, Stream};
+use crate::sys::sync::thread;
 
 /// Buffers that one reader or writer has.
 pub struct Lease<'p> {
@@ -137,7 +137,7 @@ impl<'p> Lease<'p> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
         let (buffers, held) = (std::mem::take(&mut self.buffers), self.held.take());
-        Ok(Filled { pool: self.pool, buffers, len, _held: held })
+        Ok(Filled { pool: self.pool, buffers, len, held })
     }
 }
 
@@ -147,7 +147,7 @@ pub struct Filled<'p> {
     /// At least one. No copy is under way.
     buffers: Vec<Buffer>,
     len: usize,
-    _held: Option<Held>,
+    held: Option<Held>,
 }
 
 impl AsRef<[u8]> for Filled<'_> {
@@ -163,6 +163,7 @@ impl Drop for Filled<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.free.append(&mut self.buffers);
+        self.held = None;
         state.wake_first();
     }
 }
@@ -191,6 +192,8 @@ impl Drop for Lease<'_> {
             }
             Err(_) => state.abandon(buffers),
         }
+        // Whoever is woken looks at what its call has.
+        self.held = None;
         state.wake_first();
     }
 }

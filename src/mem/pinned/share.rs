@@ -1,7 +1,8 @@
 //! How many staging buffers one call has, of those that all calls share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::sys::sync::atomic::{AtomicUsize, Ordering};
 
 /// The buffers of one call, those on their way included.
 #[derive(Debug)]

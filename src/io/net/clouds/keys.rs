@@ -8,12 +8,21 @@ use std::time::{Duration, Instant};
 
 use object_store::RetryConfig;
 use object_store::azure::{AzureCredential, AzureCredentialProvider};
+#[cfg(test)]
+use object_store::client::CredentialProvider;
 use object_store::gcp::{GcpCredential, GcpCredentialProvider};
 
+#[cfg(test)]
+use super::connector::Asks;
 use super::connector::OnDemand;
+#[cfg(test)]
+use super::object::Cloud;
 use crate::environment::reading;
 use crate::io::net::place::{Place, Places, locked};
 use crate::io::net::{Failure, guarded};
+#[cfg(test)]
+use crate::io::net::{NetOptions, simulated::Day};
+use crate::sys::clock;
 
 /// How long it holds that a machine is nobody: to find that out may take seconds.
 const NONE_HOLDS: Duration = Duration::from_secs(60);
@@ -104,13 +113,13 @@ impl Keys {
         if known.somebody.load(Ordering::Relaxed) {
             return true;
         }
-        if locked(&known.nobody).is_some_and(|since| since.elapsed() < NONE_HOLDS) {
+        if locked(&known.nobody).is_some_and(|since| clock::since(since) < NONE_HOLDS) {
             return false;
         }
         let got = self.get().await.is_ok();
         // One that answers and gives none is an error, after all tries of whoever reads.
         let found = got || known.somebody.load(Ordering::Relaxed);
-        *locked(&known.nobody) = (!found).then(Instant::now);
+        *locked(&known.nobody) = (!found).then(clock::now);
         found
     }
 
@@ -127,7 +136,7 @@ impl Keys {
         // Without the lock, which whoever holds the guard of the environment may wait for.
         let provider = reading(|| (self.build)(connector))?;
         let mut found = locked(&known.provider);
-        Ok(found.get_or_insert_with(|| (provider, Instant::now())).0.clone())
+        Ok(found.get_or_insert_with(|| (provider, clock::now())).0.clone())
     }
 }
 
@@ -138,7 +147,7 @@ impl Known {
         match answer {
             Ok(found) => {
                 if !last.as_ref().is_some_and(|(before, _)| before.is(&found)) {
-                    *last = Some((found.clone(), Instant::now()));
+                    *last = Some((found.clone(), clock::now()));
                 }
                 Ok(found)
             }
@@ -177,6 +186,60 @@ fn failure(error: object_store::Error) -> Failure {
         cause = found.source();
     }
     Failure::lasting(ErrorKind::PermissionDenied, format!("finding credentials: {error}"))
+}
+
+/// A chain on a simulated day, which keeps a token until five minutes before its end, as those of the
+/// clouds do.
+#[cfg(test)]
+#[derive(Debug)]
+struct OfDay<T> {
+    day: Arc<Day>,
+    make: fn(String) -> T,
+    kept: Mutex<Option<(Arc<T>, Instant)>>,
+}
+
+#[cfg(test)]
+#[async_trait::async_trait]
+impl<T: std::fmt::Debug + Send + Sync> CredentialProvider for OfDay<T> {
+    type Credential = T;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<T>> {
+        let mut kept = locked(&self.kept);
+        let soon = clock::now() + Duration::from_secs(300);
+        if let Some((token, _)) = kept.as_ref().filter(|(_, expiry)| soon < *expiry) {
+            return Ok(Arc::clone(token));
+        }
+        let nobody = || io::Error::new(ErrorKind::TimedOut, "nobody is there");
+        let failed = || object_store::Error::Generic { store: "day", source: Box::new(nobody()) };
+        let (name, hold) = self.day.give().ok_or_else(failed)?;
+        let token = Arc::new((self.make)(name));
+        Ok(Arc::clone(&kept.insert((token, clock::now() + hold)).0))
+    }
+}
+
+#[cfg(test)]
+impl Keys {
+    /// Those of a simulated day.
+    pub fn on(day: &Arc<Day>, cloud: Cloud, net: &NetOptions) -> Self {
+        let (theirs, name) = (Arc::clone(day), format!("{cloud:?} on {:p}", Arc::as_ptr(day)));
+        let build = move |_| {
+            let day = Arc::clone(&theirs);
+            Ok(match cloud {
+                Cloud::Google => {
+                    let make = |bearer| GcpCredential { bearer };
+                    let kept = Mutex::default();
+                    Provider::Google(Arc::new(OfDay { day, make, kept }))
+                }
+                Cloud::Azure => {
+                    let make = AzureCredential::BearerToken;
+                    let kept = Mutex::default();
+                    Provider::Azure(Arc::new(OfDay { day, make, kept }))
+                }
+            })
+        };
+        let connector = OnDemand::new(net, false, Asks::default());
+        Keys::new(Place::now(name, |_| false, |_| Vec::new()), connector, Arc::new(build))
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use aws_credential_types::provider::error::CredentialsError;
 use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
 use aws_sdk_s3::error::{ConnectorError, DisplayErrorContext, ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::SdkBody;
@@ -178,8 +179,11 @@ where
         let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));
         return refusal(status, &headers, what).if_expired(expired);
     }
-    let mut cause = error.source();
+    let (mut cause, mut nobody_answers) = (error.source(), false);
     while let Some(found) = cause {
+        if let Some(found) = found.downcast_ref::<CredentialsError>() {
+            nobody_answers = !matches!(found, CredentialsError::CredentialsNotLoaded(_));
+        }
         if let Some(found) = found.downcast_ref::<io::Error>() {
             let lasting = matches!(
                 found.kind(),
@@ -191,5 +195,28 @@ where
         }
         cause = found.source();
     }
-    Failure::lasting(ErrorKind::Other, DisplayErrorContext(error).to_string())
+    let what = DisplayErrorContext(error).to_string();
+    // Who gives credentials out may be away for a moment, as when one reads.
+    if nobody_answers {
+        return Failure::passing(ErrorKind::PermissionDenied, what);
+    }
+    Failure::lasting(ErrorKind::Other, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aws_sdk_s3::operation::put_object::PutObjectError;
+
+    #[test]
+    fn who_gives_credentials_out_is_asked_again() {
+        let of = |error: CredentialsError| {
+            let error = ConnectorError::other(error.into(), None);
+            failure(SdkError::<PutObjectError, HttpResponse>::dispatch_failure(error))
+        };
+        let away = of(CredentialsError::provider_error("it does not answer"));
+        assert!(format!("{away:?}").contains("again: true"), "{away:?}");
+        let none = of(CredentialsError::not_loaded("there are none"));
+        assert!(format!("{none:?}").contains("again: false"), "{none:?}");
+    }
 }

@@ -17,10 +17,15 @@ use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredenti
 
 use super::OnDemand;
 use crate::io::net::place::{Place, Places, locked};
+#[cfg(test)]
+use crate::io::net::simulated::Day;
 use crate::io::net::{NetOptions, guarded};
+use crate::sys::clock;
 
 /// What expires is asked for again so long before, or when a tenth of its time is left.
-const MARGIN: Duration = Duration::from_secs(5 * 60);
+pub const MARGIN: Duration = Duration::from_secs(5 * 60);
+/// How often it is asked for in the end, if it cannot be had.
+const SOON: Duration = Duration::from_secs(1);
 /// How long it holds that there are no credentials: to find that out may take seconds.
 const NONE_HOLDS: Duration = Duration::from_secs(60);
 
@@ -28,6 +33,12 @@ const NONE_HOLDS: Duration = Duration::from_secs(60);
 pub fn good_until(now: SystemTime, expiry: SystemTime) -> SystemTime {
     let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
     expiry.checked_sub(MARGIN.min(left / 10)).unwrap_or(now)
+}
+
+/// When to ask again where what there is serves for want of something newer.
+pub fn again(now: SystemTime, expiry: SystemTime) -> SystemTime {
+    let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
+    now.checked_add((left / 10).max(SOON)).unwrap_or(now)
 }
 
 /// Who asks a server.
@@ -142,7 +153,7 @@ impl Chain {
         let known = self.known();
         let _asking = known.asking.lock().await;
         let holds = |(region, since): &(Option<String>, Instant)| {
-            region.is_some() || since.elapsed() < NONE_HOLDS
+            region.is_some() || clock::since(*since) < NONE_HOLDS
         };
         let before = locked(&known.region).clone().filter(holds);
         if let Some((region, _)) = before {
@@ -151,7 +162,7 @@ impl Chain {
         let config = ProviderConfig::default().with_http_client(OnDemand::new(&self.net));
         let provider = ImdsRegionProvider::builder().configure(&config).build();
         let region = provider.region().await.map(|region| region.to_string());
-        locked(&known.region).insert((region, Instant::now())).0.clone()
+        locked(&known.region).insert((region, clock::now())).0.clone()
     }
 
     async fn get(&self) -> Result<Credentials, CredentialsError> {
@@ -189,7 +200,7 @@ impl Known {
     fn good(&self) -> Option<Result<Credentials, CredentialsError>> {
         let found = locked(&self.found);
         let (credentials, until, _) = found.credentials.as_ref()?;
-        if until.is_some_and(|until| SystemTime::now() >= until) {
+        if until.is_some_and(|until| clock::date() >= until) {
             return None;
         }
         Some(credentials.clone().map_err(CredentialsError::not_loaded))
@@ -201,24 +212,24 @@ impl Known {
         provider: SharedCredentialsProvider,
         answer: Result<Credentials, CredentialsError>,
     ) -> Result<Credentials, CredentialsError> {
-        let now = SystemTime::now();
+        let now = clock::date();
         let mut found = locked(&self.found);
         let before = found.credentials.take().and_then(|(before, ..)| before.ok());
         let before = before.filter(|old| old.expiry().is_some_and(|expiry| expiry > now));
         found.provider = Some(provider);
-        let credentials = match (answer, before) {
-            (Ok(new), _) => new,
-            (Err(_), Some(old)) => old,
+        let (credentials, until): (_, fn(_, _) -> _) = match (answer, before) {
+            (Ok(new), _) => (new, good_until),
+            (Err(_), Some(old)) => (old, again),
             (Err(error), None) => {
                 if matches!(error, CredentialsError::CredentialsNotLoaded(_)) {
                     let until = now.checked_add(NONE_HOLDS);
-                    found.credentials = Some((Err(Nobody), until, Instant::now()));
+                    found.credentials = Some((Err(Nobody), until, clock::now()));
                 }
                 return Err(error);
             }
         };
-        let until = credentials.expiry().map(|expiry| good_until(now, expiry));
-        found.credentials = Some((Ok(credentials.clone()), until, Instant::now()));
+        let until = credentials.expiry().map(|expiry| until(now, expiry));
+        found.credentials = Some((Ok(credentials.clone()), until, clock::now()));
         Ok(credentials)
     }
 
@@ -228,6 +239,32 @@ impl Known {
         if found.credentials.as_ref().is_some_and(|(_, _, since)| *since <= used) {
             *found = Found::default();
         }
+    }
+}
+
+/// Has the chain find those of a simulated day.
+#[cfg(test)]
+pub fn found_on(day: &Arc<Day>, region: &str, net: &NetOptions) {
+    let chain = Chain::now(region.to_owned(), net);
+    let provider = SharedCredentialsProvider::new(OfDay(Arc::clone(day)));
+    locked(&chain.known().found).provider = Some(provider);
+}
+
+#[cfg(test)]
+#[derive(Debug)]
+struct OfDay(Arc<Day>);
+
+#[cfg(test)]
+impl ProvideCredentials for OfDay {
+    fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+    where
+        Self: 'a,
+    {
+        let given = self.0.give().map(|(name, hold)| {
+            Credentials::new(name, "secret", None, clock::date().checked_add(hold), "day")
+        });
+        let nobody = || CredentialsError::provider_error("nobody is there");
+        future::ProvideCredentials::ready(given.ok_or_else(nobody))
     }
 }
 
@@ -249,6 +286,10 @@ mod tests {
         assert_eq!(good_until(now, after(3600)), after(3300));
         assert_eq!(good_until(now, after(100)), after(90));
         assert_eq!(good_until(after(100), now), now);
+        // Ever more often, if they cannot be had.
+        assert_eq!(again(now, after(300)), after(30));
+        assert_eq!(again(now, after(2)), after(1));
+        assert_eq!(again(now, now), after(1));
     }
 
     #[test]

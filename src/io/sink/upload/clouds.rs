@@ -286,3 +286,34 @@ async fn answered(client: &Client, request: Request) -> Result<Answer, Failure> 
     }
     Ok(Answer { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::net::simulated::{Day, options};
+
+    #[test]
+    fn a_day_of_writing_is_never_refused() {
+        for cloud in [Cloud::Google, Cloud::Azure] {
+            let (day, net) = (Day::new(3600, 180), options());
+            let keys = Some(Keys::on(&day, cloud, &net));
+            let url: Url = format!("{}/bucket/key", day.serve()).parse().unwrap();
+            let requests = Requests::new("an object".to_owned(), net, false).unwrap();
+            let (account, sums) = ("account".to_owned(), AtomicBool::new(true));
+            let object = CloudObject { requests, cloud, url, account, keys, sums };
+            let bytes = Bytes::from_static(b"some bytes");
+            while day.now() < 24 * 3600 {
+                // A token that was taken back is asked for anew, once.
+                if day.now() == 43_320 {
+                    day.expire();
+                }
+                object.ask(&Ask::new(Method::PUT, &bytes), &Never).unwrap();
+                day.pass(60);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
+            assert!((25..32).contains(&day.given()), "{cloud:?}: {} times", day.given());
+        }
+    }
+}

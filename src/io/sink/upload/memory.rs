@@ -1,11 +1,12 @@
 //! The memory of parts: those that are being written, and those on their way.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use crate::cancel::POLL;
 use crate::environment::UPLOAD_MB;
 use crate::error::Result;
 use crate::io::net::NetOptions;
+use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
 pub const USUAL_WRITERS: usize = 16;
@@ -170,7 +171,10 @@ impl Drop for Sending<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod models;
+
+#[cfg(all(test, not(shuttle)))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};

@@ -8,6 +8,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::{ConnectionPool, Failure, NetOptions, Tries};
 use crate::io::source::http::client::{Certificates, connect};
+use crate::sys::clock;
 
 /// The connections of one object. A `C` makes requests, and the number counts the bytes that it sends.
 pub struct Requests<C> {
@@ -36,7 +37,7 @@ impl<C: Clone> Requests<C> {
     ) -> Result<T> {
         let mut tries = Tries::new("writing", &self.options, cancel);
         loop {
-            let begun = Instant::now();
+            let begun = clock::now();
             let connection = self
                 .pool
                 .take(&tries, || async { Ok(wrap(connect(&self.options, &self.certificates)?)) });

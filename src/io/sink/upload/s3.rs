@@ -297,3 +297,35 @@ fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> 
 fn body(bytes: &Bytes) -> ByteStream {
     ByteStream::new(SdkBody::from(bytes.clone()))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::net::s3::found_on;
+    use crate::io::net::simulated::{Day, options};
+
+    #[test]
+    fn a_day_of_writing_is_never_refused() {
+        let (day, net, region) = (Day::new(3600, 180), options(), "write".to_owned());
+        found_on(&day, &region, &net);
+        let s3 = S3Options {
+            endpoint: Some(day.serve()),
+            force_http: Some(true),
+            region: Some(region),
+            ..S3Options::default()
+        };
+        let object = S3Object::new("s3://bucket/key", &s3, net, &Never).unwrap();
+        for number in 1..=24 * 60 {
+            let bytes = Bytes::from_static(b"some bytes");
+            assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
+            day.pass(60);
+        }
+        assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+        assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 60);
+        assert!((25..30).contains(&day.given()), "{} times", day.given());
+    }
+}

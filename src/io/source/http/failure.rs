@@ -58,3 +58,28 @@ impl From<reqwest::Error> for Failure {
         Failure::passing(kind, text)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[test]
+    fn a_server_is_waited_for_up_to_its_limit() {
+        let hour = Duration::from_secs(3600);
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_time().start_paused(true).build().unwrap();
+        let [late, never] = [hour - Duration::from_secs(1), 24 * hour].map(|time| {
+            runtime.block_on(async {
+                let begun = Instant::now();
+                (timed(hour, sleep(time)).await, begun.elapsed().as_secs())
+            })
+        });
+        assert!(late.0.is_ok());
+        let (failure, waited) = (never.0.unwrap_err(), never.1);
+        assert_eq!((failure.error.kind(), waited), (ErrorKind::TimedOut, 3600));
+        assert_eq!(failure.error.to_string(), "the server sent nothing for 3600 s");
+    }
+}

@@ -10,6 +10,7 @@ use reqwest::{Response, StatusCode};
 use super::client::{OneClient, Target};
 use super::reply::{Identity, Range, refusal, says_expired};
 use crate::io::net::{Failure, Tries};
+use crate::sys::clock;
 
 /// Bytes of a refusal that are looked at.
 const LONGEST_REFUSAL: usize = 16 << 10;
@@ -96,10 +97,10 @@ impl Named {
     /// about to expire.
     async fn target(&self) -> Result<(Arc<Target>, Instant), Failure> {
         let (signer, known) = match self {
-            Named::Fixed(target) => return Ok((Arc::clone(target), Instant::now())),
+            Named::Fixed(target) => return Ok((Arc::clone(target), clock::now())),
             Named::Signed { signer, known } => (signer, known),
         };
-        let good = |signed: &&Signed| SystemTime::now() < signed.until;
+        let good = |signed: &&Signed| clock::date() < signed.until;
         if let Some(signed) = locked(known).as_ref().filter(good) {
             return Ok((Arc::clone(&signed.target), signed.since));
         }
@@ -112,7 +113,7 @@ impl Named {
             }
         };
         // Not before its credentials were found, or they would seem newer than what a server refuses.
-        let since = Instant::now();
+        let since = clock::now();
         let target = Arc::new(target);
         *locked(known) = Some(Signed { target: Arc::clone(&target), until, since });
         Ok((target, since))
@@ -138,7 +139,7 @@ impl Named {
         tries: &Tries<'_>,
     ) -> Result<(Option<Arc<Target>>, Response), Failure> {
         let (from, since) = match at {
-            Some(at) => (Arc::clone(at), Instant::now()),
+            Some(at) => (Arc::clone(at), clock::now()),
             None => self.target().await?,
         };
         let (target, mut response) = client.follow(&from, range, opened).await?;

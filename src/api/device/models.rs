@@ -1,0 +1,125 @@
+//! Whole loads under schedules that are chosen: workers that come and go, the queue of their work, staging
+//! buffers and hashes together. The caller's thread alone looks around by itself; all others have to be
+//! woken.
+#![allow(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use super::*;
+use crate::api::save::save;
+use crate::api::save_options::{SaveOptions, SaveTensor};
+use crate::cancel::Never;
+use crate::io::source::Traits;
+use crate::mem::Buffers;
+use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+
+/// Bytes of a staging buffer.
+const LEN: usize = 256;
+/// Tensors that are hashed at once, and such as come in several batches.
+const LENS: [usize; 5] = [40, 900, 0, 300, 100];
+
+/// A file as of a server, to which more readers may bring more.
+struct Distant(&'static [u8]);
+
+impl ReadAt for Distant {
+    fn uri(&self) -> &str {
+        "file"
+    }
+
+    fn traits(&self) -> Traits {
+        Traits {
+            len: Some(self.0.len() as u64),
+            max_readers: 4,
+            first_readers: 2,
+            most_readers: 4,
+            request_len: 16 << 20,
+            merge_gap: 0,
+            reader_memory: 0,
+        }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        thread::sleep(Duration::from_millis(1));
+        let read = buffers.put(&self.0[usize::try_from(offset).unwrap()..]);
+        cancel.moved(read as u64);
+        Ok(read)
+    }
+}
+
+fn tensor(number: usize) -> Vec<u8> {
+    (0..LENS[number]).map(|at| u8::try_from((at * 7 + number) % 251).unwrap()).collect()
+}
+
+/// A file of all tensors, which is written once.
+fn file() -> &'static [u8] {
+    static FILE: OnceLock<Vec<u8>> = OnceLock::new();
+    if FILE.get().is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("f.tensors");
+        let tensors: Vec<Vec<u8>> = (0..LENS.len()).map(tensor).collect();
+        let named = tensors.iter().enumerate().map(|(number, bytes)| {
+            SaveTensor::new(&format!("t{number}"), &[bytes.len() as u64], &bytes[..]).unwrap()
+        });
+        save(&path, named.collect(), SaveOptions::default(), &Never).unwrap();
+        let _ = FILE.set(std::fs::read(&path).unwrap());
+    }
+    FILE.get().unwrap()
+}
+
+fn load(interrupted: bool) {
+    let opened = TensorFile::from_source(Arc::new(Distant(file())), 0, &Never).unwrap();
+    let numbers: Vec<usize> = (0..LENS.len()).collect();
+    let planned = DeviceLoad::new(&opened, &numbers, true).unwrap();
+    let mut memory: Vec<Vec<u8>> =
+        planned.block_lens().iter().map(|&len| vec![0; usize::try_from(len).unwrap()]).collect();
+    // SAFETY: their own bytes, which are looked at after the load only.
+    let block = |block: &mut Vec<u8>| unsafe {
+        DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
+    };
+    let blocks: Vec<DeviceMemory> = memory.iter_mut().map(block).collect();
+    let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
+    let pool = Pool::new(LEN, 4, 2);
+    let to = Destination {
+        device: &device,
+        consumer: Consumer(0),
+        memory: &blocks,
+        direct_storage: false,
+        pool: &pool,
+    };
+    // Who waits for a hash looks around by itself whether to give up, which locks of models never do.
+    let kinds = if interrupted { 1 } else { 3 };
+    let verify = [Verify::Nothing, Verify::Crc32, Verify::All][thread_rng().gen_range(0..kinds)];
+    let options = LoadOptions { verify, ..LoadOptions::default() };
+    let gives_up = interrupted && thread_rng().gen_bool(0.5);
+    let cancel = || if gives_up { Err(Error::Cancelled) } else { Ok(()) };
+    let outcome = planned.run(&to, &options, &Counters::default(), &cancel);
+    let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
+    pool.release();
+    assert_eq!(pool.size(), 0, "all staging memory came back");
+    match outcome {
+        Err(Error::Cancelled) if gives_up => return,
+        outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
+    }
+    drop(blocks);
+    for (number, place) in planned.places().into_iter().enumerate() {
+        assert_eq!(memory[place.block], tensor(number), "tensor {number}");
+    }
+}
+
+#[test]
+fn every_tensor_is_loaded_whole() {
+    check(Rules { patience: Duration::from_millis(5), refusals: true }, || load(false));
+}
+
+#[test]
+fn a_load_that_is_given_up_gives_everything_back() {
+    check(Rules { patience: Duration::from_millis(50), refusals: false }, || load(true));
+}

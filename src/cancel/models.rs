@@ -1,0 +1,34 @@
+//! What is detached, under schedules that are chosen.
+#![allow(clippy::unwrap_used)]
+
+// What is counted here is no part of the model.
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::*;
+use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
+
+#[test]
+fn what_is_detached_is_done_once_whoever_waits() {
+    for patience in [Duration::ZERO, POLL] {
+        check(Rules { patience, refusals: true }, || {
+            let (done, asked) = (Arc::new(AtomicU32::new(0)), AtomicU32::new(0));
+            let gives_up_after = thread_rng().gen_range(0..4);
+            let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
+                asked if asked < gives_up_after => Ok(()),
+                _ => Err(Error::Cancelled),
+            };
+            let count = Arc::clone(&done);
+            let outcome = detached(&cancel, move || {
+                thread::yield_now();
+                count.fetch_add(1, Ordering::Relaxed)
+            });
+            match outcome {
+                Ok(before) => assert_eq!((before, done.load(Ordering::Relaxed)), (0, 1)),
+                Err(error) => {
+                    assert!(matches!(error, Error::Cancelled));
+                    assert!(done.load(Ordering::Relaxed) <= 1);
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,67 @@
+//! Hashes under schedules that are chosen. No wait ends by itself.
+#![allow(clippy::unwrap_used)]
+
+use super::super::hash::digest;
+use super::*;
+use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+
+/// Bytes of a piece.
+const PIECE: usize = 3;
+
+/// What a reader has to bring: a tensor's header, or some of its data.
+type Job = (usize, Option<usize>);
+
+fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
+    let mut jobs: Vec<Job> = Vec::new();
+    for (tensor, data) in tensors.iter().enumerate() {
+        jobs.push((tensor, None));
+        jobs.extend((0..data.len()).step_by(PIECE).map(|start| (tensor, Some(start))));
+    }
+    for last in (1..jobs.len()).rev() {
+        jobs.swap(last, thread_rng().gen_range(0..=last));
+    }
+    jobs
+}
+
+#[test]
+fn every_tensor_is_hashed_once_and_all_readers_end() {
+    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+        let tensors: Vec<Vec<u8>> = vec![vec![1; 7], Vec::new(), vec![2; 3], vec![3; 4]];
+        // The last one turns out not to be hashed, when its header comes.
+        let skipped = tensors.len() - 1;
+        let lens = tensors.iter().map(|tensor| Some(tensor.len() as u64));
+        let pool: HashPool<&[u8]> = HashPool::new(lens, true);
+        let jobs = Mutex::new(any_jobs(&tensors));
+        let found = Mutex::new(vec![None; tensors.len()]);
+        let complete = |tensor: usize, digests| {
+            assert!(locked(&found)[tensor].replace(digests).is_none());
+        };
+        let step = |more: bool| {
+            let taken = pool.take(|| more, || false);
+            taken.map(|taken| pool.hash(taken, complete)).is_some()
+        };
+        let reader = || loop {
+            while step(true) {}
+            let job = locked(&jobs).pop();
+            match job {
+                Some((tensor, None)) if tensor == skipped => pool.skip(tensor),
+                Some((tensor, _)) if tensor == skipped => {}
+                Some((tensor, None)) => pool.header(tensor, b"header"),
+                Some((tensor, Some(start))) => {
+                    let end = tensors[tensor].len().min(start + PIECE);
+                    pool.data(tensor, start as u64, &tensors[tensor][start..end]);
+                }
+                None if step(false) => {}
+                None => break,
+            }
+        };
+        thread::scope(|scope| {
+            (0..3).for_each(|_| drop(scope.spawn(reader)));
+        });
+        for (tensor, found) in locked(&found).iter().enumerate() {
+            let expected = (tensor != skipped).then(|| digest(b"header", &tensors[tensor], true));
+            assert_eq!(*found, expected);
+            assert_eq!(pool.waiting(tensor), 0);
+        }
+    });
+}

@@ -1,0 +1,104 @@
+//! Calls with workers that come and go, under schedules that are chosen.
+#![allow(clippy::unwrap_used)]
+
+// What is counted here is no part of the model.
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::{Crew, TICK, run_adapting};
+use crate::cancel::{Cancel as _, Never, POLL};
+use crate::engine::plan::WorkQueue;
+use crate::error::Error;
+use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+
+fn any_crew() -> Crew {
+    let most = thread_rng().gen_range(1..=4);
+    Crew { first: thread_rng().gen_range(1..=most.min(2)), most }
+}
+
+/// The number of workers adapts by the clock of the model, in which any wait may take long.
+#[test]
+fn each_piece_of_work_is_done_once_by_however_many() {
+    check(Rules { patience: TICK, refusals: true }, || {
+        const PIECES: usize = 8;
+        let crew = any_crew();
+        let queue = WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=crew.first));
+        let done = [const { AtomicUsize::new(0) }; PIECES];
+        let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let outcome = run_adapting(crew, &Never, |control, number| {
+            there.fetch_add(1, Ordering::Relaxed);
+            while !control.stopped() && !control.surplus() {
+                let Some(piece) = queue.next(number, |_| false) else { break };
+                let now = at_work.fetch_add(1, Ordering::Relaxed);
+                assert!(now < crew.most, "{now} others of {crew:?}");
+                thread::sleep(Duration::from_millis(1));
+                control.moved(1000);
+                done[piece].fetch_add(1, Ordering::Relaxed);
+                at_work.fetch_sub(1, Ordering::Relaxed);
+            }
+            there.fetch_sub(1, Ordering::Relaxed);
+            Ok(())
+        });
+        outcome.unwrap();
+        assert_eq!(there.into_inner(), 0);
+        assert_eq!(done.map(AtomicUsize::into_inner), [1; PIECES]);
+    });
+}
+
+/// No wait ends by itself, of workers or of the caller's thread.
+#[test]
+fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
+    check(Rules { patience: Duration::ZERO, refusals: true }, || {
+        let queue = WorkQueue::new((0..3).collect(), 2);
+        let done = AtomicUsize::new(0);
+        let outcome = run_adapting(Crew::fixed(3), &Never, |_, number| {
+            while queue.next(number, |_| false).is_some() {
+                done.fetch_add(1, Ordering::Relaxed);
+                thread::yield_now();
+            }
+            Ok(())
+        });
+        outcome.unwrap();
+        assert_eq!(done.into_inner(), 3);
+    });
+}
+
+#[test]
+fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
+    check(Rules { patience: POLL, refusals: true }, || {
+        let crew = any_crew();
+        let interrupts = thread_rng().gen_range(0..8);
+        let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let cancel = || {
+            if asked.fetch_add(1, Ordering::Relaxed) < interrupts {
+                return Ok(());
+            }
+            interrupted.store(true, Ordering::Relaxed);
+            Err(Error::Closed("by the caller".to_owned()))
+        };
+        let fails = thread_rng().gen_range(0..6);
+        let (left, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
+        let outcome = run_adapting(crew, &cancel, |control, _| {
+            while !control.surplus() {
+                control.check()?;
+                let number = 40 - left.load(Ordering::Relaxed);
+                if number == 40 {
+                    break;
+                }
+                left.fetch_sub(1, Ordering::Relaxed);
+                if number >= fails {
+                    failed.store(true, Ordering::Relaxed);
+                    return Err(Error::Closed("by a worker".to_owned()));
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        });
+        let Err(Error::Closed(who)) = outcome else { panic!("{outcome:?}") };
+        let callers = interrupted.into_inner();
+        assert_eq!(who, if callers { "by the caller" } else { "by a worker" });
+        assert!(callers || failed.into_inner());
+        // Each of them hears it between two pieces.
+        assert!(left.into_inner() > 20);
+    });
+}

@@ -1,0 +1,188 @@
+//! The pool under schedules that are chosen. Only waits for copies end by themselves: a wake-up that is
+//! lost shows as a deadlock.
+#![allow(unsafe_code, clippy::unwrap_used)]
+
+// What is counted here is no part of the model.
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+use super::*;
+use crate::cancel::Never;
+use crate::error::Error;
+use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::{Consumer, DeviceMemory};
+use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
+
+const RULES: Rules = Rules { patience: POLL, refusals: false };
+const LEN: usize = 64;
+
+fn device() -> Arc<dyn Device> {
+    FakeDevice::new(7, Faults::default())
+}
+
+fn up_to(most: usize) -> usize {
+    thread_rng().gen_range(1..=most)
+}
+
+/// Fills buffers, and sees that nobody else does.
+fn have(lease: &mut Lease<'_>, mark: u8) {
+    lease.buffers().into_iter().for_each(|buffer| buffer.fill(mark));
+    thread::yield_now();
+    assert!(lease.buffers().iter().all(|buffer| buffer.iter().all(|&byte| byte == mark)));
+}
+
+#[test]
+fn all_are_served_and_no_buffer_is_given_twice() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 3, 1));
+        thread::scope(|scope| {
+            for mark in 1..=3 {
+                let (device, pool) = (&device, &pool);
+                scope.spawn(move || {
+                    for _ in 0..2 {
+                        have(&mut pool.enter(None).lease(up_to(3), device, &Never).unwrap(), mark);
+                        assert!(pool.size() <= 3 * LEN);
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.release(), pool.inner.len * 3);
+    });
+}
+
+#[test]
+fn calls_keep_to_their_shares_and_hold_nobody_up() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 3, 1));
+        let calls = [Some(Share::new(1)), Some(Share::new(2)), None];
+        let held = [const { AtomicUsize::new(0) }; 3];
+        thread::scope(|scope| {
+            for (number, mark) in [0, 1, 1, 2].into_iter().zip(1..) {
+                let (device, pool) = (&device, &pool);
+                let (share, held) = (calls[number].as_ref(), &held[number]);
+                scope.spawn(move || {
+                    for _ in 0..2 {
+                        // Who needs more than its share has it alone.
+                        let buffers = up_to(2);
+                        let mut lease = pool.enter(share).lease(buffers, device, &Never).unwrap();
+                        let now = held.fetch_add(buffers, Ordering::Relaxed) + buffers;
+                        let most = share.map_or(3, |share| share.most());
+                        assert!(now <= most.max(buffers), "{now} of {most}");
+                        have(&mut lease, mark);
+                        // Before others may have them.
+                        held.fetch_sub(buffers, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert!(pool.size() <= 3 * LEN);
+    });
+}
+
+#[test]
+fn who_gives_up_takes_no_wake_up_along() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 2, 1));
+        let share = Share::new(1);
+        thread::scope(|scope| {
+            for mark in 1..=4 {
+                let (device, pool) = (&device, &pool);
+                let share = (mark > 2).then_some(&share);
+                scope.spawn(move || {
+                    let (asked, patience) = (AtomicU32::new(0), thread_rng().gen_range(0..3));
+                    let impatient = mark % 2 == 0;
+                    let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
+                        asked if impatient && asked >= patience => Err(Error::Cancelled),
+                        _ => Ok(()),
+                    };
+                    match pool.enter(share).lease(up_to(2), device, &cancel) {
+                        Ok(mut lease) => have(&mut lease, mark),
+                        Err(error) => {
+                            assert!(impatient && matches!(error, Error::Cancelled), "{error}");
+                        }
+                    }
+                });
+            }
+        });
+        assert!(pool.state().waiting.is_empty());
+    });
+}
+
+#[test]
+fn buffers_come_back_after_their_copies() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 2, 1));
+        let share = Share::new(1);
+        let mut there = vec![0u8; 6 * LEN];
+        // SAFETY: outlives the copies; nobody else uses it.
+        let memory =
+            unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+        let streams = [0, 1].map(|_| Arc::clone(&device).stream(Consumer(0)).unwrap());
+        thread::scope(|scope| {
+            for thread in 0..3u8 {
+                let (device, pool, memory) = (&device, &pool, &memory);
+                let stream = &streams[usize::from(thread % 2)];
+                let share = (thread > 0).then_some(&share);
+                scope.spawn(move || {
+                    for part in 0..2u8 {
+                        let number = 2 * thread + part;
+                        let mut lease = pool.enter(share).lease(1, device, &Never).unwrap();
+                        lease.buffers().into_iter().for_each(|buffer| buffer.fill(number + 1));
+                        let at = usize::from(number) * LEN;
+                        lease.upload(stream, (0, 0, LEN), memory, at).unwrap();
+                    }
+                });
+            }
+        });
+        streams.iter().for_each(|stream| stream.finish().unwrap());
+        let of = |(chunk, number): (&[u8], u8)| chunk.iter().all(|&byte| byte == number);
+        assert!(there.chunks(LEN).zip(1..).all(of));
+        assert!(pool.size() <= 2 * LEN);
+    });
+}
+
+#[test]
+fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 4, 1));
+        thread::scope(|scope| {
+            for mark in 1..=2 {
+                let (device, pool) = (&device, &pool);
+                scope.spawn(move || {
+                    for _ in 0..2 {
+                        have(&mut pool.enter(None).lease(up_to(5), device, &Never).unwrap(), mark);
+                    }
+                });
+            }
+            scope.spawn(|| {
+                pool.set_limit(6 * LEN as u64);
+                pool.release();
+                pool.set_limit(4 * LEN as u64);
+            });
+        });
+        pool.release();
+        assert_eq!(pool.size(), 0);
+    });
+}
+
+#[test]
+fn who_waits_does_what_others_wait_for() {
+    check(RULES, || {
+        let (device, pool) = (device(), Pool::new(LEN, 2, 1));
+        // What was filled is let go by whoever has time, as pieces that wait for their hash are.
+        let kept: Mutex<Vec<Lease<'_>>> = Mutex::new(Vec::new());
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                let (device, pool, kept) = (&device, &pool, &kept);
+                scope.spawn(move || {
+                    let let_go = || Ok(kept.lock().unwrap().pop().is_some());
+                    for _ in 0..2 {
+                        let ticket = pool.enter(None);
+                        let lease = ticket.lease_or(1, device, &let_go, &Never).unwrap();
+                        kept.lock().unwrap().push(lease);
+                    }
+                    while let_go().unwrap() {}
+                });
+            }
+        });
+    });
+}

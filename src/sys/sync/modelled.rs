@@ -1,0 +1,180 @@
+//! Shuttle's locks and threads, with a clock that goes on only while somebody waits.
+//!
+//! `RUSTFLAGS="--cfg shuttle" cargo test --lib models::` runs all models, each for `MODEL_SECONDS`
+//! and from `MODEL_SEED`; `tests/trust/models.py` does it in a target folder of its own. What a
+//! failure prints of its schedule is run again with `MODEL_SCHEDULE`.
+#![allow(clippy::unwrap_used)]
+
+use std::cell::Cell;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use shuttle::rand::{Rng, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+pub use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
+use shuttle::{Config, Runner};
+
+/// What holds in a model.
+#[derive(Debug, Clone, Copy)]
+pub struct Rules {
+    /// Waits that are longer do not end by themselves: who is not woken from them waits for ever.
+    pub patience: Duration,
+    /// Whether the system may refuse threads.
+    pub refusals: bool,
+}
+
+std::thread_local! {
+    // All threads of a model run on the one of its test.
+    static RULES: Cell<Rules> = const { Cell::new(Rules { patience: Duration::ZERO, refusals: false }) };
+    static CLOCK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+fn setting<T: FromStr>(name: &str, usual: T) -> T {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(usual)
+}
+
+/// Runs a model under as many schedules as there is time for: random ones, and those with few
+/// changes of who runs, which find what needs a few at certain places.
+pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
+    let model = Arc::new(move || {
+        RULES.set(rules);
+        CLOCK.set(Duration::ZERO);
+        // So that there is a choice where a model comes out without threads, too.
+        shuttle::thread::spawn(shuttle::thread::yield_now);
+        model();
+    });
+    let run = Arc::clone(&model);
+    if let Ok(schedule) = std::env::var("MODEL_SCHEDULE") {
+        return shuttle::replay(move || run(), &schedule);
+    }
+    let mut config = Config::new();
+    config.silence_warnings = true;
+    config.max_time = Some(Duration::from_secs_f64(setting("MODEL_SECONDS", 2.0) / 2.0));
+    let seed = setting("MODEL_SEED", 0);
+    let random = RandomScheduler::new_from_seed(seed, usize::MAX);
+    let mut schedules = Runner::new(random, config.clone()).run(move || run());
+    let few = PctScheduler::new_from_seed(seed, 3, usize::MAX);
+    schedules += Runner::new(few, config).run(move || model());
+    println!("{schedules} schedules");
+}
+
+/// Lets others run, and some time pass: so much, or longer as on a machine that is busy.
+fn lapse(time: Duration) {
+    let until = CLOCK.get() + time * thread_rng().gen_range(1..64);
+    shuttle::thread::yield_now();
+    CLOCK.set(CLOCK.get().max(until));
+}
+
+fn ends(time: Duration) -> bool {
+    time <= RULES.get().patience
+}
+
+/// What the process has computed: nothing.
+pub fn cpu_time() -> Duration {
+    Duration::ZERO
+}
+
+/// A moment of the model's clock.
+#[derive(Debug, Clone, Copy)]
+pub struct Instant(Duration);
+
+impl Instant {
+    pub fn now() -> Self {
+        Instant(CLOCK.get())
+    }
+
+    pub fn elapsed(self) -> Duration {
+        CLOCK.get() - self.0
+    }
+}
+
+pub mod thread {
+    use std::io;
+    use std::time::Duration;
+
+    use shuttle::thread::park;
+    pub use shuttle::thread::{
+        JoinHandle, Scope, ScopedJoinHandle, Thread, current, panicking, scope, yield_now,
+    };
+
+    use super::{RULES, Rng as _, ends, lapse, thread_rng};
+
+    pub fn park_timeout(time: Duration) {
+        if ends(time) {
+            lapse(time);
+            // Whoever was woken meanwhile has noticed.
+            current().unpark();
+        }
+        park();
+    }
+
+    pub fn sleep(time: Duration) {
+        lapse(time);
+    }
+
+    fn refused() -> io::Result<()> {
+        if RULES.get().refusals && thread_rng().gen_ratio(1, 4) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        Ok(())
+    }
+
+    #[derive(Default)]
+    pub struct Builder(shuttle::thread::Builder);
+
+    impl Builder {
+        pub fn new() -> Self {
+            Self::default()
+        }
+
+        pub fn name(self, name: String) -> Self {
+            Builder(self.0.name(name))
+        }
+
+        pub fn spawn<T: Send + 'static>(
+            self,
+            work: impl FnOnce() -> T + Send + 'static,
+        ) -> io::Result<JoinHandle<T>> {
+            refused()?;
+            self.0.spawn(work)
+        }
+
+        pub fn spawn_scoped<'scope, T: Send + 'scope>(
+            self,
+            scope: &'scope Scope<'scope, '_>,
+            work: impl FnOnce() -> T + Send + 'scope,
+        ) -> io::Result<ScopedJoinHandle<'scope, T>> {
+            refused()?;
+            Ok(scope.spawn(work))
+        }
+    }
+}
+
+pub mod mpsc {
+    use std::time::Duration;
+
+    pub use shuttle::sync::mpsc::{RecvTimeoutError, SyncSender, TryRecvError};
+
+    use super::{ends, lapse};
+
+    pub struct Receiver<T>(shuttle::sync::mpsc::Receiver<T>);
+
+    pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
+        let (send, receive) = shuttle::sync::mpsc::sync_channel(bound);
+        (send, Receiver(receive))
+    }
+
+    impl<T> Receiver<T> {
+        pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
+            if !ends(time) {
+                return self.0.recv().map_err(|_| RecvTimeoutError::Disconnected);
+            }
+            lapse(time);
+            self.0.try_recv().map_err(|error| match error {
+                TryRecvError::Empty => RecvTimeoutError::Timeout,
+                TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+            })
+        }
+    }
+}
