@@ -16,6 +16,13 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
+from secret_search import (  # noqa: F401  # hooks of pytest
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_warning_recorded,
+)
 from servers import Moto, Nginx, Seaweed
 from starting import Ranks
 from tensorizer import _C, FormatError

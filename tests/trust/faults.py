@@ -3,12 +3,18 @@
 Which calls there are a first run tells, of each kind of save and load (`scenes.py`). Then a child
 is forked for each call and fault. It must end with the right data or an error that says which
 file; a failed save leaves what was there, and nothing else.
+
+All calls on files that are saved or loaded have their turn. Of others that are alike, with the same
+name, the same path or kind of file and the same flags, such as all `mmap` of memory in a save, the
+first, the last and four more by chance stand for all: `inputs` are the faults that were tried, `of`
+those that there are.
 """
 
 import argparse
 import contextlib
 import json
 import random
+import re
 import shutil
 import sys
 import time
@@ -18,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import parts
 import tracing
 from scenes import (
     LOADS,
@@ -28,10 +35,9 @@ from scenes import (
     Save,
     environment,
     http_server,
-    s3_server,
     scratch,
     tensorizer,
-    upload,
+    uploads,
     value_of,
     visible,
 )
@@ -96,12 +102,26 @@ TIDYING = {"unlink", "unlinkat", "flock", "ioctl", "newfstatat", "statx"}
 OF_PYTHON = {"lseek", "newfstatat", "ioctl", "read", "write"}
 
 
+#: Of calls that are alike so many stand for all, unless they are of files that are saved or loaded.
+FEW = 6
+#: Which arguments tell calls of a name apart.
+TELLING = {"mmap": (2, 3), "mprotect": (2,), "madvise": (2,), "openat": (2,), "fcntl": (1,),
+           "ioctl": (1,), "epoll_ctl": (1,), "setsockopt": (1, 2)}  # fmt: skip
+
+
+def like(call: Call) -> tuple:
+    """Return what is equal of calls that are alike: name, path, kind of file, telling arguments."""
+    arguments = tuple(call.args[at] for at in TELLING.get(call.name, ()))
+    return call.name, call.path, re.sub(r"\d+", "", call.file), arguments
+
+
 class Campaign:
     """Runs kinds one after the other, and collects."""
 
-    def __init__(self, seed: int, until: float, verbose: bool, call: str) -> None:
-        self.random, self.until, self.verbose = random.Random(seed), until, verbose
-        self.call = call
+    def __init__(self, arguments: argparse.Namespace, part: int, folder: Path) -> None:
+        self.random, self.verbose = random.Random(arguments.seed), arguments.verbose
+        self.call, self.jobs, self.part = arguments.call, arguments.jobs, part
+        self.scratch = str(folder)
         self.kinds: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -116,15 +136,33 @@ class Campaign:
         if outcome.status != 0 or not outcome.said or "result" not in outcome.said:
             self.finding(scene, f"fails undisturbed: {outcome.status} {outcome.said}")
             return iter(())
-        pairs = []
+        pairs, tried = [], {id(call) for call in self.tried(scene, outcome.calls)}
         for call in outcome.calls:
             for name, action in faults(call.name, call.name in SOCKET_CALLS).items():
                 place = f"{call.name} {call.index}"
-                if self.call in ("", place, f"{place} {name}"):
-                    pairs.append((place, name, action))
-        self.planned += len(pairs)
+                if self.call in ("", place, f"{place} {name}") and self.mine(f"{scene} {place}"):
+                    self.planned += 1
+                    if self.call or id(call) in tried:
+                        pairs.append((place, name, action))
         self.random.shuffle(pairs)
         return iter(pairs)
+
+    def mine(self, fault: str) -> bool:
+        """Return whether a fault is one for this process."""
+        return parts.mine(fault, self.part, self.jobs)
+
+    def tried(self, scene: str, calls: list[Call]) -> Iterator[Call]:
+        """Yield the calls of a run that stand for all."""
+        likes: dict[tuple, list[Call]] = {}
+        for call in calls:
+            likes.setdefault(like(call), []).append(call)
+        for same in likes.values():
+            ours = f"{same[0].path} {same[0].file}".count(self.scratch)
+            if ours or len(same) <= FEW:
+                yield from same
+            else:
+                chosen = random.Random(scene).sample(same[1:-1], FEW - 2)
+                yield from (same[0], *chosen, same[-1])
 
     def run(self, kind: "Kind") -> Iterator[Callable]:
         """Yield the planned runs of a kind as functions, so that kinds take turns."""
@@ -136,7 +174,8 @@ class Campaign:
     def one(self, kind: "Kind", place: str, fault: str, action: tracing.Action) -> None:
         """Have a call fail, and see what comes of it."""
         kind.again()
-        outcome = tracing.run(kind.body, deny(kind.refused, place, action))
+        wanted = {place.split(maxsplit=1)[0]} | ({"openat"} if kind.refused else set())
+        outcome = tracing.run(kind.body, deny(kind.refused, place, action), wanted=wanted)
         self.kinds[fault] += 1
         where = f"{kind.name}, {place} {fault} {path_of(outcome, place)}".rstrip()
         try:
@@ -321,20 +360,25 @@ def server_runs(campaign: Campaign, folder: Path, url: str) -> Iterator[Callable
     yield from campaign.run(Kind("load, cache fill", partial(load, cache_dir=cache), filled, fresh))
 
 
-def upload_runs(campaign: Campaign, folder: Path, uri: str) -> Iterator[Callable]:
-    """Yield the runs of saves to S3."""
-    scene = upload(uri)
+def upload_runs(campaign: Campaign, folder: Path, scene: Save) -> Iterator[Callable]:
+    """Yield the runs of saves to a cloud, each of a value that was not there before."""
+    scene.save(folder, OLD)
+    there, next_one = OLD, NEW
+
+    def save() -> None:
+        scene.save(folder, next_one)
 
     def look(outcome: Outcome, place: str) -> str | None:
-        found = scene.found(folder)
+        nonlocal there, next_one
+        before, saved, found = there, next_one, scene.found(folder)
+        there, next_one = found if found in (before, saved) else before, saved + 1
         if outcome.said and "result" in outcome.said:
-            return None if found == NEW else f"the save said nothing and {found} is there"
+            return None if found == saved else f"the save said nothing and {found} is there"
         # An answer may get lost behind what it answers.
-        wrong = None if found in (OLD, NEW) else f"failed, and {found} is there"
+        wrong = None if found in (before, saved) else f"failed, and {found} is there"
         return wrong or names_the_file(outcome, scene, place)
 
-    again = partial(scene.save, folder, OLD)
-    yield from campaign.run(Kind("save, upload", partial(scene.save, folder, NEW), look, again))
+    yield from campaign.run(Kind(f"save, {scene.name}", save, look))
 
 
 def main() -> None:
@@ -346,17 +390,19 @@ def main() -> None:
         "--call", default="", help="a call alone, such as 'fsync 0' or 'fsync 0 EIO'"
     )
     parser.add_argument("--verbose", action="store_true")
+    parts.option(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
+    until = began + arguments.seconds
     if skipped := tracing.why_not():
         print(json.dumps({"campaign": "faults", "skipped": skipped}))
         return
-    campaign = Campaign(arguments.seed, began + arguments.seconds, arguments.verbose,
-                        arguments.call)  # fmt: skip
+    part = parts.divide(arguments.jobs)
     # Tries and pauses of a few seconds are of no interest here.
     quick = (("TENSORIZER_ATTEMPTS", "2"), ("TENSORIZER_STALL_SECONDS", "2"))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch())
+        campaign = Campaign(arguments, part, folder)
         stack.enter_context(environment(quick))
         runs = {f"save, {scene.name}": save_runs(campaign, scene, folder / f"save{number}")
                 for number, scene in enumerate(SAVES)}  # fmt: skip
@@ -365,14 +411,14 @@ def main() -> None:
         if arguments.only in "load, http, cache fill":
             url = stack.enter_context(http_server(folder))
             runs["load, http, cache fill"] = server_runs(campaign, folder, url)
-        # It takes its time to start.
-        if arguments.only in "save, upload" and (arguments.only or arguments.seconds >= LONG):
-            uri = stack.enter_context(s3_server())
-            runs["save, upload"] = upload_runs(campaign, folder, uri)
+        # They take their time to start.
+        if "upload" in arguments.only or (not arguments.only and arguments.seconds >= LONG):
+            runs |= {f"save, {scene.name}": upload_runs(campaign, folder, scene)
+                     for scene in uploads(stack, folder)}  # fmt: skip
         runs = [run for name, run in runs.items() if arguments.only in name]
-        while runs and time.monotonic() < campaign.until:
+        while runs and time.monotonic() < until:
             for run in list(runs):
-                if time.monotonic() >= campaign.until:
+                if time.monotonic() >= until:
                     break
                 try:
                     next(run)()
@@ -380,7 +426,7 @@ def main() -> None:
                     runs.remove(run)
     done = sum(campaign.kinds.values())
     print(json.dumps({
-        "campaign": "faults", "inputs": done, "what": f"calls that failed, of {campaign.planned}",
+        "campaign": "faults", "inputs": done, "what": "calls that failed", "of": campaign.planned,
         "kinds": dict(campaign.kinds.most_common()), "ended": dict(campaign.ended.most_common()),
         "findings": campaign.findings, "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip
