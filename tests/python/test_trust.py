@@ -65,6 +65,28 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert "- silent: it ends with 3 and says nothing" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        # Of the way back, when both halves of a pair have their names.
+        ("save, pair", "unlink 0"),
+        # Of the pickle.
+        ("save, pair", "fsync 0"),
+    ],
+)
+def test_what_a_call_once_did_wrong_as_it_failed(kind, call):
+    done = subprocess.run(
+        [sys.executable, TRUST / "faults.py", "--jobs", "1", "--only", kind, "--call", call],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in said:
+        pytest.skip(said["skipped"])
+    assert not said["findings"]
+    assert said["inputs"] >= 12
+
+
 #: A save that puts nothing on the disk before it has its name, one that writes over what is there,
 #: and a load of wrong data: each must be found by its campaign.
 BROKEN = {

@@ -209,6 +209,7 @@ def main() -> None:
     campaign = Campaign(arguments.seed, parts.divide(arguments.jobs), arguments.jobs)
     quick = (("TENSORIZER_ATTEMPTS", "3"),)
     with contextlib.ExitStack() as stack:
+        parts.large_pages()
         folder = stack.enter_context(scratch())
         stack.enter_context(environment(quick))
         url = stack.enter_context(http_server(folder))

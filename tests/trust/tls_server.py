@@ -25,6 +25,8 @@ from servers import free_port
 #: How long anything that never ends goes on, in seconds.
 LONG = 12
 RECORD = 1 << 14
+VERSIONS = {"1.0": ssl.TLSVersion.TLSv1, "1.1": ssl.TLSVersion.TLSv1_1,
+            "1.2": ssl.TLSVersion.TLSv1_2, "other ciphers": ssl.TLSVersion.TLSv1_2}  # fmt: skip
 #: What is said in place of a handshake.
 SPOKEN = {
     "an answer in the open": b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\nETag: "one"\r\n\r\nhi',
@@ -125,11 +127,8 @@ class Server:
                 context.set_ciphers("ALL:@SECLEVEL=0")
             context.load_cert_chain(self.folder / f"{certificate}.pem",
                                     self.folder / f"{certificate}.key")  # fmt: skip
-            if protocol in ("1.0", "1.1", "1.2", "other ciphers"):
-                version = "TLSv1_2" if protocol == "other ciphers" else f"TLSv{protocol}"
-                highest = getattr(ssl.TLSVersion, version.replace(".", "_"))
-                context.minimum_version = min(highest, ssl.TLSVersion.TLSv1_2)
-                context.maximum_version = highest
+            if protocol in VERSIONS:
+                context.minimum_version = context.maximum_version = VERSIONS[protocol]
             if protocol == "other ciphers":
                 context.set_ciphers("ECDHE-ECDSA-AES128-SHA256")
             context.set_alpn_protocols(["http/1.1"])

@@ -38,6 +38,8 @@ WALL = 0x40000000
 RAX, RDX, ORIG_RAX = 10 * 8, 12 * 8, 15 * 8
 #: Closing these descriptors, which nobody has, begins and ends what is looked at.
 BEGIN, END = 99991, 99992
+#: Calls that a header may be too old for.
+NEWER = {451: "cachestat", 452: "fchmodat2"}
 #: Calls whose third argument is how many bytes they move at most, and how many buffers.
 PLAIN = {"read", "write", "pread64", "pwrite64", "recvfrom", "sendto"}
 VECTORED = {"readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2"}
@@ -73,7 +75,7 @@ def why_not() -> str | None:
 def names() -> dict[int, str]:
     """Return the names of the system calls."""
     found = re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text())
-    return {int(number): name for name, number in found}
+    return NEWER | {int(number): name for name, number in found}
 
 
 @dataclass
