@@ -115,7 +115,7 @@ def of_pair(path: Path) -> Tensors:
     except Exception as error:
         # Of a pickle that is not one, torch says all kinds of things.
         if path == pickled:
-            raise ValueError(str(error)) from None
+            raise pickle.UnpicklingError(str(error)) from None
         raise
 
 

@@ -22,6 +22,13 @@ def option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
 
 
+def end_with(parent: int, by: signal.Signals) -> None:
+    """Have a child end when its parent has, by a signal."""
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, by)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def divide(jobs: int) -> int:
     """Fork so many processes, and return in each its number, from 0 on.
 
@@ -36,9 +43,9 @@ def divide(jobs: int) -> int:
     for number, file in enumerate(files):
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
+            # Its servers end with it.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+            end_with(parent, signal.SIGTERM)
             os.dup2(file.fileno(), 1)
             return number
         pids.append(pid)

@@ -18,6 +18,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
+import parts
 import pytest
 import tensorizer
 import torch
@@ -303,8 +304,9 @@ def visible(folder: Path) -> list[str]:
 def serving(start: Callable[[], object], address: Callable[[object], str]) -> Iterator[str]:
     """Run a server in a process of its own; yield its address."""
     reading, writing = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        parts.end_with(parent, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.close(reading)
         server = start()
