@@ -5,6 +5,7 @@ errors that they expect. A test that means to show a secret is marked ``shows_se
 """
 
 import contextlib
+import logging
 import subprocess
 
 import pytest
@@ -33,6 +34,13 @@ def look_at_error(error):
         error = error.__cause__ or error.__context__
 
 
+class _Lines(logging.Handler):
+    """Looks at what is logged, which pytest keeps from its warnings on only."""
+
+    def emit(self, record):
+        look("the log", record.getMessage())
+
+
 def _watched_exit(exit_):
     def watched(self, kind, error, trace):
         look_at_error(error)
@@ -54,6 +62,10 @@ def _watched_communicate(communicate):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "shows_secrets(why): may show secrets of the tests")
+    logger = logging.getLogger("tensorizer")
+    logger.addHandler(_Lines())
+    # The line of each load and save, too.
+    logger.setLevel(logging.INFO)
     raising = type(pytest.raises(Exception))
     raising.__exit__ = _watched_exit(raising.__exit__)
     subprocess.Popen.communicate = _watched_communicate(subprocess.Popen.communicate)

@@ -249,6 +249,12 @@ def judge(outcome: Outcome) -> str | None:
         return f"ends with {outcome.status}"
     if not outcome.said:
         return "says nothing"
+    if outcome.said["ignored"]:
+        return f"ignores {outcome.said['ignored']}"
+    # Connections stay for the next call.
+    left = [one for one in outcome.said["left"] if " of /" in one]
+    if left:
+        return f"leaves descriptors open: {left}"
     if "result" in outcome.said:
         return None
     kinds = set(outcome.said["kinds"])
