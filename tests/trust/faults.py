@@ -219,8 +219,9 @@ class Kind:
 
 
 def path_of(outcome: Outcome, place: str) -> str:
-    """Return the path that a call has."""
-    return next((call.path for call in outcome.calls if f"{call.name} {call.index}" == place), "")
+    """Return the path that a call has, or that of its descriptor."""
+    found = (call for call in outcome.calls if f"{call.name} {call.index}" == place)
+    return next((call.path or call.file for call in found), "")
 
 
 def deny(refused: tuple, place: str | None, action: tracing.Action) -> Callable:
@@ -284,8 +285,8 @@ def names_the_file(outcome: Outcome, scene: Save | Load, place: str) -> str | No
     if not (OUR_ERRORS | OS_ERRORS) & kinds:
         return f"an error of no kind: {said['kinds'][0]}: {said['text']}"
     # Folders are opened, and synced, by themselves.
-    folder = path_of(outcome, place)
-    named = scene.file in said["text"] or (folder.startswith("/") and folder in said["text"])
+    path = path_of(outcome, place)
+    named = scene.file in said["text"] or (path.startswith("/") and path in said["text"])
     if not named and place.split(maxsplit=1)[0] not in OF_PYTHON:
         return f"the error does not name the file: {said['kinds'][0]}: {said['text']}"
     return None

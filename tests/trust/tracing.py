@@ -91,7 +91,7 @@ class Call:
     result: int | None = None
     #: What a path among its arguments says.
     path: str = ""
-    #: The file, socket or the like that its descriptor is of, where all calls are stopped.
+    #: The file, socket or the like that its descriptor is of.
     file: str = ""
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ class _Tracer:
         if not self.looking:
             return
         call = Call(name, self.counts[name], args, thread, path=self.path(name, args))
-        if not self.filtered and name in OF_DESCRIPTORS:
+        if name in OF_DESCRIPTORS:
             with contextlib.suppress(OSError):
                 call.file = os.readlink(f"/proc/{self.pid}/fd/{args[0]}")
         self.counts[name] += 1
