@@ -29,6 +29,12 @@ def end_with(parent: int, by: signal.Signals) -> None:
         os._exit(1)
 
 
+def end(*_: object) -> None:
+    """End by an exception, once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(1)
+
+
 def divide(jobs: int) -> int:
     """Fork so many processes, and return in each its number, from 0 on.
 
@@ -43,8 +49,8 @@ def divide(jobs: int) -> int:
     for number, file in enumerate(files):
         pid = os.fork()
         if pid == 0:
-            # Its servers end with it.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+            # Its servers end with it; who is told twice ends at once.
+            signal.signal(signal.SIGTERM, end)
             end_with(parent, signal.SIGTERM)
             os.dup2(file.fileno(), 1)
             return number

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -266,7 +267,15 @@ def upload(name: str, uri: str) -> Save:
         tensorizer.save(tensors(value) | {"more": more + value}, uri)
 
     def load(_: Path) -> float:
-        found = tensorizer.load(uri, "cpu", verify_hash=True)
+        # Not many attempts are made here, and servers of tests close what was just idle.
+        for pause in (0.1, 0.5, 2):
+            try:
+                found = tensorizer.load(uri, "cpu", verify_hash=True)
+                break
+            except ConnectionError:
+                time.sleep(pause)
+        else:
+            found = tensorizer.load(uri, "cpu", verify_hash=True)
         (value,) = {end.item() for end in found.pop("more").aminmax()}
         return value if value == value_of(found) else -1
 
