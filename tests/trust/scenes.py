@@ -268,11 +268,11 @@ def upload(name: str, uri: str) -> Save:
 
     def load(_: Path) -> float:
         # Not many attempts are made here, and servers of tests close what was just idle.
-        for pause in (0.1, 0.5, 2):
+        for pause in (0.1, 0.5, 2, 5, 10):
             try:
                 found = tensorizer.load(uri, "cpu", verify_hash=True)
                 break
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 time.sleep(pause)
         else:
             found = tensorizer.load(uri, "cpu", verify_hash=True)
