@@ -178,7 +178,7 @@ class TestGoogle:
         with Doorman(google) as door:
             use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given-hu5hw0rd")
             check(tensorizer.load(saved))
-            assert set(door.shown) == {"Bearer given"}
+            assert set(door.shown) == {"Bearer given-hu5hw0rd"}
 
     def test_the_machines_own_account(self, google, saved, use):
         """It is asked once, and its answer serves until shortly before it expires."""
