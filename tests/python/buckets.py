@@ -13,8 +13,11 @@ class Google:
         self.host = self.door.host
 
     def settings(self, host=None):
-        url = f"http://{host or self.host}"
-        return {"GOOGLE_BASE_URL": url, "GOOGLE_BEARER_TOKEN": "secret"}
+        return self.settings_of(host or self.host)
+
+    @staticmethod
+    def settings_of(host):
+        return {"GOOGLE_BASE_URL": f"http://{host}", "GOOGLE_BEARER_TOKEN": "secret-hu5hw0rd"}
 
     def read(self, name):
         return self.moto.client().get_object(Bucket="bucket", Key=name)["Body"].read()

@@ -17,8 +17,16 @@ from pathlib import Path
 
 import forking
 import pytest
+import secret_search
 import tensorizer
 import torch
+from secret_search import (  # noqa: F401  # hooks of pytest
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_warning_recorded,
+)
 from servers import Moto, Nginx, Seaweed
 from starting import Ranks
 from tensorizer import _C, FormatError
@@ -157,6 +165,8 @@ def run_python(code, *args, timeout=120, fresh=False, **kwargs):
     if kept and not fresh:
         done = forks().run(code, *args, timeout=timeout, **kwargs)
         done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+        secret_search.look("the output of a process", done.stdout)
+        secret_search.look("the errors of a process", done.stderr)
         return done
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],

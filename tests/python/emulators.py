@@ -79,7 +79,7 @@ class Azurite:
     """A server of Azure's blobs, which checks who asks. The container ``open`` is for everybody."""
 
     account = "account"
-    key = base64.b64encode(b"a key of thirty-two bytes, surely").decode()
+    key = base64.b64encode(b"hu5hw0rd, a key of thirty-two bytes").decode()
 
     def __init__(self, folder, tls=False, any_version=False):
         self.folder = Path(folder)
@@ -149,11 +149,11 @@ class Azurite:
 
 
 class Tokens(Scripted):
-    """Gives tokens to whoever asks: ``token-1``, ``token-2`` and so on, or what ``make`` makes of
-    their numbers. As metadata of a machine of Google, as Azure's, and as its authority.
+    """Gives tokens to whoever asks: ``hu5hw0rd-1``, ``hu5hw0rd-2`` and so on, or what ``make``
+    makes of their numbers. As metadata of a machine of Google, as Azure's, and as its authority.
     """
 
-    def __init__(self, lifetime=3600, make="token-{}".format, status=200, tls=None):
+    def __init__(self, lifetime=3600, make="hu5hw0rd-{}".format, status=200, tls=None):
         self.lifetime, self.make, self.status = lifetime, make, status
         self.given, self.asked, self.fields = 0, [], []
         super().__init__()

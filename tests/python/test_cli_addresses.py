@@ -53,7 +53,7 @@ def bucket(no_settings_of_the_machine, monkeypatch):
     moto.client().create_bucket(Bucket="bucket")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-hu5hw0rd")
     yield "s3://bucket"
     moto.stop()
 
@@ -90,7 +90,7 @@ def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeyp
     os.rename(path, tmp_path / "model.tensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_KEY", bytes(32).hex())
-    monkeypatch.setenv("WORDS", "some words")
+    monkeypatch.setenv("WORDS", "some words-hu5hw0rd")
     for line in lines:
         try:
             assert main(shlex.split(line, comments=True)) == 0, line
@@ -125,7 +125,7 @@ def test_redis_that_is_not_there(path, capsys):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        assert run("cp", path, f"redis://me:hidden@127.0.0.1:{port}/model") == 2
+        assert run("cp", path, f"redis://me:hidden-hu5hw0rd@127.0.0.1:{port}/model") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tensorizer: error: redis://me:***@127.0.0.1:{port}/model: ")
     assert run("cp", path, f"redis://127.0.0.1:{port}") == 2
@@ -144,9 +144,9 @@ def test_redis_without_its_client(path, monkeypatch, capsys):
 def test_the_password_of_an_address_is_not_shown(server, path, capsys):
     with redis.Redis(port=server.port) as client:
         client.acl_setuser(
-            "me", enabled=True, passwords=["+hidden"], keys=["*"], commands=["+@all"]
+            "me", enabled=True, passwords=["+hidden-hu5hw0rd"], keys=["*"], commands=["+@all"]
         )
-    address = server.address.replace("redis://", "redis://me:hidden@") + "/model"
+    address = server.address.replace("redis://", "redis://me:hidden-hu5hw0rd@") + "/model"
     assert run("cp", path, address) == 0
     assert run("cp", "--json", path, address) == 0
     assert (

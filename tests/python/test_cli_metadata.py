@@ -129,7 +129,7 @@ def test_encryption_does_not_disclose_them(folder, capsys):
 
 
 def test_a_derived_key_is_verified_too(folder, monkeypatch):
-    monkeypatch.setenv("WORDS", "some words")
+    monkeypatch.setenv("WORDS", "some words-hu5hw0rd")
     arguments = ("--manifest", "--passphrase-env", "WORDS", folder / "plain.tensors")
     assert run("encrypt", "--verify", *arguments, folder / "sealed.tensors") == 0
 

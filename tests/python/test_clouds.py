@@ -146,7 +146,7 @@ class TestReading:
 @pytest.mark.parametrize(
     "address",
     ["gs://bucket", "gs:///key", "gs://a@bucket/key", "gs://bucket/a/../key", "az://container",
-     "az://container/blob?sig=hidden", "abfss://container@host.example.org/blob",
+     "az://container/blob?sig=hidden-hu5hw0rd", "abfss://container@host.example.org/blob",
      "abfss://container@account/blob", "gs://bucket/.\t./other/key", "az://container/a\nb"],
 )  # fmt: skip
 def test_addresses_that_are_none(address, use):
@@ -158,7 +158,7 @@ def test_addresses_that_are_none(address, use):
 
 
 @pytest.mark.parametrize(
-    "server", ["http://user:hidden@host", "https://host?sig=hidden", "ftp://h"]
+    "server", ["http://user:hidden-hu5hw0rd@host", "https://host?sig=hidden-hu5hw0rd", "ftp://h"]
 )
 def test_servers_that_are_none(server, use):
     use(AZURE_STORAGE_ENDPOINT=server, AZURE_STORAGE_ACCOUNT_NAME="a", GOOGLE_BASE_URL=server)
@@ -176,9 +176,9 @@ class TestGoogle:
 
     def test_a_token_that_was_given(self, google, saved, use):
         with Doorman(google) as door:
-            use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given")
+            use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given-hu5hw0rd")
             check(tensorizer.load(saved))
-            assert set(door.shown) == {"Bearer given"}
+            assert set(door.shown) == {"Bearer given-hu5hw0rd"}
 
     def test_the_machines_own_account(self, google, saved, use):
         """It is asked once, and its answer serves until shortly before it expires."""
@@ -188,13 +188,13 @@ class TestGoogle:
                 check(tensorizer.load(saved))
             assert tokens.given == 1
             assert "/service-accounts/default/token" in tokens.asked[0]
-            assert set(door.shown) == {"Bearer token-1"}
+            assert set(door.shown) == {"Bearer hu5hw0rd-1"}
 
     def test_a_token_that_expires_in_the_middle(self, google, saved, use):
         """After the first request only the next token is good."""
 
         def good(token, number):
-            return token == ("token-1" if number == 1 else "token-2")
+            return token == ("hu5hw0rd-1" if number == 1 else "hu5hw0rd-2")
 
         with Doorman(google, good) as door, Tokens() as tokens:
             use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
@@ -202,8 +202,8 @@ class TestGoogle:
                 for name, tensor in TENSORS.items():
                     assert_same(reader[name].detach(), tensor)
             assert tokens.given == 2
-            assert set(door.shown[2:]) <= {"Bearer token-1", "Bearer token-2"}
-            assert door.shown[-1] == "Bearer token-2"
+            assert set(door.shown[2:]) <= {"Bearer hu5hw0rd-1", "Bearer hu5hw0rd-2"}
+            assert door.shown[-1] == "Bearer hu5hw0rd-2"
 
     def test_short_lived_tokens(self, google, saved, use, monkeypatch):
         """Each is good for a second only, by the clock of the server."""
@@ -226,7 +226,7 @@ class TestGoogle:
             use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
             with pytest.raises(PermissionError, match="401 Unauthorized") as raised:
                 tensorizer.load(saved)
-            assert "token-" not in str(raised.value)
+            assert "hu5hw0rd-" not in str(raised.value)
             # Once more with a new one, which is not good either.
             assert (len(door.shown), tokens.given) == (2, 2)
 
@@ -278,8 +278,8 @@ class TestGoogle:
     def test_somebody_who_has_logged_in(self, google, saved, use, tmp_path, place):
         """Google's own server is asked, here behind a proxy."""
         make_certificates(tmp_path, "accounts.google.com")
-        said = {"type": "authorized_user", "client_id": "id", "client_secret": "secret",
-                "refresh_token": "refresh"}  # fmt: skip
+        said = {"type": "authorized_user", "client_id": "id", "client_secret": "secret-hu5hw0rd",
+                "refresh_token": "refresh-hu5hw0rd"}  # fmt: skip
         folder = tmp_path / ".config/gcloud"
         folder.mkdir(parents=True)
         path = folder / "application_default_credentials.json"
@@ -293,8 +293,8 @@ class TestGoogle:
             use(HTTPS_PROXY=f"http://{tunnel.host}", SSL_CERT_FILE=tmp_path / "ca.pem")
             check(tensorizer.load(saved))
             assert tunnel.asked == ["accounts.google.com:443"]
-            assert tokens.fields[0]["refresh_token"] == "refresh"
-            assert set(door.shown) == {"Bearer token-1"}
+            assert tokens.fields[0]["refresh_token"] == "refresh-hu5hw0rd"
+            assert set(door.shown) == {"Bearer hu5hw0rd-1"}
 
     @pytest.mark.parametrize("text", [None, "no json", '"secret"', '{"type": "secret"}'])
     def test_files_that_are_no_credentials(self, saved, use, tmp_path, text):
@@ -340,19 +340,23 @@ class TestGoogle:
     def test_variables_of_others(self, google, saved, use):
         """``SERVICE_ACCOUNT`` is not Google's."""
         with Doorman(google) as door:
-            use(GOOGLE_BASE_URL=door.url, GOOGLE_BEARER_TOKEN="given", SERVICE_ACCOUNT="builder")
+            use(
+                GOOGLE_BASE_URL=door.url,
+                GOOGLE_BEARER_TOKEN="given-hu5hw0rd",
+                SERVICE_ACCOUNT="builder",
+            )
             check(tensorizer.load(saved))
 
     @pytest.mark.parametrize(
         "bad",
         [{"GCE_METADATA_HOST": "a b"}, {"GCE_METADATA_HOST": ""}, {"GCE_METADATA_IP": "a/b"},
-         {"GOOGLE_BEARER_TOKEN": "hid\nden"}, {"GOOGLE_BASE_URL": "127.0.0.1:9"}],
+         {"GOOGLE_BEARER_TOKEN": "hu5hw0rd\nden"}, {"GOOGLE_BASE_URL": "127.0.0.1:9"}],
     )  # fmt: skip
     def test_variables_that_are_not_well_formed(self, use, bad):
         use(**{"GOOGLE_BASE_URL": "http://127.0.0.1:9"} | bad)
         with pytest.raises(ValueError, match="expected ") as raised:
             tensorizer.load("gs://bucket/f.tensors")
-        assert "hid" not in str(raised.value)
+        assert "hu5hw0rd" not in str(raised.value)
 
     def test_the_metadata_server_of_a_machine(self, tmp_path, data):
         """In a network of its own: see ``machine.py``."""
@@ -408,8 +412,8 @@ class TestAzure:
 
     @pytest.mark.parametrize(
         "string",
-        ["AccountName=account;SharedAccessSignature=hidden;BlobEndpoint={server}/account",
-         "BlobEndpoint=https://account.blob.core.windows.net;SharedAccessSignature=hidden",
+        ["AccountName=account;SharedAccessSignature=hidden-hu5hw0rd;BlobEndpoint={server}/account",
+         "BlobEndpoint=https://account.blob.core.windows.net;SharedAccessSignature=hidden-hu5hw0rd",
          "AccountName=account;AccountKey=aGlkZGVu;DefaultEndpointsProtocol=http"],
     )  # fmt: skip
     def test_connection_strings_of_another_account(self, use, string):
@@ -433,8 +437,10 @@ class TestAzure:
     @pytest.mark.parametrize(
         ("string", "what"),
         [("UseDevelopmentStorage=true", "AZURE_STORAGE_USE_EMULATOR=true"),
-         ("BlobEndpoint=http://127.0.0.1:9/x;SharedAccessSignature=hidden", "of which account"),
-         ("AccountName=x;Unknown=hidden", "not known"), ("hidden", "without `=`")],
+         ("BlobEndpoint=http://127.0.0.1:9/x;SharedAccessSignature=hidden-hu5hw0rd",
+          "of which account"),
+         ("AccountName=x;Unknown=hidden-hu5hw0rd", "not known"),
+         ("hidden-hu5hw0rd", "without `=`")],
     )  # fmt: skip
     def test_connection_strings_that_are_none(self, use, string, what):
         use(AZURE_STORAGE_CONNECTION_STRING=string)
@@ -454,17 +460,17 @@ class TestAzure:
 
     @pytest.mark.parametrize("name", ["AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_ENDPOINT"])
     def test_what_is_of_no_account(self, use, name):
-        use(**{name: "http://127.0.0.1:9/mine?sig=hidden"})
+        use(**{name: "http://127.0.0.1:9/mine?sig=hidden-hu5hw0rd"})
         with pytest.raises(ValueError, match="does not say of which account") as raised:
             tensorizer.load("abfss://c@other.dfs.core.windows.net/b")
         assert "hidden" not in str(raised.value)
 
     @pytest.mark.parametrize(
         "bad",
-        [{"AZURE_STORAGE_TOKEN": "hid\nden"}, {"IDENTITY_ENDPOINT": "host:1/x"},
-         {"IDENTITY_HEADER": "hid\nden"}, {"AZURE_TENANT_ID": "a b"},
+        [{"AZURE_STORAGE_TOKEN": "hu5hw0rd\nden"}, {"IDENTITY_ENDPOINT": "host:1/x"},
+         {"IDENTITY_HEADER": "hu5hw0rd\nden"}, {"AZURE_TENANT_ID": "a b"},
          {"AZURE_AUTHORITY_HOST": "a b"}, {"AZURE_STORAGE_ENDPOINT": "127.0.0.1:9"},
-         {"AZURE_STORAGE_SAS_TOKEN": "sig=" + "hidden" * 2000}],
+         {"AZURE_STORAGE_SAS_TOKEN": "sig=" + "hidden-hu5hw0rd" * 1000}],
         ids=lambda bad: next(iter(bad)),
     )  # fmt: skip
     def test_variables_that_are_not_well_formed(self, use, bad):
@@ -472,7 +478,7 @@ class TestAzure:
         use(**bad)
         with pytest.raises(ValueError) as raised:
             tensorizer.load("az://c/b")
-        assert "hid" not in str(raised.value)
+        assert "hu5hw0rd" not in str(raised.value)
 
     def test_the_command_line_of_azure_is_not_asked(self, azure, saved, use):
         use(AZURE_STORAGE_ACCOUNT_NAME=azure.account, AZURE_USE_AZURE_CLI="true")
@@ -531,7 +537,7 @@ class TestAzure:
     def test_keys_of_another_account(self, use):
         """They are not shown to the account that an address names."""
         port = free_port()
-        use(AZURE_STORAGE_ACCOUNT_NAME="mine", AZURE_STORAGE_ACCOUNT_KEY="bm90aGluZw==")
+        use(AZURE_STORAGE_ACCOUNT_NAME="mine", AZURE_STORAGE_ACCOUNT_KEY="aHU1aHcwcmQ=")
         use(AZURE_STORAGE_ENDPOINT="http://127.0.0.1:9/mine", AZURE_SKIP_SIGNATURE="false")
         use(HTTPS_PROXY=f"http://127.0.0.1:{port}", IDENTITY_ENDPOINT=f"http://127.0.0.1:{port}/id")
         with pytest.raises(OSError, match="finding credentials"):
@@ -572,16 +578,16 @@ class TestTokensOfAzure:
     def test_a_client_with_a_secret(self, use):
         with Tokens(make=bearer) as tokens:
             use(AZURE_AUTHORITY_HOST=f"http://{tokens.host}", AZURE_TENANT_ID="tenant")
-            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="secret")
+            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="secret-hu5hw0rd")
             for _ in range(3):
                 self.load()
             assert tokens.asked == ["/tenant/oauth2/v2.0/token"]
-            assert tokens.fields[0]["client_secret"] == "secret"
+            assert tokens.fields[0]["client_secret"] == "secret-hu5hw0rd"
 
     def test_a_secret_that_is_not_good(self, use):
         with Tokens(status=401) as tokens:
             use(AZURE_AUTHORITY_HOST=f"http://{tokens.host}", AZURE_TENANT_ID="tenant")
-            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="hidden")
+            use(AZURE_CLIENT_ID="client", AZURE_CLIENT_SECRET="hidden-hu5hw0rd")
             with pytest.raises(
                 PermissionError, match="invalid_client: The client is not"
             ) as raised:

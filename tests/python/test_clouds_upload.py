@@ -298,7 +298,9 @@ def test_refused_credentials(bucket, key, address, monkeypatch):
     if bucket.scheme == "gs":
         bucket.door.good = lambda token, number: False
     else:
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"secret").decode())
+        monkeypatch.setenv(
+            "AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"secret-hu5hw0rd").decode()
+        )
     for tensors in (SMALL, LARGE):
         with pytest.raises(PermissionError, match=bucket.refusal) as raised:
             tensorizer.save(tensors, address)
@@ -310,7 +312,7 @@ def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
     """After a few requests only the next token is good."""
 
     def good(token, number):
-        return token == ("token-1" if number <= 4 else "token-2")
+        return token == ("hu5hw0rd-1" if number <= 4 else "hu5hw0rd-2")
 
     with GoogleXml(moto, good) as door, Tokens() as tokens:
         monkeypatch.setenv("GOOGLE_BASE_URL", f"http://{door.host}")
@@ -318,7 +320,7 @@ def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
         tensorizer.save(LARGE, "gs://bucket/renewed")
         check("gs://bucket/renewed", LARGE)
         assert tokens.given == 2
-        assert {"Bearer token-1", "Bearer token-2"} == set(door.shown)
+        assert {"Bearer hu5hw0rd-1", "Bearer hu5hw0rd-2"} == set(door.shown)
 
 
 def test_a_shared_access_signature(azurite, monkeypatch):

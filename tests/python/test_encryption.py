@@ -6,6 +6,7 @@ import pickle
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import secret_words
 import tensorizer
 import torch
 from conftest import MANIFEST, assert_same, bits, golden_bytes, run_python
@@ -85,17 +86,19 @@ def test_into_a_module(tmp_path):
 
 def test_strings(tmp_path):
     path = tmp_path / "f.tensors"
-    params = EncryptionParams.from_string("pässword", **MIN)
+    params = EncryptionParams.from_string("pässword-hu5hw0rd", **MIN)
     tensorizer.save(TENSORS, path, encryption=params)
-    check(tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("pässword")))
+    check(
+        tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("pässword-hu5hw0rd"))
+    )
     check(tensorizer.load(path, "cpu", encryption=DecryptionParams.from_key(params.key)))
-    again = EncryptionParams.from_string("pässword", **MIN, salt=params.salt)
+    again = EncryptionParams.from_string("pässword-hu5hw0rd", **MIN, salt=params.salt)
     assert again.key == params.key
     assert again == params
-    assert EncryptionParams.from_string("pässword", **MIN) != params  # another salt
+    assert EncryptionParams.from_string("pässword-hu5hw0rd", **MIN) != params  # another salt
     with pytest.raises(CryptographyError, match="Tensor decryption failed"):
-        tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("password"))
-    latin = DecryptionParams.from_string("pässword", encoding="latin-1")
+        tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("password-hu5hw0rd"))
+    latin = DecryptionParams.from_string("pässword-hu5hw0rd", encoding="latin-1")
     with pytest.raises(CryptographyError, match="Tensor decryption failed"):
         tensorizer.load(path, "cpu", encryption=latin)
 
@@ -110,7 +113,7 @@ def test_wrong_uses(tmp_path, path):
     with pytest.raises(CryptographyError, match="Tensor decryption failed"):
         TensorDeserializer(path, "cpu", encryption=DecryptionParams.from_key(bytes(32)))
     with pytest.raises(CryptographyError, match="with a key and not with a passphrase"):
-        TensorDeserializer(path, "cpu", encryption=DecryptionParams.from_string("x"))
+        TensorDeserializer(path, "cpu", encryption=DecryptionParams.from_string("x-hu5hw0rd"))
     with pytest.raises(CryptographyError, match="no manifest"):
         TensorDeserializer(
             path, "cpu", encryption=DecryptionParams.from_key(KEY, require_manifest=True)
@@ -141,14 +144,14 @@ def test_arguments_of_params():
     assert [int(x) for x in mem] == [8192, 1 << 26, 1 << 28, 1 << 30]
     for arguments in ({"opslimit": mem.MIN}, {"memlimit": ops.MIN}, {"opslimit": "1"}):
         with pytest.raises(TypeError, match="limit"):
-            EncryptionParams.from_string("x", **arguments)
+            EncryptionParams.from_string("x-hu5hw0rd", **arguments)
     for arguments in ({"opslimit": 0}, {"opslimit": 1 << 32}, {"memlimit": 8191}):
         with pytest.raises(ValueError, match="limit"):
-            EncryptionParams.from_string("x", **arguments)
+            EncryptionParams.from_string("x-hu5hw0rd", **arguments)
     for salt, error in ((b"x", ValueError), (5, TypeError)):
         with pytest.raises(error, match="salt"):
-            EncryptionParams.from_string("x", **MIN, salt=salt)
-    assert EncryptionParams.from_string("x", **MIN, salt="s" * 16).salt == b"s" * 16
+            EncryptionParams.from_string("x-hu5hw0rd", **MIN, salt=salt)
+    assert EncryptionParams.from_string("x-hu5hw0rd", **MIN, salt="s" * 16).salt == b"s" * 16
     random = EncryptionParams.random()
     assert len(random.key) == 32
     assert random != EncryptionParams.random()
@@ -161,9 +164,9 @@ def test_arguments_of_params():
 
 def test_keys_are_not_shown():
     for params in (
-        EncryptionParams(b"SECRET" + bytes(26)),
-        DecryptionParams.from_key(b"SECRET" + bytes(26)),
-        DecryptionParams.from_string("SECRET"),
+        EncryptionParams(secret_words.key("SECRET")),
+        DecryptionParams.from_key(secret_words.key("SECRET")),
+        DecryptionParams.from_string("SECRET-hu5hw0rd"),
     ):
         assert "SECRET" not in repr(params) + str(params)
 
@@ -180,8 +183,10 @@ def test_params_are_copied_and_go_to_other_processes(tmp_path, kind):
         params = EncryptionParams(KEY, manifest=True)
         opening = DecryptionParams.from_key(KEY, require_manifest=True)
     else:
-        params = EncryptionParams.from_string("x", opslimit=1, memlimit=1 << 20, manifest=True)
-        opening = DecryptionParams.from_string("x", require_manifest=True, max_opslimit=1)
+        params = EncryptionParams.from_string(
+            "x-hu5hw0rd", opslimit=1, memlimit=1 << 20, manifest=True
+        )
+        opening = DecryptionParams.from_string("x-hu5hw0rd", require_manifest=True, max_opslimit=1)
     path = tmp_path / "f.tensors"
     for same in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
         assert same == params
@@ -189,8 +194,10 @@ def test_params_are_copied_and_go_to_other_processes(tmp_path, kind):
         tensorizer.save({"a": torch.ones(3)}, path, encryption=same)
         read_in_another_process(copy.deepcopy(opening), path)
     assert copy.deepcopy(opening) == opening == pickle.loads(pickle.dumps(opening))
-    assert opening != DecryptionParams.from_string("another")
-    unlimited = EncryptionParams.from_string("x", opslimit=2, memlimit=1 << 20, manifest=True)
+    assert opening != DecryptionParams.from_string("another-hu5hw0rd")
+    unlimited = EncryptionParams.from_string(
+        "x-hu5hw0rd", opslimit=2, memlimit=1 << 20, manifest=True
+    )
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "g", encryption=unlimited)
     if kind == "string":
         with pytest.raises(CryptographyError, match="is allowed"):
@@ -201,12 +208,16 @@ def test_params_are_copied_and_go_to_other_processes(tmp_path, kind):
 
 def test_limits_of_a_file(tmp_path):
     path = tmp_path / "f.tensors"
-    params = EncryptionParams.from_string("x", opslimit=2, memlimit=1 << 20)
+    params = EncryptionParams.from_string("x-hu5hw0rd", opslimit=2, memlimit=1 << 20)
     tensorizer.save({"a": torch.ones(3)}, path, encryption=params)
     for limits in ({"max_opslimit": 1}, {"max_memlimit": 1 << 19}):
         with pytest.raises(CryptographyError, match="is allowed"):
-            tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("x", **limits))
-    tensorizer.load(path, "cpu", encryption=DecryptionParams.from_string("x", max_opslimit=2))
+            tensorizer.load(
+                path, "cpu", encryption=DecryptionParams.from_string("x-hu5hw0rd", **limits)
+            )
+    tensorizer.load(
+        path, "cpu", encryption=DecryptionParams.from_string("x-hu5hw0rd", max_opslimit=2)
+    )
 
 
 def test_damage(path):
@@ -274,9 +285,11 @@ def test_golden_files():
 def test_sensitive(tmp_path):
     """Once with all the memory of the strongest preset."""
     ops, mem = EncryptionParams.OpsLimit, EncryptionParams.MemLimit
-    params = EncryptionParams.from_string("x", ops.SENSITIVE, mem.SENSITIVE)
+    params = EncryptionParams.from_string("x-hu5hw0rd", ops.SENSITIVE, mem.SENSITIVE)
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f", encryption=params)
-    loaded = tensorizer.load(tmp_path / "f", "cpu", encryption=DecryptionParams.from_string("x"))
+    loaded = tensorizer.load(
+        tmp_path / "f", "cpu", encryption=DecryptionParams.from_string("x-hu5hw0rd")
+    )
     assert_same(loaded["a"], torch.ones(3))
 
 
@@ -292,7 +305,7 @@ return {n: d[n].detach().reshape(-1).view(views[d[n].element_size()]).numpy().to
 
 
 @pytest.mark.parametrize("manifest", [False, True])
-@pytest.mark.parametrize("secret", [KEY, "words"], ids=["key", "string"])
+@pytest.mark.parametrize("secret", [KEY, "words-hu5hw0rd"], ids=["key", "string"])
 def test_the_old_package_reads_it(tmp_path, old, secret, manifest):
     path = tmp_path / "f.tensors"
     if isinstance(secret, bytes):
@@ -308,7 +321,7 @@ def test_the_old_package_reads_it(tmp_path, old, secret, manifest):
 
 def test_the_old_package_wrote_it(tmp_path, old):
     path = tmp_path / "f.tensors"
-    for secret in (KEY, "words"):
+    for secret in (KEY, "words-hu5hw0rd"):
         old(
             """
 from tensorizer import EncryptionParams

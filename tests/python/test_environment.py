@@ -17,7 +17,7 @@ CODE = """
 import os, sys, threading, tensorizer, torch
 from tensorizer.stream_io import open_stream
 path, http, s3 = sys.argv[1:]
-os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = "key", "secret"
+os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = "key", "secret-hu5hw0rd"
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
 # What is set now counts, although the process began without it.
 os.environ["AWS_ENDPOINT_URL_S3"] = "http://" + s3

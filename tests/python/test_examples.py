@@ -201,11 +201,11 @@ def test_encrypting_a_file_with_a_new_key(plain, encrypt, tmp_path):
 
 
 def test_encrypting_a_file_with_a_passphrase(plain, encrypt, tmp_path):
-    (tmp_path / "words").write_text("a passphrase\n")
+    (tmp_path / "words").write_text("a passphrase-hu5hw0rd\n")
     salt = "000102030405060708090a0b0c0d0e0f"
     options = ("--opslimit", "min", "--memlimit", "1000000", "--salt", salt, "-q")
     assert encrypt("add", "pwhash", "--keyfile", "words", *options) == f"salt: {salt}\n"
-    key = DecryptionParams.from_string("a passphrase")
+    key = DecryptionParams.from_string("a passphrase-hu5hw0rd")
     assert_holds(tmp_path / "sealed.tensors", tensorizer.load(plain, "cpu"), encryption=key)
     encrypt("remove", "pwhash", "--keyfile", "words", infile="sealed.tensors", outfile="again")
     assert (tmp_path / "again").read_bytes() == plain.read_bytes()

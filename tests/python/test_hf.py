@@ -28,7 +28,7 @@ from tensorizer.stream_io import open_stream
 from tensorizer_cli.main import main
 
 ops = torch.ops.tensorizer
-TOKEN = "hf_hidden"
+TOKEN = "hf_hu5hw0rd"
 OURS = f"Bearer {TOKEN}"
 
 
@@ -185,7 +185,7 @@ def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplo
     for _, _, fields in hub.files.requests:
         assert TOKEN not in json.dumps(fields)
         assert "authorization" not in fields
-    repo.readers = {"Bearer another"}
+    repo.readers = {"Bearer another-hu5hw0rd"}
     with pytest.raises(FileNotFoundError, match="does not give access") as other:
         load("hf://org/repo")
     shown = f"{raised.value} {other.value} {caplog.text}"
@@ -201,7 +201,7 @@ def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplo
 
 def test_a_token_that_is_none(hub, monkeypatch):
     hub.repo("org/repo", shards(tensors()))
-    monkeypatch.setenv("HF_TOKEN", "two\nlines")
+    monkeypatch.setenv("HF_TOKEN", "hu5hw0rd\nlines")
     with pytest.raises(OSError, match="not well-formed") as raised:
         load("hf://org/repo")
     assert "lines" not in str(raised.value)
@@ -238,7 +238,7 @@ def test_refusals(hub, monkeypatch):
         with pytest.raises(kind, match=said) as raised:
             load(address)
         assert f"`{'/'.join(address.split('@')[0].split('/')[:4])}" in str(raised.value)
-    monkeypatch.setenv("HF_TOKEN", "another")
+    monkeypatch.setenv("HF_TOKEN", "another-hu5hw0rd")
     with pytest.raises(PermissionError, match="ask for access; the token of HF_TOKEN"):
         load("hf://org/gated")
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -29,7 +29,7 @@ def run(campaign, *options, broken=""):
 @pytest.mark.parametrize(
     ("campaign", "options"),
     [
-        ("hostile_files", ("--files", 200)),
+        ("hostile_files", ("--files", 200, "--first", 900)),
         ("hostile_servers", ("--loads", 20)),
         ("differential", ("--files", 200)),
     ],
@@ -38,6 +38,16 @@ def test_a_share(campaign, options):
     said = run(campaign, *options)
     assert said["findings"] == []
     assert said["inputs"] == options[1] == sum(said["kinds"].values())
+    if campaign == "hostile_files":
+        assert set(said["ways"]) == WAYS
+        assert min(said["ways"][name] for name in ("eager", "mapped", "operators")) > 100
+
+
+#: How each file is loaded, or some are.
+WAYS = {
+    "eager", "mapped", "one reader", "iterated", "operators", "stream", "lazy", "in order",
+    "sliced", "verified", "module", "info", "ranks", "pair", "command", "command as a process",
+}  # fmt: skip
 
 
 #: What a campaign is to find, the defect, and what is said of it.

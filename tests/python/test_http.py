@@ -119,20 +119,20 @@ def test_credentials(nginx):
     with pytest.raises(PermissionError, match="401 Unauthorized; check the credentials"):
         open_stream(f"{nginx.http}/auth/f.tensors")
     host = nginx.http.removeprefix("http://")
-    check(tensorizer.load(f"http://user:word@{host}/auth/f.tensors", "cpu"))
-    check(tensorizer.load(f"http://user:word@{host}/auth/moved", "cpu"))
+    check(tensorizer.load(f"http://user:word-hu5hw0rd@{host}/auth/f.tensors", "cpu"))
+    check(tensorizer.load(f"http://user:word-hu5hw0rd@{host}/auth/moved", "cpu"))
     with pytest.raises(PermissionError) as refused:
-        open_stream(f"http://user:wrong@{host}/auth/f.tensors?key=hidden")
+        open_stream(f"http://user:wrong-hu5hw0rd@{host}/auth/f.tensors?key=hidden-hu5hw0rd")
     assert "wrong" not in str(refused.value)
     assert "hidden" not in str(refused.value)
     stream = CURLStreamFile(
-        f"{nginx.http}/token/f.tensors?sig=hidden", headers={"X-Token": "secret"}
+        f"{nginx.http}/token/f.tensors?sig=hidden-hu5hw0rd", headers={"X-Token": "secret-hu5hw0rd"}
     )
     assert "hidden" not in stream.name + repr(stream)
     check(dict(TensorDeserializer(stream, device="cpu").items()))
     # A redirect to another host does not take the token along.
     with pytest.raises(PermissionError, match="403"):
-        CURLStreamFile(f"{nginx.http}/elsewhere/", headers={"X-Token": "secret"})
+        CURLStreamFile(f"{nginx.http}/elsewhere/", headers={"X-Token": "secret-hu5hw0rd"})
 
 
 def test_what_does_not_open(nginx):
@@ -373,8 +373,8 @@ class ConnectProxy(Forwarder):
         while not request.endswith(b"\r\n\r\n"):
             request += inner.recv(1)
         self.asked.append(request.decode())
-        # `me:word`
-        if b"proxy-authorization: basic bwu6d29yza==" not in request.lower():
+        # `me:word-hu5hw0rd`
+        if b"proxy-authorization: basic bwu6d29yzc1odtvodzbyza==" not in request.lower():
             inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")
             return None
         host, port = request.split()[1].decode().rsplit(":", 1)
@@ -386,11 +386,11 @@ class ConnectProxy(Forwarder):
 def test_a_connect_proxy(nginx, monkeypatch):
     trust = CAInfo(cacert=nginx.folder / "ca.pem")
     with ConnectProxy() as proxy:
-        monkeypatch.setenv("https_proxy", f"http://me:word@{proxy.host}")
+        monkeypatch.setenv("https_proxy", f"http://me:word-hu5hw0rd@{proxy.host}")
         with open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust) as stream:
             check(dict(TensorDeserializer(stream, "cpu").items()))
         assert f"CONNECT localhost:{nginx.tls_port} HTTP/1.1" in proxy.asked[0]
-        monkeypatch.setenv("https_proxy", f"http://me:wrong@{proxy.host}")
+        monkeypatch.setenv("https_proxy", f"http://me:wrong-hu5hw0rd@{proxy.host}")
         monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
         with pytest.raises(OSError, match=r"(?i)proxy|tunnel") as refused:
             open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust)

@@ -175,7 +175,7 @@ def test_objects_of_google(root, monkeypatch, place):
                 server.put(str(path.relative_to(root)), path.read_bytes())
         with Doorman(server) as door:
             monkeypatch.setenv("GOOGLE_BASE_URL", door.url)
-            monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "secret")
+            monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "secret-hu5hw0rd")
             heads = check_the_same(f"gs://bucket/{place}", lambda: len(door.requests))
         assert heads[0][0].startswith("gs://bucket/")
         assert b"secret" not in pickle.dumps(heads)
@@ -187,7 +187,7 @@ def test_the_keys_of_s3cfg(bucket, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
-    keys = "access_key = from-the-file\nsecret_key = secret"
+    keys = "access_key = from-the-file\nsecret_key = secret-hu5hw0rd"
     text = f"[default]\n{keys}\nhost_base = {bucket.host}\nuse_https = False\n"
     (tmp_path / ".s3cfg").write_text(text)
     check_the_same("s3://bucket/f.tensors", lambda: len(bucket.requests))
@@ -213,9 +213,11 @@ def test_archives_of_torch(nginx, root):
 # Secrets
 
 
-@pytest.mark.parametrize("place", ["f.tensors", "f.tensors?token=hidden#x", "model/", "model"])
+@pytest.mark.parametrize(
+    "place", ["f.tensors", "f.tensors?token=hidden-hu5hw0rd#x", "model/", "model"]
+)
 def test_secrets_of_addresses(nginx, place):
-    address = f"http://user:word@127.0.0.1:{nginx.port}/auth/{place}"
+    address = f"http://user:word-hu5hw0rd@127.0.0.1:{nginx.port}/auth/{place}"
     heads = check_the_same(address, nginx.requests)
     assert heads[0][0].startswith(f"{nginx.http}/auth/{place.partition('?')[0]}")
     assert heads[0][0].endswith("?...") == ("?" in place)
@@ -227,8 +229,8 @@ def test_secrets_of_answers(nginx):
     """Also those that no list of secrets would have."""
     reader = Reader.from_address(f"{nginx.http}/session/f.tensors")
     fields = dict(reader.headers())
-    assert fields["set-cookie"] == "session=hidden"
-    assert fields["x-of-some-vendor"] == "hidden"
+    assert fields["set-cookie"] == "session=hidden-hu5hw0rd"
+    assert fields["x-of-some-vendor"] == "hidden-hu5hw0rd"
     [head] = reader.heads()
     assert set(dict(head[4])) == TOLD & set(fields)
     assert b"hidden" not in pickle.dumps(head)
@@ -237,7 +239,7 @@ def test_secrets_of_answers(nginx):
 def test_secrets_of_places_that_a_server_names(nginx, root):
     address = f"{nginx.http}/signed/f.tensors"
     reader = Reader.from_address(address)
-    assert "signature=hidden" in nginx.requests()[-1]
+    assert "signature=hidden-hu5hw0rd" in nginx.requests()[-1]
     heads = hand_on(reader.heads())
     assert heads[0][0] == address
     assert b"hidden" not in pickle.dumps(heads)

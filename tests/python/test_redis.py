@@ -148,9 +148,13 @@ def test_users_databases_and_tls(server, client, path):
     with pytest.raises(FileNotFoundError, match="no key"):
         tensorizer.load(f"{server.address}/m", "cpu")
     check(tensorizer.load(f"{server.address}/m?db=3", "cpu"))
-    check(tensorizer.load(f"redis://reader:p%40ss%2Fword@127.0.0.1:{server.port}/m?db=3", "cpu"))
+    check(
+        tensorizer.load(
+            f"redis://reader:p%40ss%2Fword-hu5hw0rd@127.0.0.1:{server.port}/m?db=3", "cpu"
+        )
+    )
     with pytest.raises(PermissionError, match="user and password") as refused:
-        tensorizer.load(f"redis://reader:hidden@127.0.0.1:{server.port}/m?db=3", "cpu")
+        tensorizer.load(f"redis://reader:hidden-hu5hw0rd@127.0.0.1:{server.port}/m?db=3", "cpu")
     assert "hidden" not in str(refused.value)
     address = f"{server.tls_address}/m?db=3"
     for trust in (CAInfo(cacert=server.folder / "ca.pem"), CAInfo(allow_untrusted=True)):
@@ -348,7 +352,7 @@ def test_secrets_are_not_shown(server, client):
         "import tensorizer, sys\ntry: tensorizer.load(sys.argv[1], 'cpu')\n"
         "except OSError as e: print(repr(e))"
     )
-    address = f"redis://default:hidden@127.0.0.1:{free_port()}/m?db=1"
+    address = f"redis://default:hidden-hu5hw0rd@127.0.0.1:{free_port()}/m?db=1"
     done = subprocess.run(
         [sys.executable, "-c", code, address], capture_output=True, text=True, check=True
     )

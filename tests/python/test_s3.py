@@ -47,7 +47,7 @@ def no_settings(no_settings_of_the_machine):
     pass
 
 
-KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
+KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret-hu5hw0rd"}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -60,8 +60,8 @@ def test_arguments(s3, key):
 
 def test_the_environment(s3, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-hu5hw0rd")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-hu5hw0rd")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{s3}")
     check(tensorizer.load("s3://bucket/f.tensors", "cpu"))
@@ -74,7 +74,7 @@ def test_the_environment(s3, monkeypatch):
 def test_a_profile(s3, monkeypatch, tmp_path):
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws/credentials").write_text(
-        "[other]\naws_access_key_id = key\naws_secret_access_key = secret\n"
+        "[other]\naws_access_key_id = key\naws_secret_access_key = secret-hu5hw0rd\n"
     )
     (tmp_path / ".aws/config").write_text(f"[profile other]\nendpoint_url = http://{s3}\n")
     monkeypatch.setenv("AWS_PROFILE", "other")
@@ -169,7 +169,8 @@ def test_the_old_package_uploads_and_we_read(s3, old):
     old(
         """
 with tensorizer.stream_io.open_stream(
-        "s3://bucket/old.tensors", "wb", "key", "secret", args[0], force_http=True) as stream:
+        "s3://bucket/old.tensors", "wb", "key", "secret-hu5hw0rd", args[0],
+        force_http=True) as stream:
     serializer = tensorizer.TensorSerializer(stream)
     serializer.write_state_dict({"a": torch.arange(100)})
     serializer.close()
@@ -184,7 +185,8 @@ def test_presigned_addresses_are_plain_https(s3):
     import boto3
 
     client = boto3.client("s3", endpoint_url=f"http://{s3}", region_name="us-east-1",
-                          aws_access_key_id="key", aws_secret_access_key="secret")  # fmt: skip
+                          aws_access_key_id="key",
+                          aws_secret_access_key="secret-hu5hw0rd")  # fmt: skip
     url = client.generate_presigned_url(
         "get_object", Params={"Bucket": "bucket", "Key": "f.tensors"}
     )

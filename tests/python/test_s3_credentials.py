@@ -53,8 +53,8 @@ class Metadata(Scripted):
             return b"role"
         self.given += 1
         said = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2020-01-01T00:00:00Z",
-                "AccessKeyId": f"key-{self.given}", "SecretAccessKey": "secret", "Token": "token",
-                "Expiration": self.expiration}  # fmt: skip
+                "AccessKeyId": f"key-{self.given}", "SecretAccessKey": "secret-hu5hw0rd",
+                "Token": "token-hu5hw0rd", "Expiration": self.expiration}  # fmt: skip
         return json.dumps(said).encode()
 
 
@@ -186,7 +186,7 @@ def test_what_was_found_is_kept_for_the_process(moto, saved, ask):
 def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     host, options = moto.host, {"s3_endpoint": moto.host, "force_http": True}
-    given = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
+    given = {"s3_access_key_id": "key", "s3_secret_access_key": "secret-hu5hw0rd"}
     with Metadata() as metadata, Relay(host) as relay:
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.address)
         stream = open_stream(saved, **given, **options)
@@ -223,7 +223,7 @@ def test_tokens_that_are_replaced_again_and_again(moto, saved, shared, monkeypat
         good.append(f"key-{len(good)}")
         shared[0].write_text(
             f"[default]\naws_access_key_id={good[-1]}\naws_secret_access_key=s\n"
-            "aws_session_token=token\n"
+            "aws_session_token=token-hu5hw0rd\n"
         )
 
     def script(method, path, number):
@@ -247,8 +247,8 @@ def test_tokens_that_are_replaced_again_and_again(moto, saved, shared, monkeypat
 def test_credentials_of_another_profile_are_never_kept(moto, saved, shared, tmp_path, monkeypatch):
     text = ""
     for name in "ab":
-        said = {"Version": 1, "AccessKeyId": f"key-{name}", "SecretAccessKey": "s"}
-        (tmp_path / name).write_text(json.dumps(said | {"SessionToken": "t"}))
+        said = {"Version": 1, "AccessKeyId": f"key-{name}", "SecretAccessKey": "s-hu5hw0rd"}
+        (tmp_path / name).write_text(json.dumps(said | {"SessionToken": "t-hu5hw0rd"}))
         text += f"[profile {name}]\ncredential_process = /bin/cat {tmp_path / name}\n"
     shared[1].write_text(text)
     refuses = []

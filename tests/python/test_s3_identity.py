@@ -64,11 +64,18 @@ class Identities(Scripted):
             if "AssumeRoleWithWebIdentity" in body:
                 said = self.of_sts()
             elif handler.path.startswith("/token"):
-                said = {"accessToken": "renewed", "expiresIn": 3600, "refreshToken": "next"}
-            elif handler.headers.get("x-amz-sso_bearer_token") in ("good", "renewed"):
+                said = {
+                    "accessToken": "renewed-hu5hw0rd",
+                    "expiresIn": 3600,
+                    "refreshToken": "next-hu5hw0rd",
+                }
+            elif handler.headers.get("x-amz-sso_bearer_token") in (
+                "good-hu5hw0rd",
+                "renewed-hu5hw0rd",
+            ):
                 end = int((time.time() + self.lasts) * 1000)
                 said = {"roleCredentials": {"accessKeyId": f"sso-{self.given}",
-                        "secretAccessKey": "s", "sessionToken": "t",
+                        "secretAccessKey": "s-hu5hw0rd", "sessionToken": "t-hu5hw0rd",
                         "expiration": end}}  # fmt: skip
             else:
                 status, said = 401, {"message": "Session token not found or invalid"}
@@ -177,7 +184,8 @@ def test_a_token_that_is_refused(address, relay, monkeypatch, tmp_path):
 def sign_on(tmp_path, token, ends="2100-01-01T00:00:00Z", session=True):
     """Write what `aws sso login` leaves behind, and a profile that uses it."""
     said = {"accessToken": token, "expiresAt": ends, "region": "us-east-1", "startUrl": START}
-    said |= {"clientId": "client", "clientSecret": "secret", "refreshToken": "refresh",
+    said |= {"clientId": "client", "clientSecret": "secret-hu5hw0rd",
+             "refreshToken": "refresh-hu5hw0rd",
              "registrationExpiresAt": "2100-01-01T00:00:00Z"}  # fmt: skip
     name = hashlib.sha1(b"mine" if session else START.encode()).hexdigest()
     (tmp_path / f".aws/sso/cache/{name}.json").write_text(json.dumps(said))
@@ -191,7 +199,7 @@ def sign_on(tmp_path, token, ends="2100-01-01T00:00:00Z", session=True):
 
 @pytest.mark.parametrize("session", [True, False], ids=["session", "older"])
 def test_single_sign_on(address, relay, identities, monkeypatch, tmp_path, session):  # noqa: PLR0917
-    sign_on(tmp_path, "good", session=session)
+    sign_on(tmp_path, "good-hu5hw0rd", session=session)
     monkeypatch.setenv("AWS_PROFILE", "sso")
     load_and_save(address)
     assert set(relay.signers) == {"sso-1"}
@@ -202,7 +210,7 @@ def test_single_sign_on(address, relay, identities, monkeypatch, tmp_path, sessi
 
 def test_a_session_is_renewed(address, relay, identities, monkeypatch, tmp_path):
     soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 30))
-    sign_on(tmp_path, "old", soon)
+    sign_on(tmp_path, "old-hu5hw0rd", soon)
     monkeypatch.setenv("AWS_PROFILE", "sso")
     load_and_save(address)
     assert set(relay.signers) == {"sso-2"}
@@ -212,7 +220,7 @@ def test_a_session_is_renewed(address, relay, identities, monkeypatch, tmp_path)
     ]
 
 
-@pytest.mark.parametrize("token", ["wrong", None])
+@pytest.mark.parametrize("token", ["wrong-hu5hw0rd", None])
 def test_a_session_that_is_over(address, relay, identities, monkeypatch, tmp_path, token):  # noqa: PLR0917
     """That is what a message says; nobody is asked as anybody."""
     monkeypatch.setenv("AWS_PROFILE", "sso")

@@ -20,7 +20,7 @@ KEYS = [
     "f.tensors", "folder/f.tensors", "with space+plus.tensors", "per%20cent%", "ümlaut/&=;.t",
     "a~b!c*d'(e)@f,g:h$.tensors", "日本/語.tensors",
 ]  # fmt: skip
-KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
+KEY = {"s3_access_key_id": "key", "s3_secret_access_key": "secret-hu5hw0rd"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_written_and_read(weed, key):
 def test_wrong_keys_read_and_write_nothing(weed, key):
     tensorizer.save(SMALL, f"s3://bucket/{key}")
     options = {"s3_endpoint": weed.host, "force_http": True}
-    for access, secret in (("key", "secre"), ("ke", "secret"), ("", "")):
+    for access, secret in (("key", "secret-hu5hw0rd-"), ("ke", "secret-hu5hw0rd"), ("", "")):
         keys = {"s3_access_key_id": access, "s3_secret_access_key": secret}
         with pytest.raises(PermissionError, match=r"403.*check the credentials"):
             open_stream(f"s3://bucket/{key}", **keys, **options)
@@ -99,7 +99,7 @@ def test_buckets_as_hosts(weed, monkeypatch, key):
         with TensorDeserializer(open_stream(address, **options, **KEY), "cpu") as file:
             check(dict(file), TENSORS)
         with pytest.raises(PermissionError, match="403"):
-            open_stream(address, **options, **KEY | {"s3_secret_access_key": "secre"})
+            open_stream(address, **options, **KEY | {"s3_secret_access_key": "secre-hu5hw0rd"})
         assert {host for _, host, _ in relay.requests} == {"bucket.cwobject.com"}
         assert not any(path.startswith("/bucket/") for _, _, path in relay.requests)
     monkeypatch.delenv("http_proxy")

@@ -142,7 +142,13 @@ def test_objects_of_everybody(s3, moto):
 
 def test_nothing_else_may_follow(s3, tmp_path):
     tensorizer.save({"a": torch.ones(1)}, "s3://bucket/plain.tensors")
-    for more in ("?x=secret", "#secret", "?versionId=", "?versionId=1&x=secret", "?versionid=1"):
+    for more in (
+        "?x=secret-hu5hw0rd",
+        "#secret-hu5hw0rd",
+        "?versionId=",
+        "?versionId=1&x=secret-hu5hw0rd",
+        "?versionid=1",
+    ):
         address = f"s3://bucket/plain.tensors{more}"
         for call in (tensorizer.load, open_stream, TensorDeserializer):
             with pytest.raises(ValueError, match=r"nothing but \?versionId=\.\.\.") as raised:

@@ -205,7 +205,7 @@ def test_to_s3(monkeypatch):
     server = Moto()
     try:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-hu5hw0rd")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.host}")
         server.client().create_bucket(Bucket="bucket")
         tensors = {f"t{i}": torch.full((300_000,), float(i)) for i in range(10)}

@@ -169,13 +169,15 @@ def test_a_query_goes_along(nginx, no_settings_of_the_machine):
 def test_fields_of_the_request_go_along(nginx, no_settings_of_the_machine):
     from tensorizer.stream_io import CURLStreamFile
 
-    stream = CURLStreamFile(f"{nginx.http}/token/models/one/{INDEX}", headers={"X-Token": "secret"})
+    stream = CURLStreamFile(
+        f"{nginx.http}/token/models/one/{INDEX}", headers={"X-Token": "secret-hu5hw0rd"}
+    )
     check(dict(TensorDeserializer(stream, "cpu").items()))
 
 
 def test_a_password_goes_along(nginx, no_settings_of_the_machine):
     host = nginx.http.removeprefix("http://")
-    check(tensorizer.load(f"http://user:word@{host}/auth/models/one/{INDEX}", "cpu"))
+    check(tensorizer.load(f"http://user:word-hu5hw0rd@{host}/auth/models/one/{INDEX}", "cpu"))
 
 
 @pytest.mark.parametrize("place", ["models/nothing", "models/nothing/", "elsewhere", "elsewhere/"])

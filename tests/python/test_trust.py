@@ -10,6 +10,7 @@ from conftest import ROOT
 
 TRUST = ROOT / "tests/trust"
 sys.path.insert(0, str(TRUST))
+import parts  # noqa: E402
 import run  # noqa: E402
 
 ROWS = [row for row in run.campaigns([]) if row.get("needs") == ["python"]]
@@ -57,16 +58,91 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 1
-    text = (tmp_path / "r").read_text()
-    assert capsys.readouterr().out == text
+    text, said = (tmp_path / "r").read_text(), capsys.readouterr().out
+    assert said.startswith(text)
     assert "| good | 1,234 things | a 1,000, b 234 | 0 | 2 |" in text
     assert "| absent | not run: no-such-tool not installed | | | |" in text
-    assert "- bad: it is broken" in text
-    assert "- silent: it ends with 3 and says nothing" in text
+    assert "- bad: it is broken" in said
+    assert "- silent: it ends with 3 and says nothing" in said
+
+
+def test_a_page_keeps_the_rows_of_other_runs(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n" + "\n".join(run.HEAD) + "\n\nThe end.\n")
+    for commit, inputs, only in (("first", 1, []), ("second", 2, ["a b"])):
+        rows = [
+            (name, says(inputs=inputs, of=9, findings=[], seconds=1), []) for name in ("a b", "c")
+        ]
+        fake(tmp_path, monkeypatch, *rows)
+        monkeypatch.setattr(run, "commit", lambda commit=commit: commit)
+        monkeypatch.setattr(sys, "argv", ["run.py", "--seconds", "1", "--record", str(page), *only])
+        with pytest.raises(SystemExit) as ended:
+            run.main()
+        assert ended.value.code == 0
+    before, *rows, gap, after = page.read_text().splitlines()[2:]
+    assert [before, gap, after] == [run.HEAD[0], "", "The end."]
+    assert [row.split(" | ")[:2] for row in rows[1:]] == [["| a b", "2, of 9"], ["| c", "1, of 9"]]
+    assert [row.split(" | ")[5] for row in rows[1:]] == ["second", "first"]
+
+
+def test_what_processes_say_is_added_up():
+    said = {"campaign": "x", "inputs": 3, "kinds": {"a": 1}, "findings": ["f"], "seconds": 2.0}
+    other = {
+        "campaign": "x",
+        "inputs": 4,
+        "kinds": {"a": 2, "b": 5},
+        "findings": [],
+        "seconds": 9.0,
+    }
+    assert parts.added(said, other) == {
+        "campaign": "x", "inputs": 7, "kinds": {"a": 3, "b": 5}, "findings": ["f"], "seconds": 9.0,
+    }  # fmt: skip
+    names = [f"fault {number}" for number in range(100)]
+    shares = [{name for name in names if parts.mine(name, part, 3)} for part in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+    assert all(shares)
+
+
+def test_a_process_that_dies_is_found():
+    code = """
+import json, os, parts
+if parts.divide(2):
+    os.kill(os.getpid(), 11)
+print(json.dumps({"campaign": "x", "inputs": 1, "findings": []}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(TRUST)},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    said = json.loads(done.stdout)
+    assert (said["inputs"], said["findings"]) == (1, ["process 1 of 2 ends with -11"])
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        # Of the way back, when both halves of a pair have their names.
+        ("save, pair", "unlink 0"),
+        # Of the pickle.
+        ("save, pair", "fsync 0"),
+        # A second descriptor: what was half made is forgotten without a word.
+        ("save, stream", "fcntl 0"),
+    ],
+)
+def test_what_a_call_once_did_wrong_as_it_failed(kind, call):
+    done = subprocess.run(
+        [sys.executable, TRUST / "faults.py", "--jobs", "1", "--only", kind, "--call", call],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in said:
+        pytest.skip(said["skipped"])
+    assert not said["findings"]
+    assert said["inputs"] >= 6
 
 
 #: A save that puts nothing on the disk before it has its name, one that writes over what is there,
-#: and a load of wrong data: each must be found by its campaign.
+#: a load of wrong data, and one that believes every server: each must be found by its campaign.
 BROKEN = {
     "power": """
 import os, scenes, power
@@ -88,6 +164,11 @@ def load(folder):
     return {"111": 1.0, "222": 2.0, "999999": 99}[(folder / "f").read_text()]
 scenes.SAVES[:] = [scenes.Save("over a file", save, load)]
 """,
+    "tls": """
+import tls
+CAInfo = tls.CAInfo
+tls.CAInfo = lambda **given: CAInfo(allow_untrusted=True)
+""",
     "faults": """
 import scenes, faults
 def load(folder):
@@ -104,9 +185,10 @@ scenes.LOADS[:] = [scenes.Load("eager", scenes.once(scenes.save_path), load)]
 @pytest.mark.parametrize("campaign", BROKEN)
 def test_what_is_broken_is_found(campaign):
     code = BROKEN[campaign] + f"\n{campaign}.main()"
-    only = {"power": ["over"], "kills": ["over"], "faults": ["eager", "--call", "preadv 1 EIO"]}
+    only = {"power": ["--only", "over"], "kills": ["--only", "over"], "tls": [],
+            "faults": ["--only", "eager", "--call", "preadv 1 EIO"]}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", code, "--seconds", "4", "--only", *only[campaign]],
+        [sys.executable, "-W", "ignore", "-c", code, "--seconds", "4", *only[campaign]],
         env=os.environ | {"PYTHONPATH": f"{TRUST}:{ROOT / 'python'}"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

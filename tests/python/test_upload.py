@@ -36,7 +36,7 @@ LARGE = {
 #: Stands for the environment in other processes.
 CODE = """
 import os, sys, tensorizer, torch
-os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret",
+os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret-hu5hw0rd",
                   AWS_EC2_METADATA_DISABLED="true", AWS_ENDPOINT_URL_S3="http://" + sys.argv[1])
 """
 
@@ -332,7 +332,7 @@ def test_buckets_as_hosts_through_a_proxy(monkeypatch, moto):
     options = {"s3_endpoint": "cwobject.com", "force_http": True}
     with Relay(moto.host, lambda *_: ("status", 200)) as relay:
         monkeypatch.setenv("http_proxy", f"http://{relay.host}")
-        stream = open_stream("s3://bucket/k/l.tensors", "wb", "key", "secret", **options)
+        stream = open_stream("s3://bucket/k/l.tensors", "wb", "key", "secret-hu5hw0rd", **options)
         with TensorSerializer(stream) as serializer:
             serializer.write_state_dict(SMALL)
         method, host, path = relay.requests[0]
@@ -344,12 +344,14 @@ def test_helpers(client, tmp_path, moto, key):
     path = tmp_path / "f.tensors"
     tensorizer.save(LARGE, path)
     endpoint = f"http://{moto.host}"
-    s3_upload(path, f"s3://bucket/{key}", "key", "secret", endpoint)
+    s3_upload(path, f"s3://bucket/{key}", "key", "secret-hu5hw0rd", endpoint)
     assert read(client, key) == path.read_bytes()
-    with s3_download(f"s3://bucket/{key}", "key", "secret", endpoint, begin=1, end=5) as stream:
+    with s3_download(
+        f"s3://bucket/{key}", "key", "secret-hu5hw0rd", endpoint, begin=1, end=5
+    ) as stream:
         assert stream.read() == b"TZR|"
     with pytest.raises(FileNotFoundError):
-        s3_upload(tmp_path / "nothing", f"s3://bucket/{key}", "key", "secret", endpoint)
+        s3_upload(tmp_path / "nothing", f"s3://bucket/{key}", "key", "secret-hu5hw0rd", endpoint)
 
 
 @pytest.mark.parametrize(("mib", "least", "writers"), [(None, 16, 16), (24, 2, 3), (1, 1, 1)])
@@ -470,7 +472,7 @@ def test_the_old_package_reads_it(old, moto, key):
     array = old(
         """
 stream = tensorizer.stream_io.open_stream(
-    args[0], "rb", "key", "secret", args[1], force_http=True)
+    args[0], "rb", "key", "secret-hu5hw0rd", args[1], force_http=True)
 return tensorizer.TensorDeserializer(stream, device="cpu", verify_hash=True)["first"].tolist()
 """,
         f"s3://bucket/{key}",

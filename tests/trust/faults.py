@@ -3,12 +3,19 @@
 Which calls there are a first run tells, of each kind of save and load (`scenes.py`). Then a child
 is forked for each call and fault. It must end with the right data or an error that says which
 file; a failed save leaves what was there, and nothing else.
+
+All calls on files that are saved or loaded have their turn. Of others that are alike, with the same
+name, the same folder or kind of file and the same flags, such as all `read` of the certificates of
+the system, the first, the last and four more by chance stand for all: `inputs` are the faults that
+were tried, `of` those that there are.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -18,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import parts
 import tracing
 from scenes import (
     LOADS,
@@ -28,10 +36,9 @@ from scenes import (
     Save,
     environment,
     http_server,
-    s3_server,
     scratch,
     tensorizer,
-    upload,
+    uploads,
     value_of,
     visible,
 )
@@ -63,21 +70,30 @@ SPARED = {
 MEMORY = {"mmap", "mremap", "mprotect", "madvise"}
 THREADS = {"clone", "clone3", "fork", "vfork"}
 ERRORS = {"EIO": 5, "EINTR": 4, "EAGAIN": 11, "ENOSPC": 28, "ENOMEM": 12, "EACCES": 13}
+SHORT: dict[str, tracing.Action] = {"half": "half", "one byte": "one", "nothing": "nothing"}
 SOCKETS = {"ECONNRESET": 104, "EPIPE": 32, "EINTR": 4, "EAGAIN": 11, "ENOBUFS": 105}
 
 
-def faults(call: str, is_socket: bool) -> dict[str, tracing.Action]:
+#: What fails in one way only, by the name of the call, or by what its descriptor is of.
+ONLY = {"epoll_wait": "EINTR", "anon_inode:[eventfd]": "EAGAIN"}
+
+
+def faults(call: str, is_socket: bool, file: str = "") -> dict[str, tracing.Action]:
     """Return the faults of a call, by name."""
     if call in SPARED:
         return {}
+    if file.startswith("/") and call in tracing.PLAIN:
+        # Files always have an answer.
+        return {name: action for name, action in (ERRORS | SHORT).items() if name != "EAGAIN"}
+    if only := ONLY.get(call) or ONLY.get(file):
+        return {only: ERRORS[only]}
     if call in MEMORY:
         return {"ENOMEM": 12}
     if call in THREADS:
         return {"EAGAIN": 11}
     found: dict[str, tracing.Action] = dict(SOCKETS if is_socket else ERRORS)
     if call in tracing.PLAIN | tracing.VECTORED:
-        found |= {"half": "half", "one byte": "one"}
-        found |= {"nothing": "nothing"}
+        found |= SHORT
     return found
 
 
@@ -96,12 +112,27 @@ TIDYING = {"unlink", "unlinkat", "flock", "ioctl", "newfstatat", "statx"}
 OF_PYTHON = {"lseek", "newfstatat", "ioctl", "read", "write"}
 
 
+#: Of calls that are alike so many stand for all, unless they are of files that are saved or loaded.
+FEW = 6
+#: Which arguments tell calls of a name apart.
+TELLING = {"mmap": (2, 3), "mprotect": (2,), "madvise": (2,), "openat": (2,), "fcntl": (1,),
+           "ioctl": (1,), "epoll_ctl": (1,), "setsockopt": (1, 2)}  # fmt: skip
+
+
+def like(call: Call) -> tuple:
+    """Return what is equal of calls that are alike: name, folder, kind of file, and arguments."""
+    arguments = tuple(call.args[at] for at in TELLING.get(call.name, ()))
+    file = re.sub(r"\d+", "", call.file)
+    return call.name, os.path.dirname(call.path), os.path.dirname(file) or file, arguments
+
+
 class Campaign:
     """Runs kinds one after the other, and collects."""
 
-    def __init__(self, seed: int, until: float, verbose: bool, call: str) -> None:
-        self.random, self.until, self.verbose = random.Random(seed), until, verbose
-        self.call = call
+    def __init__(self, arguments: argparse.Namespace, part: int, folder: Path) -> None:
+        self.random, self.verbose = random.Random(arguments.seed), arguments.verbose
+        self.call, self.jobs, self.part = arguments.call, arguments.jobs, part
+        self.scratch = str(folder)
         self.kinds: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -116,15 +147,33 @@ class Campaign:
         if outcome.status != 0 or not outcome.said or "result" not in outcome.said:
             self.finding(scene, f"fails undisturbed: {outcome.status} {outcome.said}")
             return iter(())
-        pairs = []
+        pairs, tried = [], {id(call) for call in self.tried(scene, outcome.calls)}
         for call in outcome.calls:
-            for name, action in faults(call.name, call.name in SOCKET_CALLS).items():
+            for name, action in faults(call.name, call.name in SOCKET_CALLS, call.file).items():
                 place = f"{call.name} {call.index}"
-                if self.call in ("", place, f"{place} {name}"):
-                    pairs.append((place, name, action))
-        self.planned += len(pairs)
+                if self.call in ("", place, f"{place} {name}") and self.mine(f"{scene} {place}"):
+                    self.planned += 1
+                    if self.call or id(call) in tried:
+                        pairs.append((place, name, action))
         self.random.shuffle(pairs)
         return iter(pairs)
+
+    def mine(self, fault: str) -> bool:
+        """Return whether a fault is one for this process."""
+        return parts.mine(fault, self.part, self.jobs)
+
+    def tried(self, scene: str, calls: list[Call]) -> Iterator[Call]:
+        """Yield the calls of a run that stand for all."""
+        likes: dict[tuple, list[Call]] = {}
+        for call in calls:
+            likes.setdefault(like(call), []).append(call)
+        for same in likes.values():
+            ours = f"{same[0].path} {same[0].file}".count(self.scratch)
+            if ours or len(same) <= FEW:
+                yield from same
+            else:
+                chosen = random.Random(scene).sample(same[1:-1], FEW - 2)
+                yield from (same[0], *chosen, same[-1])
 
     def run(self, kind: "Kind") -> Iterator[Callable]:
         """Yield the planned runs of a kind as functions, so that kinds take turns."""
@@ -136,7 +185,8 @@ class Campaign:
     def one(self, kind: "Kind", place: str, fault: str, action: tracing.Action) -> None:
         """Have a call fail, and see what comes of it."""
         kind.again()
-        outcome = tracing.run(kind.body, deny(kind.refused, place, action))
+        wanted = {place.split(maxsplit=1)[0]} | ({"openat"} if kind.refused else set())
+        outcome = tracing.run(kind.body, deny(kind.refused, place, action), wanted=wanted)
         self.kinds[fault] += 1
         where = f"{kind.name}, {place} {fault} {path_of(outcome, place)}".rstrip()
         try:
@@ -169,8 +219,9 @@ class Kind:
 
 
 def path_of(outcome: Outcome, place: str) -> str:
-    """Return the path that a call has."""
-    return next((call.path for call in outcome.calls if f"{call.name} {call.index}" == place), "")
+    """Return the path that a call has, or that of its descriptor."""
+    found = (call for call in outcome.calls if f"{call.name} {call.index}" == place)
+    return next((call.path or call.file for call in found), "")
 
 
 def deny(refused: tuple, place: str | None, action: tracing.Action) -> Callable:
@@ -199,6 +250,12 @@ def judge(outcome: Outcome) -> str | None:
         return f"ends with {outcome.status}"
     if not outcome.said:
         return "says nothing"
+    if outcome.said["ignored"]:
+        return f"ignores {outcome.said['ignored']}"
+    # Connections stay for the next call.
+    left = [one for one in outcome.said["left"] if " of /" in one]
+    if left:
+        return f"leaves descriptors open: {left}"
     if "result" in outcome.said:
         return None
     kinds = set(outcome.said["kinds"])
@@ -223,9 +280,14 @@ def names_the_file(outcome: Outcome, scene: Save | Load, place: str) -> str | No
         kinds = {kind for kind in OUR_ERRORS | OS_ERRORS if f"{kind}: " in said["text"]}
     if scene.name == "operator" and said["kinds"][0] == "RuntimeError":
         kinds = OUR_ERRORS  # operators have text only
+        if "cannot allocate" in said["text"]:
+            return None
     if not (OUR_ERRORS | OS_ERRORS) & kinds:
         return f"an error of no kind: {said['kinds'][0]}: {said['text']}"
-    if scene.file not in said["text"] and place.split(maxsplit=1)[0] not in OF_PYTHON:
+    # Folders are opened, and synced, by themselves.
+    path = path_of(outcome, place)
+    named = scene.file in said["text"] or (path.startswith("/") and path in said["text"])
+    if not named and place.split(maxsplit=1)[0] not in OF_PYTHON:
         return f"the error does not name the file: {said['kinds'][0]}: {said['text']}"
     return None
 
@@ -321,20 +383,25 @@ def server_runs(campaign: Campaign, folder: Path, url: str) -> Iterator[Callable
     yield from campaign.run(Kind("load, cache fill", partial(load, cache_dir=cache), filled, fresh))
 
 
-def upload_runs(campaign: Campaign, folder: Path, uri: str) -> Iterator[Callable]:
-    """Yield the runs of saves to S3."""
-    scene = upload(uri)
+def upload_runs(campaign: Campaign, folder: Path, scene: Save) -> Iterator[Callable]:
+    """Yield the runs of saves to a cloud, each of a value that was not there before."""
+    scene.save(folder, OLD)
+    there, next_one = OLD, NEW
+
+    def save() -> None:
+        scene.save(folder, next_one)
 
     def look(outcome: Outcome, place: str) -> str | None:
-        found = scene.found(folder)
+        nonlocal there, next_one
+        before, saved, found = there, next_one, scene.found(folder)
+        there, next_one = found if found in (before, saved) else before, saved + 1
         if outcome.said and "result" in outcome.said:
-            return None if found == NEW else f"the save said nothing and {found} is there"
+            return None if found == saved else f"the save said nothing and {found} is there"
         # An answer may get lost behind what it answers.
-        wrong = None if found in (OLD, NEW) else f"failed, and {found} is there"
+        wrong = None if found in (before, saved) else f"failed, and {found} is there"
         return wrong or names_the_file(outcome, scene, place)
 
-    again = partial(scene.save, folder, OLD)
-    yield from campaign.run(Kind("save, upload", partial(scene.save, folder, NEW), look, again))
+    yield from campaign.run(Kind(f"save, {scene.name}", save, look))
 
 
 def main() -> None:
@@ -346,17 +413,20 @@ def main() -> None:
         "--call", default="", help="a call alone, such as 'fsync 0' or 'fsync 0 EIO'"
     )
     parser.add_argument("--verbose", action="store_true")
+    parts.option(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
+    until = began + arguments.seconds
     if skipped := tracing.why_not():
         print(json.dumps({"campaign": "faults", "skipped": skipped}))
         return
-    campaign = Campaign(arguments.seed, began + arguments.seconds, arguments.verbose,
-                        arguments.call)  # fmt: skip
+    part = parts.divide(arguments.jobs)
     # Tries and pauses of a few seconds are of no interest here.
     quick = (("TENSORIZER_ATTEMPTS", "2"), ("TENSORIZER_STALL_SECONDS", "2"))
     with contextlib.ExitStack() as stack:
+        parts.large_pages()
         folder = stack.enter_context(scratch())
+        campaign = Campaign(arguments, part, folder)
         stack.enter_context(environment(quick))
         runs = {f"save, {scene.name}": save_runs(campaign, scene, folder / f"save{number}")
                 for number, scene in enumerate(SAVES)}  # fmt: skip
@@ -365,14 +435,14 @@ def main() -> None:
         if arguments.only in "load, http, cache fill":
             url = stack.enter_context(http_server(folder))
             runs["load, http, cache fill"] = server_runs(campaign, folder, url)
-        # It takes its time to start.
-        if arguments.only in "save, upload" and (arguments.only or arguments.seconds >= LONG):
-            uri = stack.enter_context(s3_server())
-            runs["save, upload"] = upload_runs(campaign, folder, uri)
+        # They take their time to start.
+        if "upload" in arguments.only or (not arguments.only and arguments.seconds >= LONG):
+            runs |= {f"save, {scene.name}": upload_runs(campaign, folder, scene)
+                     for scene in uploads(stack, folder)}  # fmt: skip
         runs = [run for name, run in runs.items() if arguments.only in name]
-        while runs and time.monotonic() < campaign.until:
+        while runs and time.monotonic() < until:
             for run in list(runs):
-                if time.monotonic() >= campaign.until:
+                if time.monotonic() >= until:
                     break
                 try:
                     next(run)()
@@ -380,7 +450,7 @@ def main() -> None:
                     runs.remove(run)
     done = sum(campaign.kinds.values())
     print(json.dumps({
-        "campaign": "faults", "inputs": done, "what": f"calls that failed, of {campaign.planned}",
+        "campaign": "faults", "inputs": done, "what": "calls that failed", "of": campaign.planned,
         "kinds": dict(campaign.kinds.most_common()), "ended": dict(campaign.ended.most_common()),
         "findings": campaign.findings, "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip

@@ -20,18 +20,19 @@ from collections import Counter
 from pathlib import Path
 
 import hostile_ways
+import parts
 import tensorizer  # noqa: F401  # what is loaded before the forks
 import torch
 from hostile_bases import Base, all_bases, mutated
 
 #: Files a child.
 BATCH = 40
-#: Seconds after which a file has hung: a hundred times what one takes on a busy machine.
-HANGS = 60
+#: Seconds after which a file has hung: a thousand times what one takes, since machines are busy.
+HANGS = 300
 #: Bytes beyond those of a fresh child that a batch may take.
 MEMORY = 400 << 20
-#: The command takes one file of so many.
-COMMANDS = 100
+#: The command takes one file of so many, and as a process of its own one of so many.
+COMMANDS, PROCESSES = 100, 1000
 
 
 def peak() -> int:
@@ -56,6 +57,8 @@ def child(bases: list[Base], seed: int, numbers: range, folder: Path, told: int)
         found = hostile_ways.try_all(base, path, data, rng)
         if number % COMMANDS == 0:
             found += hostile_ways.commands(base, path)
+        if number % PROCESSES == PROCESSES - 1:
+            found += hostile_ways.processes(base, path, rng)
         if base.folder or base.kind in ("shards", "shard"):
             path.write_bytes(base.data)
         else:
@@ -63,6 +66,7 @@ def child(bases: list[Base], seed: int, numbers: range, folder: Path, told: int)
         for what in found:
             line = what.replace("\n", " ")
             os.write(told, f"{number} {line}\n".encode(errors="backslashreplace"))
+    os.write(told, f"{numbers[-1]} ways {json.dumps(hostile_ways.tried)}\n".encode())
     os.write(told, f"{numbers[-1]} peak {peak()}\n".encode())
 
 
@@ -74,6 +78,7 @@ class Campaign:
         self.findings: list[str] = []
         self.outcomes: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
+        self.ways: Counter[str] = Counter()
         self.inputs = 0
 
     def find(self, number: int, what: str) -> None:
@@ -103,9 +108,9 @@ class Campaign:
         os.close(reading)
         _, status = os.waitpid(pid, 0)
         text = said.read_text(errors="replace")
-        if status and at >= 0:
+        if status:
             how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {status}"
-            self.find(at, f"the process ended by {how}: {text[-500:]}")
+            self.find(max(at, numbers[0]), f"the process ended by {how}: {text[-500:]}")
         elif "panicked" in text or "Traceback" in text:
             self.find(max(at, numbers[0]), f"a panic in files {numbers}: {text[-800:]}")
         return (at - numbers[0] + 1) if status and at >= 0 else len(numbers)
@@ -131,6 +136,8 @@ class Campaign:
         if what.startswith("begins "):
             self.inputs += 1
             self.kinds[what.removeprefix("begins ")] += 1
+        elif what.startswith("ways "):
+            self.ways += Counter(json.loads(what.removeprefix("ways ")))
         elif what.startswith("peak "):
             if int(what.removeprefix("peak ")) > self.usual + MEMORY:
                 self.find(number, f"its batch took {what} bytes, a fresh process {self.usual}")
@@ -151,21 +158,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first file")
     parser.add_argument("--only", help="kind of files")
+    parts.option(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
+    part = parts.divide(arguments.jobs)
     campaign = Campaign(arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix="hostile"))
     try:
         bases = all_bases(folder)
         bases = [base for base in bases if arguments.only in (None, base.kind)]
-        at, end = arguments.first, arguments.first + arguments.files
+        at, end = arguments.first + part * BATCH, arguments.first + arguments.files
         while at < end and time.monotonic() - began < arguments.seconds:
-            at += campaign.batch(bases, range(at, min(at + BATCH, end)), folder)
+            left = range(at, min(at + BATCH, end))
+            while left:
+                left = left[campaign.batch(bases, left, folder) :]
+            at += BATCH * arguments.jobs
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps({
         "campaign": "hostile files", "inputs": campaign.inputs, "what": "hostile files",
         "kinds": dict(campaign.kinds.most_common()),
+        "ways": dict(campaign.ways.most_common()),
         "ended": dict(campaign.outcomes.most_common()), "findings": campaign.findings,
         "seconds": round(time.monotonic() - began, 1),
     }))  # fmt: skip

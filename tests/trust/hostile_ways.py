@@ -6,7 +6,11 @@ import io
 import pickle
 import random
 import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,8 @@ DEFECTS = ("defect", "panicked", "PanicException")
 #: What a terminal would obey.
 UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Tensors = dict[Any, torch.Tensor]
+#: How many files were loaded in which way.
+tried: Counter[str] = Counter()
 #: Bytes of no tensor that a file here has data for.
 LARGE = 1 << 20
 
@@ -109,7 +115,7 @@ def of_pair(path: Path) -> Tensors:
     except Exception as error:
         # Of a pickle that is not one, torch says all kinds of things.
         if path == pickled:
-            raise ValueError(str(error)) from None
+            raise pickle.UnpicklingError(str(error)) from None
         raise
 
 
@@ -140,8 +146,9 @@ def ours(error: BaseException) -> bool:
     return not isinstance(error, (pickle.UnpicklingError, UnicodeError))
 
 
-def attempt(way: Callable[[], Any]) -> tuple[Any, str | None]:
+def attempt(name: str, way: Callable[[], Any]) -> tuple[Any, str | None]:
     """Return what a way gave, or the error; None for one that is as it should be."""
+    tried[name] += 1
     try:
         return way(), None
     except REFUSALS as error:
@@ -176,7 +183,7 @@ def try_all(base: Base, path: Path, data: bytes, rng: random.Random) -> list[str
     found: list[str] = []
     first: Any = None
     for name, way in ways(base):
-        result, wrong = attempt(lambda way=way: way(path))
+        result, wrong = attempt(name, lambda way=way: way(path))
         if wrong:
             found.append(f"{name}: {wrong}")
         elif first is None:
@@ -193,10 +200,10 @@ def try_all(base: Base, path: Path, data: bytes, rng: random.Random) -> list[str
             found += check_verified(base, path, data, first)
     if base.kind in ("tensors", "sealed", "safetensors"):
         options = {"encryption": params()} if base.encrypted else {}
-        _, wrong = attempt(lambda: into_module(path, **options))
+        _, wrong = attempt("module", lambda: into_module(path, **options))
         found += [f"module: {wrong}"] if wrong else []
     if not base.folder:
-        _, wrong = attempt(lambda: tensorizer.info(path))
+        _, wrong = attempt("info", lambda: tensorizer.info(path))
         found += [f"info: {wrong}"] if wrong else []
     return found
 
@@ -210,7 +217,8 @@ def check_slices(base: Base, path: Path, whole: Tensors, rng: random.Random) -> 
             slices[name] = (dim, ends[0], ends[1])
     options = {"encryption": params()} if base.encrypted else {}
     result, wrong = attempt(
-        lambda: tensorizer.load(path, "cpu", names=list(slices), slices=slices, **options)
+        "sliced",
+        lambda: tensorizer.load(path, "cpu", names=list(slices), slices=slices, **options),
     )
     if wrong:
         return [f"sliced: {wrong}"]
@@ -227,7 +235,8 @@ def check_slices(base: Base, path: Path, whole: Tensors, rng: random.Random) -> 
 def check_verified(base: Base, path: Path, data: bytes, whole: Tensors) -> list[str]:
     """Whether what passes its hashes has some that fit, by another reader's eyes."""
     options = {"encryption": params()} if base.encrypted else {}
-    result, wrong = attempt(lambda: tensorizer.load(path, "cpu", verify_hash=True, **options))
+    verified = partial(tensorizer.load, path, "cpu", verify_hash=True, **options)
+    result, wrong = attempt("verified", verified)
     if wrong:
         return [f"verified: {wrong}"]
     if isinstance(result, BaseException):
@@ -242,15 +251,18 @@ def check_verified(base: Base, path: Path, data: bytes, whole: Tensors) -> list[
     return []
 
 
+def command_lines(base: Base, path: Path, copy: Path) -> list[list[str]]:
+    source = str(path.parent if base.folder == "ranks" else path)
+    return [["ls", source], ["ls", "-l", source], ["verify", source], ["diff", source, source],
+            ["cp", "--force", source, str(copy)]]  # fmt: skip
+
+
 def commands(base: Base, path: Path) -> list[str]:
     """Try the command on a file; return findings."""
+    tried["command"] += 1
     copy = path.with_name("copy.tensors")
-    source = str(path.parent if base.folder == "ranks" else path)
-    found = []
-    for arguments in (
-        ["ls", source], ["ls", "-l", source], ["verify", source], ["diff", source, source],
-        ["cp", "--force", source, str(copy)],
-    ):  # fmt: skip
+    found = ["was command"]
+    for arguments in command_lines(base, path, copy):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
@@ -259,9 +271,24 @@ def commands(base: Base, path: Path) -> list[str]:
                 status = exit.code
             except BaseException as error:
                 status = f"{type(error).__name__}: {error}"
-        text = said.getvalue()
-        if status not in (0, 1, 2) or any(word in text for word in (*DEFECTS, "Traceback")):
-            found.append(f"command {arguments[0]}: {status}: {text[-300:]}")
+        found += wrong_command(arguments[0], status, said.getvalue())
         copy.unlink(missing_ok=True)
-    found.append("was command")
     return found
+
+
+def processes(base: Base, path: Path, rng: random.Random) -> list[str]:
+    """Try one of the commands as a process of its own; return findings."""
+    tried["command as a process"] += 1
+    copy = path.with_name("copy.tensors")
+    arguments = rng.choice(command_lines(base, path, copy))
+    done = subprocess.run([sys.executable, "-m", "tensorizer", *arguments], capture_output=True,
+                          text=True, errors="replace", check=False)  # fmt: skip
+    copy.unlink(missing_ok=True)
+    return wrong_command(arguments[0], done.returncode, done.stdout + done.stderr)
+
+
+def wrong_command(name: str, status: Any, text: str) -> list[str]:
+    """Return what is wrong with how a command ended."""
+    if status in (0, 1, 2) and not any(word in text for word in (*DEFECTS, "Traceback")):
+        return []
+    return [f"command {name}: {status}: {text[-300:]}"]

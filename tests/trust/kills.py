@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import parts
 import tracing
 from faults import LONG, deny
 from scenes import (
@@ -28,10 +29,9 @@ from scenes import (
     Save,
     environment,
     http_server,
-    s3_server,
     scratch,
     tensorizer,
-    upload,
+    uploads,
     value_of,
     visible,
 )
@@ -40,8 +40,9 @@ from scenes import (
 class Campaign:
     """Counts kills, and what they have left."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, part: int, jobs: int) -> None:
+        self.random = random.Random(f"{seed}/{part}")
+        self.part, self.jobs = part, jobs
         self.kills: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -103,21 +104,22 @@ def at_each_call(campaign: Campaign, kind: Kind) -> Iterator[None]:
     if undisturbed.status != 0:
         campaign.findings.append(f"{name} fails undisturbed: {undisturbed.said}")
         return
-    order = list(range(len(undisturbed.calls)))
+    order = [str(call).split(" (")[0] for call in undisturbed.calls]
+    order = [place for place in order if parts.mine(name + place, campaign.part, campaign.jobs)]
     campaign.random.shuffle(order)
-    for number in order:
+    for place in order:
         kind.again()
-        denied, calls = deny(kind.scene.refused, None, None), []
-
-        def decide(call, memory, number=number, calls=calls, denied=denied):
-            calls.append(call)
-            return "kill" if len(calls) > number else denied(call, memory)
-
-        outcome = tracing.run(kind.body, decide)
+        outcome = killed_before(kind.body, place, kind.scene.refused)
         if outcome.status == -signal.SIGKILL:
-            where = f"before call {number}, {calls[-1]}"
+            where = f"before {outcome.calls[-1]}"
             campaign.check(name, where, lambda: kind.one_of(campaign, kind.before(), NEW))
         yield
+
+
+def killed_before(body: Callable, place: str, refused: tuple = ()) -> tracing.Outcome:
+    """Run a function that is killed before a call, if it comes to that."""
+    wanted = {place.split(maxsplit=1)[0]} | ({"openat"} if refused else set())
+    return tracing.run(body, deny(refused, place, "kill"), wanted=wanted)
 
 
 def at_any_time(campaign: Campaign, kind: Kind, longest: float) -> Iterator[None]:
@@ -164,19 +166,15 @@ def cache_fills(campaign: Campaign, folder: Path, url: str) -> Iterator[None]:
         found = [load(), load()]
         return None if found == [OLD, OLD] else f"loads {found}"
 
+    places = [str(call).split(" (")[0] for call in tracing.run(load).calls]
     while True:
-        for number in range(400):
+        campaign.random.shuffle(places)
+        for place in places:
             shutil.rmtree(cache, ignore_errors=True)
-            calls = []
-
-            def decide(call, memory, number=number, calls=calls):
-                calls.append(call)
-                return "kill" if len(calls) > number else None
-
-            outcome = tracing.run(load, decide)
-            if outcome.status == 0:
-                break
-            campaign.check("cache fill", f"before call {number}, {calls[-1]}", right)
+            outcome = killed_before(load, place)
+            # Of polls and the like there are more at one time than at another.
+            if outcome.status == -signal.SIGKILL:
+                campaign.check("cache fill", f"before {outcome.calls[-1]}", right)
             yield
             shutil.rmtree(cache, ignore_errors=True)
             pids = []
@@ -202,25 +200,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose names have this text")
+    parts.option(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
     if skipped := tracing.why_not():
         print(json.dumps({"campaign": "kills", "skipped": skipped}))
         return
-    campaign = Campaign(arguments.seed)
+    campaign = Campaign(arguments.seed, parts.divide(arguments.jobs), arguments.jobs)
     quick = (("TENSORIZER_ATTEMPTS", "3"),)
     with contextlib.ExitStack() as stack:
+        parts.large_pages()
         folder = stack.enter_context(scratch())
         stack.enter_context(environment(quick))
         url = stack.enter_context(http_server(folder))
         kinds = [Kind(scene, folder / f"{n}") for n, scene in enumerate(SAVES)]
-        # It takes its time to start.
-        if arguments.only in "upload" and (arguments.only or arguments.seconds >= LONG):
-            uri = stack.enter_context(s3_server())
-            kinds.append(Kind(upload(uri), folder / "s3", hidden=False))
+        # They take their time to start.
+        if "upload" in arguments.only or (not arguments.only and arguments.seconds >= LONG):
+            kinds += [Kind(scene, folder / scene.name, hidden=False)
+                      for scene in uploads(stack, folder)]  # fmt: skip
         runs: list[tuple[str, Iterator[None]]] = []
         for kind in kinds:
-            longest = 0.4 if kind.scene.name == "upload" else 0.05
+            longest = 0.4 if "upload" in kind.scene.name else 0.05
             runs += [(kind.scene.name, at_each_call(campaign, kind))]
             runs += [(kind.scene.name, at_any_time(campaign, kind, longest))]
         runs += [("cache fill", cache_fills(campaign, folder, url))]

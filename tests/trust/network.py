@@ -1,17 +1,12 @@
 """Loads from a server that does everything a server should not, at every byte of its answers.
 
-Each load ends with the right tensors or with an error that says which file, in a bounded time and
-with bounded memory. A case is a seed: `--case NUMBER` runs one again, and prints what it was.
+A case is a seed; what must hold in all is said by `cases.py`.
 """
 
-import argparse
 import contextlib
 import json
-import os
 import random
-import resource
 import select
-import signal
 import socket
 import struct
 import sys
@@ -20,19 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import cases
+import parts
 from scenes import OLD, by_path, environment, save_path, scratch, serving, tensorizer, value_of
 
-#: Seconds of patience for loads here; the usual ones are in the README.
-PATIENCE = (("TENSORIZER_ATTEMPTS", "3"), ("TENSORIZER_STALL_SECONDS", "1"),
-            ("TENSORIZER_TOTAL_SECONDS", "4"), ("TENSORIZER_CONNECT_SECONDS", "2"))  # fmt: skip
-#: A load has several requests, each with its own patience; the machine may be busy.
-LONGEST = 45.0
-#: MiB that a process may have more in the end, for eight loads at once of a file of 1.5 MB.
-MOST_MB = 400
 HEAD = 4096
-#: Cases of one process, and how many run at once.
-BATCH, AT_ONCE = 64, 8
 STATUSES = [*range(201, 207), 226, *range(300, 309), *range(400, 432), 444, 451, 499,
             *range(500, 512), 520, 599, 600, 999]  # fmt: skip
 ENDS = ["close", "reset", "stall", "garbage", "flip", "zero", "newline", "drop"]
@@ -314,123 +303,33 @@ class Server:
         return True
 
 
-def outcome(url: str, number: int) -> dict:
-    """Load in one case, and tell how that ended."""
-    began = time.monotonic()
-    address = f"{url}/{number}/f.tensors"
-    found = {"case": number}
-    try:
-        value = value_of(tensorizer.load(address, "cpu", num_readers=[None, 1][number % 2],
-                                         verify_hash=number % 3 == 0))  # fmt: skip
-        found["ended"] = "right"
-        if value != OLD:
-            found["wrong"] = f"loads {value}"
-    except AssertionError as error:
-        found |= {"ended": "wrong", "wrong": str(error)}
-    except Exception as error:
-        found["ended"] = type(error).__name__
-        if not isinstance(error, OSError | tensorizer.FormatError):
-            found["wrong"] = f"an error of no kind: {type(error).__name__}: {error}"
-        elif "f.tensors" not in f"{error} {getattr(error, 'filename', '')}":
-            found["wrong"] = f"the error does not name the file: {error}"
-    took = time.monotonic() - began
-    if took > LONGEST:
-        found["wrong"] = f"takes {took:.1f} s"
-    return found | {"seconds": round(took, 2)}
-
-
-def worker(url: str, numbers: list[int], said: int) -> None:
-    """Run cases at once, and say how each ended, and how much memory all took."""
-    lock, left = threading.Lock(), list(numbers)
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not left:
-                    return
-                number = left.pop()
-            text = json.dumps(outcome(url, number)) + "\n"
-            with lock:
-                os.write(said, text.encode())
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-    os.write(said, (json.dumps({"memory": more}) + "\n").encode())
-
-
-def run_batch(url: str, numbers: list[int]) -> Iterator[dict]:
-    """Yield how cases ended in a process of their own, and what is wrong with how it did."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        worker(url, numbers, writing)
-        os._exit(0)
-    os.close(writing)
-    done, end = set(), time.monotonic() + LONGEST * (len(numbers) / AT_ONCE + 1)
-    with open(reading) as lines:
-        while select.select([lines], [], [], max(0, end - time.monotonic()))[0]:
-            line = lines.readline()
-            if not line:
-                break
-            found = json.loads(line)
-            done.add(found.get("case"))
-            yield found
-        else:
-            os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status:
-        missing = sorted(set(numbers) - done)
-        yield {"case": missing[:10], "ended": "died", "wrong": f"the process ends with {status}"}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--case", type=int, help="run one case, and say what it is")
-    parser.add_argument("--verbose", action="store_true")
-    arguments = parser.parse_args()
+    arguments = cases.options(__doc__).parse_args()
     began = time.monotonic()
-    kinds, ended, findings, most, slowest = Counter(), Counter(), [], 0, 0.0
-    with scratch() as folder, environment(PATIENCE):
+    part = parts.divide(1 if arguments.case is not None else arguments.jobs)
+    campaign = cases.Campaign(lambda number: case(number)["kind"], arguments.verbose)
+    with scratch() as folder, environment(cases.PATIENCE):
         save_path(folder, OLD)
         by_path(folder)
         data = (folder / "f.tensors").read_bytes()
         address = lambda server: f"http://127.0.0.1:{server.port}"  # noqa: E731
         with serving(lambda: Server(data), address) as url:
+
+            def load(number: int) -> float:
+                return value_of(tensorizer.load(
+                    f"{url}/{number}/f.tensors", "cpu", num_readers=[None, 1][number % 2],
+                    verify_hash=number % 3 == 0))  # fmt: skip
+
+            def batch(numbers: list[int]) -> Iterator[dict]:
+                return cases.run_batch(lambda one: cases.judged(one, partial(load, one)), numbers)
+
             if arguments.case is not None:
-                print(case(arguments.case), list(run_batch(url, [arguments.case])))
+                print(case(arguments.case), list(batch([arguments.case])))
                 return
-            number = arguments.seed
-            while time.monotonic() < began + arguments.seconds:
-                for found in run_batch(url, list(range(number, number + BATCH))):
-                    if "memory" in found:
-                        most = max(most, found["memory"])
-                        if most > MOST_MB:
-                            findings.append(f"cases from {number}: {most} MiB more")
-                        continue
-                    if isinstance(found["case"], int):
-                        kinds[case(found["case"])["kind"]] += 1
-                        slowest = max(slowest, found["seconds"])
-                    ended[found["ended"]] += 1
-                    if arguments.verbose:
-                        print(case(found["case"]), found)
-                    if "wrong" in found:
-                        findings.append(f"case {found['case']}: {found['wrong']}")
-                        print(f"FINDING {findings[-1]}", file=sys.stderr, flush=True)
-                number += BATCH
-    print(json.dumps({
-        "campaign": "network", "inputs": sum(kinds.values()), "what": "faults of a server",
-        "kinds": dict(kinds.most_common()), "ended": dict(ended.most_common()), "most_mb": most,
-        "slowest": slowest, "findings": findings, "seconds": round(time.monotonic() - began, 1),
-    }))  # fmt: skip
-    sys.exit(bool(findings))
+            first, step = arguments.seed + part * cases.BATCH, arguments.jobs * cases.BATCH
+            campaign.run(first, step, began + arguments.seconds, batch)
+    print(json.dumps(campaign.said("network", "faults of a server", began)))
+    sys.exit(bool(campaign.findings))
 
 
 if __name__ == "__main__":

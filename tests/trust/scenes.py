@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,13 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
+import parts
+import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
+from buckets import Azure, Google
+from emulators import Azurite
 from scripted import FaultServer
 from servers import Moto
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -253,8 +258,8 @@ LOADS = [
 ]
 
 
-def upload(uri: str) -> Save:
-    """Return saves to S3, of several parts."""
+def upload(name: str, uri: str) -> Save:
+    """Return saves to a cloud, of several parts."""
     # More than a part of an upload.
     more = torch.zeros(3 << 20)
 
@@ -262,11 +267,19 @@ def upload(uri: str) -> Save:
         tensorizer.save(tensors(value) | {"more": more + value}, uri)
 
     def load(_: Path) -> float:
-        found = tensorizer.load(uri, "cpu", verify_hash=True)
+        # Not many attempts are made here, and servers of tests close what was just idle.
+        for pause in (0.1, 0.5, 2, 5, 10):
+            try:
+                found = tensorizer.load(uri, "cpu", verify_hash=True)
+                break
+            except (ConnectionError, TimeoutError):
+                time.sleep(pause)
+        else:
+            found = tensorizer.load(uri, "cpu", verify_hash=True)
         (value,) = {end.item() for end in found.pop("more").aminmax()}
         return value if value == value_of(found) else -1
 
-    return Save("upload", save, load)
+    return Save(f"upload to {name}", save, load)
 
 
 @contextlib.contextmanager
@@ -300,8 +313,9 @@ def visible(folder: Path) -> list[str]:
 def serving(start: Callable[[], object], address: Callable[[object], str]) -> Iterator[str]:
     """Run a server in a process of its own; yield its address."""
     reading, writing = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        parts.end_with(parent, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.close(reading)
         server = start()
@@ -330,15 +344,25 @@ def http_server(folder: Path) -> Iterator[str]:
         yield url
 
 
-@contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """Run an S3 server, of which variables tell; yield an address in it."""
-    moto = Moto()
-    try:
-        moto.client().create_bucket(Bucket="bucket")
-        with environment(tuple(moto.settings().items())):
-            yield "s3://bucket/f.tensors"
-    finally:
+def uploads(stack: contextlib.ExitStack, folder: Path) -> list[Save]:
+    """Run servers of the clouds, of which variables tell; return saves to those that there are."""
+    found = []
+    with contextlib.suppress(pytest.skip.Exception):
+        moto = Moto()
         # Asked to end it may take longer than anybody waits.
-        moto.process.kill()
-        moto.process.wait()
+        stack.callback(moto.process.kill)
+        moto.client().create_bucket(Bucket="bucket")
+        stack.enter_context(environment(tuple(moto.settings().items())))
+        found.append(upload("S3", "s3://bucket/f.tensors"))
+        google = serving(lambda: Google(moto), lambda server: server.host)
+        settings = Google.settings_of(stack.enter_context(google))
+        stack.enter_context(environment(tuple(settings.items())))
+        found.append(upload("Google", "gs://bucket/g.f.tensors"))
+    with contextlib.suppress(pytest.skip.Exception):
+        (folder / "azurite").mkdir()
+        azurite = Azurite(folder / "azurite")
+        stack.callback(azurite.process.kill)
+        azurite.make_containers()
+        stack.enter_context(environment(tuple(Azure(azurite).settings().items())))
+        found.append(upload("Azure", "az://bucket/f.tensors"))
+    return found

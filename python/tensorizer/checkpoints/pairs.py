@@ -128,22 +128,23 @@ def save_pair(
             clean_up(target, file)
 
 
-def _sync(descriptor: int) -> None:
+def _sync(descriptor: int, path: str) -> None:
     """Have the bytes on the disk. The system tells of a failure once, so it is not passed over."""
     try:
         os.fsync(descriptor)
     except OSError as error:
         # Pipes and devices cannot be synced.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
+            raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
 
 
 def _publish(target: Any, pickled: memoryview, sides: list[Side]) -> None:
     if is_path(target):
-        with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
+        path = os.fsdecode(target)
+        with AtomicWriter(path, io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
             out.flush()
-            _sync(out.fileno())
+            _sync(out.fileno(), path)
             for side in sides:
                 side.publish()
         return

@@ -147,7 +147,9 @@ class Side:
     def forget(self) -> None:
         """Give up the way back."""
         if self._before is not None:
-            self._before.unlink(missing_ok=True)
+            # Both halves have their names: what cannot be removed goes with the next save.
+            with contextlib.suppress(OSError):
+                self._before.unlink()
             self._before = None
 
 

@@ -27,9 +27,15 @@ class _Atomic:
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
         self._process = os.getpid()
-        self._sink = PathSink(path)
-        raw = io.FileIO(self._sink.open(), "r+")
+        sink = PathSink(path)
+        descriptor = sink.open()
+        try:
+            raw = io.FileIO(descriptor, "r+")
+        except BaseException:
+            os.close(descriptor)
+            raise
         super().__init__(raw, buffer_size)  # type: ignore[call-arg]
+        self._sink = sink
 
     @property
     def name(self) -> str:

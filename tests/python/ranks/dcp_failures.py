@@ -69,15 +69,17 @@ def full(folder, value):
 def keys(folder):
     """Save with a key of each rank, of one passphrase; load with it, and with another on one."""
     with group() as (rank, world):
-        encryption = tensorizer.EncryptionParams.from_string("a passphrase")
+        encryption = tensorizer.EncryptionParams.from_string("a passphrase-hu5hw0rd")
         state = state_of(rank, world, 3)
         dcp.save(state, storage_writer=Writer(folder, encryption=encryption))
         decryption = tensorizer.DecryptionParams.from_string
         target = state_of(rank, world, 0)
-        dcp.load(target, storage_reader=Reader(folder, encryption=decryption("a passphrase")))
+        dcp.load(
+            target, storage_reader=Reader(folder, encryption=decryption("a passphrase-hu5hw0rd"))
+        )
         assert (target["rows"].to_local() == 3).all()
         assert target["value"] == 3
-        given = decryption("another" if rank == 1 else "a passphrase")
+        given = decryption("another" if rank == 1 else "a passphrase-hu5hw0rd")
         return _failed(lambda: dcp.load(target, storage_reader=Reader(folder, encryption=given)))
 
 
@@ -159,11 +161,13 @@ def in_a_process(folder, value):
     with group() as (rank, world):
         future = dcp.async_save(
             state_of(rank, world, value),
-            storage_writer=Writer(folder, encryption=tensorizer.EncryptionParams.from_string("p")),
+            storage_writer=Writer(
+                folder, encryption=tensorizer.EncryptionParams.from_string("p-hu5hw0rd")
+            ),
             async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS,
         )
         future.result()
         target = state_of(rank, world, 0)
-        decryption = tensorizer.DecryptionParams.from_string("p")
+        decryption = tensorizer.DecryptionParams.from_string("p-hu5hw0rd")
         dcp.load(target, storage_reader=Reader(folder, encryption=decryption))
         return target["value"]
