@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Failure, Tries};
+use super::{Failure, Tries, timer};
 use crate::cancel::POLL;
 use crate::environment::reading;
 use crate::sys::process::Inherited;
@@ -38,7 +38,7 @@ impl EventLoop {
         self.0.as_ref().ok_or_else(ended)?.block_on(async {
             let mut request = std::pin::pin!(request);
             loop {
-                if let Ok(result) = tokio::time::timeout(POLL, &mut request).await {
+                if let Ok(result) = timer::timeout(POLL, &mut request).await {
                     return result;
                 }
                 tries.check()?;
@@ -145,7 +145,7 @@ mod tests {
         };
         let (begun, tries) = (clock::now(), Tries::new("reading", &options, &passes));
         let given_up = EventLoop::new().unwrap().run(&tries, async {
-            tokio::time::pause();
+            timer::pause();
             std::future::pending::<Result<(), Failure>>().await
         });
         assert_eq!(given_up.unwrap_err().error.kind(), io::ErrorKind::TimedOut);

@@ -14,6 +14,7 @@ mod sending;
 #[cfg(test)]
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) mod simulated;
+pub(crate) mod timer;
 mod tls;
 
 pub(crate) use connections::{ConnectionPool, PooledConnection};

@@ -9,6 +9,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 
+use super::timer;
+
 /// Bytes that are handed to a connection at a time.
 const STEP: usize = 256 << 10;
 
@@ -69,7 +71,7 @@ pub async fn unless_silent<T>(
     let mut request = std::pin::pin!(request);
     loop {
         let before = sent.load(Ordering::Relaxed);
-        if let Ok(answer) = tokio::time::timeout(stall, &mut request).await {
+        if let Ok(answer) = timer::timeout(stall, &mut request).await {
             return Some(answer);
         }
         if sent.load(Ordering::Relaxed) == before {
@@ -81,23 +83,21 @@ pub async fn unless_silent<T>(
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use tokio::time::{Instant, sleep};
-
     use super::*;
+    use crate::io::net::timer::{elapsed, pause, sleep};
 
     const STALL: Duration = Duration::from_secs(60);
 
     /// Time passes whenever all that could run waits for it.
     fn run<T>(work: impl Future<Output = T>) -> T {
-        let mut runtime = tokio::runtime::Builder::new_current_thread();
-        runtime.enable_time().start_paused(true).build().unwrap().block_on(work)
+        pause();
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
     }
 
     #[test]
     fn slow_for_a_day_is_not_silent() {
         let sent = AtomicU64::new(0);
         let (answer, took) = run(async {
-            let begun = Instant::now();
             let request = async {
                 for _ in 0..24 * 60 {
                     sleep(STALL - Duration::from_millis(1)).await;
@@ -105,7 +105,7 @@ mod tests {
                 }
                 "done"
             };
-            (unless_silent(STALL, &sent, request).await, begun.elapsed())
+            (unless_silent(STALL, &sent, request).await, elapsed())
         });
         assert_eq!((answer, took.as_secs() / 3600), (Some("done"), 23));
     }
@@ -114,13 +114,12 @@ mod tests {
     fn silent_is_silent_after_so_long() {
         let sent = AtomicU64::new(0);
         let (answer, took) = run(async {
-            let begun = Instant::now();
             let request = async {
                 sleep(STALL / 2).await;
                 sent.fetch_add(1, Ordering::Relaxed);
                 std::future::pending::<()>().await
             };
-            (unless_silent(STALL, &sent, request).await, begun.elapsed())
+            (unless_silent(STALL, &sent, request).await, elapsed())
         });
         assert_eq!((answer, took.as_secs()), (None, 120));
     }

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use crate::environment::reading;
 use crate::error::Brief;
-use crate::io::net::{Failure, NetOptions, Trust};
+use crate::io::net::{Failure, NetOptions, Trust, timer};
 use crate::io::source::http::client;
 
 /// How long a machine may take to connect, and to say that it is somebody, where nothing has said
@@ -126,7 +126,7 @@ impl OnDemand {
             }
             Ok((response, body))
         };
-        let (response, body) = tokio::time::timeout(options.stall, asked)
+        let (response, body) = timer::timeout(options.stall, asked)
             .await
             .map_err(|_| {
                 let seconds = options.stall.as_secs();

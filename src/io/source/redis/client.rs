@@ -10,7 +10,7 @@ use url::Url;
 
 use super::stream::{Allowance, Bounded};
 use crate::error::Shown;
-use crate::io::net::{ConnectionPool, Failure, NetOptions, Tls, Tries, show_text};
+use crate::io::net::{ConnectionPool, Failure, NetOptions, Tls, Tries, show_text, timer};
 
 /// The port that servers listen on unless they are told otherwise.
 const DEFAULT_PORT: u16 = 6379;
@@ -103,7 +103,7 @@ impl Connections {
             let stream = stream.map_err(refused)?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
         };
-        let made = tokio::time::timeout(self.limit, made).await.map_err(|_| {
+        let made = timer::timeout(self.limit, made).await.map_err(|_| {
             let what = format!("no connection within {} s", self.limit.as_secs());
             Failure::passing(ErrorKind::TimedOut, what)
         });
