@@ -85,9 +85,8 @@ void errors(const std::string& folder) {
   expect_error("missing`: No such file", [&] { tensorizer::load(folder + "/missing"); });
   expect_error("missing`: No such file", [&] { tensorizer::names(folder + "/missing"); });
   const auto bias = torch::full({5}, 9, torch::kLong);
-  expect_error("Tensor not found: `nothing`", [&] {
-    tensorizer::load_into(weights, {"bias", "nothing"}, {bias, bias});
-  });
+  expect_error("Tensor not found: `nothing`",
+               [&] { tensorizer::load_into(weights, {"bias", "nothing"}, {bias, bias}); });
   expect_error("tensor `weight`: the file holds torch.float32 [40, 30]", [&] {
     tensorizer::load_into(weights, {"bias", "weight"}, {bias, torch::zeros({3, 3})});
   });
