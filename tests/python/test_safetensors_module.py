@@ -72,7 +72,7 @@ try:
 except ImportError:
     print("done")
 """
-    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors")
+    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors", fresh=True)
     Path(f"/dev/shm/{os.getpid()}.safetensors").unlink()
     assert done.stdout == "done\n", done.stderr
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import parts
+import torch
 from scenes import OLD, tensorizer
 
 #: Seconds of patience for loads here; the usual ones are in the documents.
@@ -80,6 +81,8 @@ Outcome = Callable[[int], dict]
 def worker(outcome: Outcome, numbers: list[int], said: int) -> None:
     """Run cases at once, and say how each ended, and how much memory all took."""
     lock, left = threading.Lock(), list(numbers)
+    # After a fork torch makes its threads anew, and fails where several have it do so at once.
+    torch.set_num_threads(1)
 
     def work() -> None:
         while True:
