@@ -133,8 +133,10 @@ def run_batch(outcome: Outcome, numbers: list[int]) -> Iterator[dict]:
 class Campaign:
     """Batches of cases, and what was found."""
 
-    def __init__(self, kind_of: Callable[[int], str], verbose: bool) -> None:
-        self.kind_of, self.verbose = kind_of, verbose
+    def __init__(self, case: Callable[[int], dict], kind: str, asked: argparse.Namespace) -> None:
+        self.case, self.kind, self.asked = case, kind, asked
+        self.began = time.monotonic()
+        self.part = parts.divide(1 if asked.case is not None else asked.jobs)
         self.kinds: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -152,25 +154,31 @@ class Campaign:
                 self.find(f"cases from {number}: {found['memory']} MiB more")
             return
         if isinstance(found["case"], int):
-            self.kinds[self.kind_of(found["case"])] += 1
+            self.kinds[self.case(found["case"])[self.kind]] += 1
             self.slowest = max(self.slowest, found["seconds"])
         self.ended[found["ended"]] += 1
-        if self.verbose:
+        if self.asked.verbose:
             print(found)
         if "wrong" in found:
             self.find(f"case {found['case']}: {found['wrong']}")
 
-    def run(self, first: int, step: int, until: float, batch: Callable) -> None:
-        """Run batches until a time, each of so many numbers after the last."""
-        while time.monotonic() < until:
+    def run(self, batch: Callable[[list[int]], Iterator[dict]]) -> None:
+        """Run the case that was asked for and print it, or this process's batches in their time."""
+        if self.asked.case is not None:
+            print(self.case(self.asked.case), list(batch([self.asked.case])))
+            sys.exit()
+        first = self.asked.seed + self.part * BATCH
+        while time.monotonic() < self.began + self.asked.seconds:
             for found in batch(list(range(first, first + BATCH))):
                 self.take(first, found)
-            first += step
+            first += self.asked.jobs * BATCH
 
-    def said(self, name: str, what: str, began: float) -> dict:
-        return {
+    def end(self, name: str, what: str) -> None:
+        """Say what was found, and end the process by it."""
+        print(json.dumps({
             "campaign": name, "inputs": sum(self.kinds.values()), "what": what,
             "kinds": dict(self.kinds.most_common()), "ended": dict(self.ended.most_common()),
             "most_mb": self.most, "slowest": self.slowest, "findings": self.findings,
-            "seconds": round(time.monotonic() - began, 1),
-        }  # fmt: skip
+            "seconds": round(time.monotonic() - self.began, 1),
+        }))  # fmt: skip
+        sys.exit(bool(self.findings))

@@ -4,12 +4,10 @@ A case is a seed; what must hold in all is said by `cases.py`.
 """
 
 import contextlib
-import json
 import random
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import cases
-import parts
 from scenes import OLD, by_path, environment, save_path, scratch, serving, tensorizer, value_of
 
 HEAD = 4096
@@ -304,10 +301,7 @@ class Server:
 
 
 def main() -> None:
-    arguments = cases.options(__doc__).parse_args()
-    began = time.monotonic()
-    part = parts.divide(1 if arguments.case is not None else arguments.jobs)
-    campaign = cases.Campaign(lambda number: case(number)["kind"], arguments.verbose)
+    campaign = cases.Campaign(case, "kind", cases.options(__doc__).parse_args())
     with scratch() as folder, environment(cases.PATIENCE):
         save_path(folder, OLD)
         by_path(folder)
@@ -323,13 +317,8 @@ def main() -> None:
             def batch(numbers: list[int]) -> Iterator[dict]:
                 return cases.run_batch(lambda one: cases.judged(one, partial(load, one)), numbers)
 
-            if arguments.case is not None:
-                print(case(arguments.case), list(batch([arguments.case])))
-                return
-            first, step = arguments.seed + part * cases.BATCH, arguments.jobs * cases.BATCH
-            campaign.run(first, step, began + arguments.seconds, batch)
-    print(json.dumps(campaign.said("network", "faults of a server", began)))
-    sys.exit(bool(campaign.findings))
+            campaign.run(batch)
+    campaign.end("network", "faults of a server")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ import json
 import mmap
 import random
 import struct
-import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 
 import cases
-import parts
 from scenes import (
     OLD,
     TensorDeserializer,
@@ -138,9 +135,7 @@ def main() -> None:
     if tls_server is None:
         print(json.dumps({"campaign": "tls", "skipped": f"{missing} is not installed"}))
         return
-    began = time.monotonic()
-    part = parts.divide(1 if arguments.case is not None else arguments.jobs)
-    campaign = cases.Campaign(lambda number: case(number)["name"], arguments.verbose)
+    campaign = cases.Campaign(case, "name", arguments)
     first_of_batch = mmap.mmap(-1, 8)
     with scratch() as folder:
         save_path(folder, OLD)
@@ -162,13 +157,8 @@ def main() -> None:
 
                 return cases.run_batch(outcome, numbers)
 
-            if arguments.case is not None:
-                print(case(arguments.case), list(batch([arguments.case])))
-                return
-            first, step = arguments.seed + part * cases.BATCH, arguments.jobs * cases.BATCH
-            campaign.run(first, step, began + arguments.seconds, batch)
-    print(json.dumps(campaign.said("tls", "faults over TLS", began)))
-    sys.exit(bool(campaign.findings))
+            campaign.run(batch)
+    campaign.end("tls", "faults over TLS")
 
 
 if __name__ == "__main__":
