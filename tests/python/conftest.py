@@ -39,6 +39,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Compilers take long to try what vectors the machine has.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
+# Without a bound the cache leaves a twentieth of the disk free, which may be full.
+os.environ["TENSORIZER_CACHE_GB"] = "10"
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
