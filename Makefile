@@ -63,12 +63,15 @@ test-vllm: $(STAMPS)/built $(STAMPS)/test
 # Tests and lints share what is compiled with the libraries.
 CHECKED = --release --config tests/rust/checked.toml
 
-# Every crate with all its features, and the core with none. The core must know neither torch nor
-# Python, and without its features no network and no device.
+# Every crate with all its features, and the core with none; a moment of those campaigns of `trust`
+# that are of Rust alone. The core must know neither torch nor Python, and without its features no
+# network and no device.
 KNOWN_BY_CORE = cargo tree --package tensorizer --edges normal --prefix none
 test-rust: $(STAMPS)/torch
 	$(SAY_TCH)
-	$(CARGO) test $(CHECKED) --workspace
+	$(CARGO) test $(CHECKED) --workspace --features tensorizer/fuzzing
+	MODEL_SECONDS=1 $(CARGO) test $(CHECKED) --package tensorizer --no-default-features --features models --lib models::
+	$(BIN)/python tests/trust/sanitizers.py memcheck $(if $(CI),--required)
 	$(if $(TCH),$(CARGO) test $(CHECKED) $(TCH))
 	$(if $(TCH),LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch_lib.py) $${CARGO_TARGET_DIR:-target}/release/examples/tch)
 	cargo check --quiet --release --package tensorizer --no-default-features
@@ -120,7 +123,7 @@ trust: $(STAMPS)/built $(STAMPS)/test
 lint: $(STAMPS)/built $(STAMPS)/lint
 	$(SAY_TCH)
 	cargo fmt --all --check
-	$(CARGO) clippy $(CHECKED) --workspace --all-targets -- -D warnings
+	$(CARGO) clippy $(CHECKED) --workspace --all-targets --features tensorizer/fuzzing -- -D warnings
 	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
 	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))

@@ -2,10 +2,11 @@
 //! use. The private operators `_lend` and `_take` are the other half.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use cxx::UniquePtr;
+use tensorizer::Brief;
 use tensorizer::error::{Error, Result};
 
 use crate::guard::guard;
@@ -28,8 +29,8 @@ impl Lent {
 }
 
 static NEXT: AtomicI64 = AtomicI64::new(1);
-static LENT: Mutex<Option<HashMap<i64, Lent>>> = Mutex::new(None);
-static LOADED: Mutex<Option<HashMap<i64, Loaded>>> = Mutex::new(None);
+static LENT: Brief<Option<HashMap<i64, Lent>>> = Brief::new(None);
+static LOADED: Brief<Option<HashMap<i64, Loaded>>> = Brief::new(None);
 
 /// A number under which tensors pass. What nobody has fetched goes with it, so that a call which
 /// ends half-way leaves nothing behind.
@@ -54,16 +55,16 @@ impl Drop for Handle {
     }
 }
 
-fn put<T>(table: &Mutex<Option<HashMap<i64, T>>>, number: i64, value: T) {
-    let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
+    let mut table = table.lock();
     let earlier = table.get_or_insert_default().insert(number, value);
     // Dropped without the lock: that may run other code.
     drop(table);
     drop(earlier);
 }
 
-fn remove<T>(table: &Mutex<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
-    let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
+    let mut table = table.lock();
     table
         .as_mut()
         .and_then(|table| table.remove(&number))

@@ -17,6 +17,7 @@ static FAILED: OnceLock<String> = OnceLock::new();
 static REGISTER: extern "C" fn() = register;
 
 extern "C" fn register() {
+    tensorizer::before_threads();
     if let Err(error) = guard(|| register_operators().map_err(thrown)) {
         eprintln!("tensorizer: {error}");
         FAILED.get_or_init(|| error.to_string());

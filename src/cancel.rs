@@ -3,16 +3,20 @@
 //! Whatever may wait takes a [`Cancel`] and asks it at least every 100 ms. On the caller's own
 //! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::sys::clock;
+use crate::sys::process::PerProcess;
 use crate::sys::sync::mpsc::{RecvTimeoutError, sync_channel};
 use crate::sys::sync::{Mutex, thread};
 
 /// How often a wait asks whether to go on.
 pub const POLL: Duration = Duration::from_millis(50);
+
+/// How long who waits for a turn waits before it looks again.
+const TURN: Duration = Duration::from_millis(10);
 
 /// Says whether a call is to go on.
 pub trait Cancel: Sync {
@@ -48,6 +52,21 @@ pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
         clock::sleep(left.min(POLL));
     }
     cancel.check()
+}
+
+/// Who does what is to be done once, while others wait: one of a process. What was forked off has nobody
+/// in it who would end what another thread has begun.
+pub type Turns = PerProcess<std::sync::Mutex<()>>;
+
+/// Waits for a turn.
+pub fn turn<'t>(turns: &'t Turns, cancel: &dyn Cancel) -> Result<std::sync::MutexGuard<'t, ()>> {
+    loop {
+        match turns.get().try_lock() {
+            Ok(turn) => return Ok(turn),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => sleep(TURN, cancel)?,
+        }
+    }
 }
 
 /// Runs what cannot be stopped, such as a sync to a disk that hangs. It has a thread of its own,
@@ -88,10 +107,10 @@ pub fn detached<T: Send + 'static>(
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "models"))]
 mod models;
 
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};

@@ -2,9 +2,10 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
+use crate::sys::brief::Brief;
 
 /// Calls a function while something holds, such as that nobody changes the environment.
 pub type Guard = fn(&mut dyn FnMut());
@@ -42,7 +43,7 @@ pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
 
 /// An environment variable that holds a whole number. It is read once, at its first use.
 pub struct Variable {
-    known: Mutex<Option<Option<u64>>>,
+    known: Brief<Option<Option<u64>>>,
     /// Its name.
     pub name: &'static str,
     /// What holds without it.
@@ -54,15 +55,15 @@ pub struct Variable {
 impl Variable {
     /// What it is set to, or its default; an error if that is no number.
     pub fn value(&self) -> Result<u64> {
-        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = *known();
+        let before = *self.known.lock();
         // Read without the lock, which whoever holds the guard may wait for.
         let read = || match reading(|| std::env::var_os(self.name)) {
             None => Some(self.default),
             Some(text) => text.to_str().and_then(|text| text.trim().parse().ok()),
         };
         let value = before.unwrap_or_else(read);
-        known().get_or_insert(value).ok_or_else(|| {
+        let value = *self.known.lock().get_or_insert(value);
+        value.ok_or_else(|| {
             Error::InvalidArgument(format!(
                 "the environment variable {} must be a whole number: {}",
                 self.name, self.meaning
@@ -177,17 +178,17 @@ texts! {
 pub fn forget() {
     #[cfg(any(test, feature = "stand-in"))]
     {
-        *FAKE_DEVICE.known.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *FAKE_DEVICE.known.lock() = None;
     }
     for variable in VARIABLES {
-        *variable.known.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *variable.known.lock() = None;
     }
 }
 
 /// A seed other than 0 sends loads to the CPU through the stand-in for CUDA.
 #[cfg(any(test, feature = "stand-in"))]
 pub static FAKE_DEVICE: Variable = Variable {
-    known: Mutex::new(None),
+    known: Brief::new(None),
     name: "TENSORIZER_FAKE_DEVICE",
     default: 0,
     meaning: "the seed of the stand-in for CUDA",
@@ -198,7 +199,7 @@ macro_rules! variables {
         $(
             #[doc = $meaning]
             pub static $constant: Variable =
-                Variable { known: Mutex::new(None), name: $name, default: $default, meaning: $meaning };
+                Variable { known: Brief::new(None), name: $name, default: $default, meaning: $meaning };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.

@@ -116,4 +116,16 @@ pub use io::{sink, source};
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};
 pub use memory_limit::MemoryLimit;
+#[doc(hidden)]
+pub use sys::brief::Brief;
 pub use sys::cpu_count;
+#[doc(hidden)]
+pub use sys::process::{Maker, PerProcess};
+
+/// What a library does as it is loaded, before there are threads, so that no process is forked off
+/// while one of them does it for the first time.
+#[doc(hidden)]
+pub fn before_threads() {
+    sys::brief::heed_forks();
+    codec::crypt::start();
+}

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use crate::sys::brief::Brief;
+
 /// What a thread does with its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
@@ -116,7 +118,7 @@ impl Counters {
 
     /// What was counted, as the report of the last call of this process, and of this thread.
     pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
-        let mut recent = RECENT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recent = RECENT.lock();
         let report = Report {
             call: recent.back().map_or(0, |last| last.call) + 1,
             ended: SystemTime::now(),
@@ -177,7 +179,7 @@ pub struct Report {
 /// So many reports are kept.
 pub const KEPT: usize = 256;
 
-static RECENT: Mutex<VecDeque<Report>> = Mutex::new(VecDeque::new());
+static RECENT: Brief<VecDeque<Report>> = Brief::new(VecDeque::new());
 
 thread_local! {
     static OWN: RefCell<Option<Report>> = const { RefCell::new(None) };
@@ -185,12 +187,12 @@ thread_local! {
 
 /// The report of the last load or save of this process that has ended well.
 pub fn last() -> Option<Report> {
-    RECENT.lock().unwrap_or_else(PoisonError::into_inner).back().cloned()
+    RECENT.lock().back().cloned()
 }
 
 /// The reports of the calls after that of a number, in their order; at most the last [`KEPT`].
 pub fn since(call: u64) -> Vec<Report> {
-    let recent = RECENT.lock().unwrap_or_else(PoisonError::into_inner);
+    let recent = RECENT.lock();
     recent.iter().filter(|report| report.call > call).cloned().collect()
 }
 

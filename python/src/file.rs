@@ -12,6 +12,7 @@ use crate::gil;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
+use tensorizer::PerProcess;
 use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::Buffers;
@@ -25,7 +26,7 @@ const REQUEST_LEN: usize = 1 << 20;
 /// and the transfer at it belong together.
 pub struct PyFile {
     object: Py<PyAny>,
-    turn: Mutex<()>,
+    turn: PerProcess<Mutex<()>>,
     uri: String,
     len: Option<u64>,
 }
@@ -37,7 +38,7 @@ fn raised(error: PyErr) -> io::Error {
 impl PyFile {
     /// `len` is the object's size, where it can seek.
     pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
-        PyFile { object, turn: Mutex::new(()), uri, len }
+        PyFile { object, turn: PerProcess::new(), uri, len }
     }
 
     /// Reads once; 0 at the end.
@@ -72,8 +73,8 @@ impl PyFile {
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
         let done = gil::with(|py| {
             // Waits for the turn without the GIL, which whoever has the turn may need.
-            let _turn =
-                self.turn.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+            let turn = self.turn.get().lock_py_attached(py);
+            let _turn = turn.unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
         });
         done.map_err(io::Error::other)?

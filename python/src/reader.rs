@@ -431,18 +431,17 @@ impl Reader {
             let tensors = lent.list()?;
             let missing = self.headers.missing(&numbers);
             self.headers.keep(&missing, read_headers(&self.file, &missing, &signals)?);
-            let known = self.headers.known();
             let mut devices = Devices::default();
             let mut out = Vec::with_capacity(numbers.len());
             for (at, number) in numbers.iter().enumerate() {
                 let entry = self.file.entry(*number)?;
                 let name = entry.name.clone();
                 let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-                let header = known.get(*number).and_then(Option::as_ref);
+                let header = self.headers.known(*number);
                 let header = header.ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
                 let uri = self.file.uri();
-                out.push(same && matches_header(&tensor.data, header, entry, uri, &signals)?);
+                out.push(same && matches_header(&tensor.data, &header, entry, uri, &signals)?);
             }
             Ok(out)
         })?)

@@ -2,10 +2,11 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorizer::Brief;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::Buffers;
 use tensorizer::net::s3::S3Options;
@@ -32,18 +33,18 @@ const STEP: usize = 8 << 20;
 /// Bytes of a server. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Source {
-    source: Mutex<Option<Arc<dyn ReadAt>>>,
+    source: Brief<Option<Arc<dyn ReadAt>>>,
     uri: String,
 }
 
 impl Source {
     fn new(source: Arc<dyn ReadAt>) -> Self {
-        Source { uri: source.uri().to_owned(), source: Mutex::new(Some(source)) }
+        Source { uri: source.uri().to_owned(), source: Brief::new(Some(source)) }
     }
 
     /// The source, unless it was closed.
     pub fn shared(&self) -> Result<Arc<dyn ReadAt>> {
-        let source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        let source = self.source.lock();
         source
             .clone()
             .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
@@ -192,7 +193,8 @@ impl Source {
     }
 
     fn close(&self) {
-        self.source.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let source = self.source.lock().take();
+        drop(source);
     }
 
     /// The address, without its secrets.

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
@@ -14,7 +14,7 @@ use tensorizer::format::TensorKind;
 use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::sink::{FileSink, WriteAt};
-use tensorizer::{MemoryLimit, Pair, SaveOptions, SaveTensor};
+use tensorizer::{Maker, MemoryLimit, Pair, SaveOptions, SaveTensor};
 use tensorizer_torch::exchange::{Lent, borrow};
 use tensorizer_torch::tensor::{Devices, one_to_save};
 
@@ -32,6 +32,8 @@ use crate::watch::{Watch, log};
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
+    maker: Maker,
+    uri: String,
     progress: Arc<AtomicU64>,
     watch: Watch,
 }
@@ -92,7 +94,13 @@ impl Writer {
     fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> Answer<Self> {
         let options = given.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
-        Ok(Writer { progress: inner.progress(), inner: Mutex::new(inner), watch: Watch::default() })
+        Ok(Writer {
+            progress: inner.progress(),
+            maker: Maker::this(),
+            uri: inner.uri().to_owned(),
+            inner: Mutex::new(inner),
+            watch: Watch::default(),
+        })
     }
 
     fn with<T: Send>(
@@ -100,8 +108,15 @@ impl Writer {
         py: Python<'_>,
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
     ) -> Answer<T> {
-        let mut inner =
-            self.inner.lock_py_attached(py).unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut inner = match self.inner.try_lock() {
+            // It may be that of a thread which is not in this process.
+            Err(TryLockError::WouldBlock) => {
+                self.maker.check(&self.uri)?;
+                self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+            }
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Ok(inner) => inner,
+        };
         let inner = &mut *inner;
         Ok(gil::without(py, || body(inner))?)
     }

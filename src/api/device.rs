@@ -317,7 +317,7 @@ impl<'f> DeviceLoad<'f> {
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "models"))]
 mod models;
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 mod tests;

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use super::proven::Proven;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result, Shown};
@@ -15,17 +16,18 @@ use crate::format::tensors::{behind, index, metadata};
 use crate::io::source::{ClosedSource, KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
+use crate::sys::brief::Brief;
 
 /// Tensors, and where their bytes come from.
 pub struct TensorFile {
     uri: String,
-    sources: Mutex<Arc<[Arc<dyn ReadAt>]>>,
+    sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Catalog,
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
     heads: Arc<[KnownHead]>,
     /// Its bytes have the hashes that its hub publishes, or need not have them.
-    proven: Arc<Mutex<bool>>,
+    proven: Arc<Proven>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -53,7 +55,7 @@ impl TensorFile {
         heads: Vec<KnownHead>,
     ) -> Self {
         let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
-        TensorFile { uri, sources: Mutex::new(sources.into()), catalog, own, heads, proven }
+        TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
     }
 
     /// The same file with other tensors in it.
@@ -87,7 +89,7 @@ impl TensorFile {
         };
         TensorFile {
             uri: self.uri.clone(),
-            sources: Mutex::new(self.sources()),
+            sources: Brief::new(self.sources()),
             catalog,
             own: self.own.clone(),
             heads: Arc::clone(&self.heads),
@@ -109,8 +111,8 @@ impl TensorFile {
         &self.heads
     }
 
-    /// Whether its bytes are not to be compared, or compared again, with what its hub publishes.
-    pub(super) fn proven(&self) -> &Mutex<bool> {
+    /// Whether its bytes were compared with what its hub publishes.
+    pub(super) fn proven(&self) -> &Proven {
         &self.proven
     }
 
@@ -179,7 +181,7 @@ impl TensorFile {
 
     /// Where the bytes come from: a source for each file, as entries number them.
     pub fn sources(&self) -> Arc<[Arc<dyn ReadAt>]> {
-        Arc::clone(&self.sources.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.sources.lock())
     }
 
     /// The source of one file.
@@ -195,12 +197,12 @@ impl TensorFile {
 
     /// Lets the sources go, once the reads under way have ended. The catalog stays.
     pub fn close(&self) {
-        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let sources = self.sources();
         let closed = sources.iter().map(|source| {
             let (uri, of_hub) = (source.uri().to_owned(), source.is_of_hub());
             Arc::new(ClosedSource { uri, of_hub }) as Arc<dyn ReadAt>
         });
-        *sources = closed.collect();
+        *self.sources.lock() = closed.collect();
     }
 
     /// The format of the file, or of all shards.

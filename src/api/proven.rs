@@ -1,12 +1,12 @@
 //! Files of a hub that publishes their SHA-256: all their bytes are compared with it before a tensor is
 //! handed out.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use super::file::TensorFile;
 use super::load_options::LoadOptions;
-use crate::cancel::{self, Cancel, POLL};
+use crate::cancel::{self, Cancel, POLL, Turns};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::crew;
@@ -23,6 +23,13 @@ const AT_ONCE: usize = 8;
 /// Files whose hashes are asked for at once.
 const ASKED_AT_ONCE: usize = 16;
 
+/// Whether bytes are not to be compared, or compared again, with what their hub publishes.
+#[derive(Default)]
+pub(super) struct Proven {
+    done: AtomicBool,
+    turns: Turns,
+}
+
 impl TensorFile {
     /// Compares the bytes of its files with what their hubs publish, once. Gives what is to be
     /// verified beyond that; refuses what holds no hashes and is not published with one.
@@ -32,10 +39,11 @@ impl TensorFile {
         let rest = if own { verify } else { Verify::Nothing };
         let enough = verify == Verify::Nothing || (own && verify != Verify::All);
         if !enough {
-            let mut proven = turn(self.proven(), cancel)?;
-            if !*proven {
+            let proven = self.proven();
+            let _turn = cancel::turn(&proven.turns, cancel)?;
+            if !proven.done.load(Ordering::Relaxed) {
                 self.prove_all(own, options, cancel)?;
-                *proven = true;
+                proven.done.store(true, Ordering::Relaxed);
             }
         }
         Ok(rest)
@@ -66,17 +74,6 @@ impl TensorFile {
             compare(some, memory, options, cancel)?;
         }
         Ok(())
-    }
-}
-
-/// Waits until nobody else compares the same files.
-fn turn<'m>(proven: &'m Mutex<bool>, cancel: &dyn Cancel) -> Result<MutexGuard<'m, bool>> {
-    loop {
-        match proven.try_lock() {
-            Ok(guard) => return Ok(guard),
-            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => cancel::sleep(POLL, cancel)?,
-        }
     }
 }
 

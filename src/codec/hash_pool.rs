@@ -257,10 +257,10 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "models"))]
 mod models;
 
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 mod tests {
     use super::super::hash::digest;

@@ -347,10 +347,10 @@ impl<'s, 'c> Watch<'s, 'c> {
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "models"))]
 mod models;
 
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;

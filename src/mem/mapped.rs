@@ -5,13 +5,14 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::sync::{Mutex, PoisonError};
+
+use crate::sys::brief::Brief;
 
 /// Device and inode.
 type Identity = (u64, u64);
 
 /// How many mappings each file has.
-static MAPPED: Mutex<Option<HashMap<Identity, usize>>> = Mutex::new(None);
+static MAPPED: Brief<Option<HashMap<Identity, usize>>> = Brief::new(None);
 
 fn identity(file: &File) -> io::Result<Identity> {
     let metadata = file.metadata()?;
@@ -25,7 +26,7 @@ impl InUse {
     /// Notes that a file is mapped.
     pub fn note(file: &File) -> io::Result<Self> {
         let identity = identity(file)?;
-        let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mapped = MAPPED.lock();
         *mapped.get_or_insert_default().entry(identity).or_default() += 1;
         Ok(InUse(identity))
     }
@@ -33,7 +34,7 @@ impl InUse {
 
 impl Drop for InUse {
     fn drop(&mut self) {
-        let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mapped = MAPPED.lock();
         if let Some(mapped) = mapped.as_mut()
             && let Some(count) = mapped.get_mut(&self.0)
         {
@@ -48,7 +49,7 @@ impl Drop for InUse {
 /// Whether tensors of this process are used in place of a file.
 pub fn is_mapped(file: &File) -> io::Result<bool> {
     let identity = identity(file)?;
-    let mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mapped = MAPPED.lock();
     Ok(mapped.as_ref().is_some_and(|mapped| mapped.contains_key(&identity)))
 }
 

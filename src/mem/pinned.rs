@@ -304,8 +304,8 @@ impl Drop for Ticket<'_> {
     }
 }
 
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "models"))]
 mod models;
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests;

@@ -1,6 +1,7 @@
 //! The system calls that the standard library does not offer. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
+pub mod brief;
 mod buffers;
 mod claims;
 pub mod clock;
@@ -14,7 +15,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(crate) use buffers::to_fill;
@@ -386,8 +387,15 @@ pub fn page_size() -> usize {
 /// Cores that this process may use; the quota of its control group is respected. Asked for once: the
 /// answer takes some system calls and files, and this is wanted for each load of each tensor.
 pub fn cpu_count() -> usize {
-    static KNOWN: OnceLock<usize> = OnceLock::new();
-    *KNOWN.get_or_init(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
+    static KNOWN: AtomicUsize = AtomicUsize::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            let found = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+            KNOWN.store(found, Ordering::Relaxed);
+            found
+        }
+        known => known,
+    }
 }
 
 #[cfg(test)]

@@ -79,8 +79,15 @@ impl<T> Drop for Inherited<T> {
 }
 
 /// A value that each process has for itself. One that was forked off begins with a new one: the
-/// parent's locks may have been held at that moment, and would never be released. Never dropped.
+/// parent's locks may have been held at that moment, and would never be released. What is inherited is
+/// never dropped.
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);
+
+impl<T: Default + Send + Sync> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 struct Made<T> {
     maker: Maker,
@@ -94,9 +101,9 @@ impl<T: Default + Send + Sync> PerProcess<T> {
     }
 
     /// The value of this process.
-    pub fn get(&'static self) -> &'static T {
+    pub fn get(&self) -> &T {
         let known = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or from a box that is never freed; shared, and never changed.
+        // SAFETY: null, or from a box that is freed with `self`; shared, and never changed.
         if let Some(made) = unsafe { known.as_ref() }
             && made.maker.is_here()
         {
@@ -116,6 +123,17 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         // SAFETY: as above; not null. Another thread of this process has made `other`, after this
         // one has looked: a process has one thread when it begins.
         unsafe { &(*made).value }
+    }
+}
+
+impl<T> Drop for PerProcess<T> {
+    fn drop(&mut self) {
+        let made = *self.0.get_mut();
+        // SAFETY: null, or from a box of `get`, in which it was put.
+        if unsafe { made.as_ref() }.is_some_and(|made| made.maker.is_here()) {
+            // SAFETY: as above; nobody else has `self` now, from which alone it is had.
+            drop(unsafe { Box::from_raw(made) });
+        }
     }
 }
 

@@ -58,7 +58,7 @@ def build_blind(targets: list[str]) -> Path:
     folder = Path(os.environ.get("CARGO_TARGET_DIR", HERE / "target")) / "blind"
     command = ["cargo", "build", "--release", "--bin", "blind"]
     if set(targets) & set(NETWORK):
-        command += ["--features", "http"]
+        command += ["--features", "fuzzing"]
     environment = {**os.environ, "CARGO_TARGET_DIR": str(folder)}
     subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=sys.stderr)
     return folder / "release/blind"
@@ -80,7 +80,7 @@ def build(targets: list[str]) -> Path:
     environment = {**os.environ, "RUSTFLAGS": FLAGS, "CARGO_TARGET_DIR": str(folder)}
     command = ["rustup", "run", "nightly", "cargo", "build", "--release", "--target", TRIPLE]
     if set(targets) & set(NETWORK):
-        command += ["--features", "http"]
+        command += ["--features", "fuzzing"]
     for target in targets:
         command += ["--bin", target]
     subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=sys.stderr)

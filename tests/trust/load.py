@@ -78,9 +78,12 @@ def saved(folder: Path) -> float:
     return by_path(folder)
 
 
-def forgotten(folder: Path) -> float:
-    file = TensorDeserializer(folder / "f.tensors", "cpu", lazy_load=True)
+def read_all(file: TensorDeserializer) -> float:
     return value_of({name: file[name].clone() for name in file})
+
+
+def forgotten(folder: Path) -> float:
+    return read_all(TensorDeserializer(folder / "f.tensors", "cpu", lazy_load=True))
 
 
 def missing(folder: Path) -> float:
@@ -263,21 +266,27 @@ def endings(folder: Path, url: str, chance: random.Random) -> str | None:
 
 
 def forks(folder: Path, url: str, chance: random.Random) -> str | None:
-    """Fork while threads work: the child loads and saves, the parent goes on."""
+    """Fork while threads work: the child loads, what is open too, and saves."""
 
     def work() -> dict:
         findings, stop = [], threading.Event()
+        opened = [TensorDeserializer(place, "cpu", lazy_load=True)
+                  for place in (folder / "f.tensors", url)]  # fmt: skip
+
+        def together(_: object) -> float:
+            found = {read_all(file) for file in opened}
+            return found.pop() if len(found) == 1 else NEW
 
         def one(number: int) -> None:
             mine = folder / f"fork{number}"
             mine.mkdir(exist_ok=True)
             save_path(mine, OLD)
-            ways = [saved, by_path, by_url(url), cancelled_load]
+            ways = [saved, by_path, by_url(url), cancelled_load, together, together]
             while not stop.is_set():
                 if ways[number](mine) != OLD:
                     findings.append("wrong data in the parent")
 
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(6)]
         for thread in threads:
             thread.start()
         for _ in range(5):
@@ -289,6 +298,7 @@ def forks(folder: Path, url: str, chance: random.Random) -> str | None:
                 mine.mkdir()
                 save_path(mine, NEW)
                 right = by_path(mine) == NEW and by_url(url)(mine) == OLD and by_path(folder) == OLD
+                right = right and together(mine) == OLD
                 shutil.rmtree(mine)
                 os._exit(0 if right else 1)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

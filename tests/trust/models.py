@@ -15,17 +15,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ["cargo", "test", "--quiet", "--package", "tensorizer", "--no-default-features",
-         "--features", "clouds", "--lib", "--no-run", "--message-format=json"]  # fmt: skip
+BUILD = ["cargo", "test", "--release", "--config", "tests/rust/checked.toml",
+         "--package", "tensorizer", "--features", "models", "--lib",
+         "--no-run", "--message-format=json"]  # fmt: skip
 
 
 def build() -> str:
-    """Build the tests apart from all else, and return the path of their program."""
-    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "models"
-    flags = f"{os.environ.get('RUSTFLAGS', '')} --cfg shuttle".strip()
-    environment = os.environ | {"CARGO_TARGET_DIR": str(folder), "RUSTFLAGS": flags}
-    built = subprocess.run(BUILD, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-                           check=True)  # fmt: skip
+    """Build the tests with what `make test-rust` has compiled; return the path of their program."""
+    built = subprocess.run(BUILD, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     made = [json.loads(line) for line in built.stdout.splitlines()]
     programs = [row["executable"] for row in made if row.get("profile", {}).get("test")]
     return str(programs[-1])

@@ -59,12 +59,13 @@ def tests(sanitizer: str, *more: str) -> tuple[int, list[str]]:
 
 
 def memcheck() -> tuple[int, list[str]]:
-    """Run a program that saves and loads."""
-    environment = target("memcheck")
-    build = ["cargo", "build", "--quiet", "--package", "tensorizer", "--no-default-features",
+    """Run a program that saves and loads, built with what `make test-rust` has compiled."""
+    build = ["cargo", "build", "--quiet", "--release", "--config", "tests/rust/checked.toml",
+             "--workspace", "--features", "tensorizer/fuzzing",
              "--example", "round_trip"]  # fmt: skip
-    subprocess.run(build, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
-    program = f"{environment['CARGO_TARGET_DIR']}/debug/examples/round_trip"
+    subprocess.run(build, cwd=ROOT, check=True, stdout=sys.stderr)
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    program = str(folder / "release/examples/round_trip")
     command = ["valgrind", "--error-exitcode=9", "--leak-check=full",
                "--errors-for-leak-kinds=definite",
                "--num-callers=25", program]  # fmt: skip
@@ -165,12 +166,14 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
-    name, why_not, run = KINDS[parser.parse_args().kind]
+    parser.add_argument("--required", action="store_true", help="fail where it cannot be run")
+    arguments = parser.parse_args()
+    name, why_not, run = KINDS[arguments.kind]
     began = time.monotonic()
     missing = why_not()
     if missing or run is None:
         print(json.dumps({"campaign": name, "skipped": f"not run: {missing}"}))
-        return
+        sys.exit(arguments.required)
     inputs, findings = run()
     what = {memcheck: "round trips", cpp: "checks"}.get(run, "tests")
     print(json.dumps({

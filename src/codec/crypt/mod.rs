@@ -12,6 +12,8 @@ pub use params::{
     Secret,
 };
 
+pub use sodium::start;
+
 use crate::error::{Error, Result};
 pub use crate::format::tensors::crypt_info::PIECE_LEN;
 use crate::format::tensors::crypt_info::{Cipher, MAC_LEN};

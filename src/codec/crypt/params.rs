@@ -1,17 +1,16 @@
 //! What a caller says about encryption, and the keys that follow from it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Duration;
+use std::sync::{Arc, PoisonError};
 
 use zeroize::Zeroizing;
 
 use super::sodium::KEY_LEN;
 use super::{Key, sodium};
-use crate::cancel::{self, Cancel, detached};
+use crate::cancel::{self, Cancel, Turns, detached};
 use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
-use crate::sys::process::PerProcess;
+use crate::sys::brief::Brief;
 
 /// libsodium's limits of Argon2id.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -57,9 +56,11 @@ pub struct DecryptionOptions {
     max_work: u128,
     /// Refuse a file whose names, shapes, order and tags are not sealed.
     pub require_manifest: bool,
-    derived: Mutex<Vec<(KeyDerivation, Key)>>,
+    derived: Brief<Vec<(KeyDerivation, Key)>>,
+    /// Held while a key is derived, so that it is done once.
+    deriving: Turns,
     /// By what files are called.
-    asked: Mutex<HashMap<String, Asked>>,
+    asked: Brief<HashMap<String, Asked>>,
 }
 
 /// What a file has asked for.
@@ -83,8 +84,9 @@ impl DecryptionOptions {
             max_memlimit: USUAL_MEMLIMIT,
             max_work: USUAL_WORK,
             require_manifest: false,
-            derived: Mutex::default(),
-            asked: Mutex::default(),
+            derived: Brief::default(),
+            deriving: Turns::new(),
+            asked: Brief::default(),
         }
     }
 
@@ -98,13 +100,9 @@ impl DecryptionOptions {
         }
     }
 
-    fn asked(&self) -> MutexGuard<'_, HashMap<String, Asked>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A file of this name was opened: what an earlier one has asked for is not counted.
     pub fn opened(&self, uri: &str) {
-        self.asked().remove(uri);
+        self.asked.lock().remove(uri);
     }
 
     /// Whether there is no key without a derivation.
@@ -152,19 +150,14 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        // Held while deriving, so that it is done once.
-        let mut derived = loop {
-            match self.derived.try_lock() {
-                Ok(derived) => break derived,
-                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => cancel::sleep(TURN, cancel)?,
-            }
-        };
-        if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
-            return Ok(key.clone());
+        let _turn = cancel::turn(&self.deriving, cancel)?;
+        let known =
+            |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
+        if let Some(key) = self.derived.lock().iter().find_map(known) {
+            return Ok(key);
         }
         self.check_limits(derivation, uri)?;
-        let Asked { keys, work } = self.asked().get(uri).copied().unwrap_or(Asked::NOTHING);
+        let Asked { keys, work } = self.asked.lock().get(uri).copied().unwrap_or(Asked::NOTHING);
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
             return Err(Error::Crypt(format!("`{uri}` asks for more than {MAX_KEYS} keys")));
@@ -178,17 +171,14 @@ impl DecryptionOptions {
             )));
         }
         let key = derive(source, derivation, cancel)?;
-        self.asked().insert(uri.to_owned(), Asked { keys: keys + 1, work });
-        derived.push((derivation.clone(), key.clone()));
+        self.asked.lock().insert(uri.to_owned(), Asked { keys: keys + 1, work });
+        self.derived.lock().push((derivation.clone(), key.clone()));
         Ok(key)
     }
 }
 
-/// How long who waits for another's key waits before it looks again.
-const TURN: Duration = Duration::from_millis(10);
-/// One derivation at a time: it takes as much memory as a file asks for. A process that was forked
-/// off has a lock of its own, for nobody in it would give the parent's back.
-static DERIVING: PerProcess<Mutex<()>> = PerProcess::new();
+/// One derivation at a time: it takes as much memory as a file asks for.
+static DERIVING: Turns = Turns::new();
 
 /// Derives a key from a passphrase. That cannot be stopped: when the call is to end before, it ends
 /// by itself, and the next one waits for it.

@@ -13,7 +13,7 @@ pub const KEY_LEN: usize = 32;
 
 /// Has the library look once what the processor can do. It ends the process where it finds no source of
 /// random numbers: there it is left alone, and slower.
-fn start() {
+pub fn start() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
         if sys::random(&mut [0; 16]).is_ok() {

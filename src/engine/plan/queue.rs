@@ -50,7 +50,7 @@ impl<T> WorkQueue<T> {
     }
 }
 
-#[cfg(all(test, not(shuttle)))]
+#[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;

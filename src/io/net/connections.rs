@@ -6,13 +6,13 @@
 
 use std::future::Future;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 
 use tokio::runtime::{Builder, Runtime};
 
 use super::{Failure, Tries, timer};
 use crate::cancel::POLL;
 use crate::environment::reading;
+use crate::sys::brief::Brief;
 use crate::sys::process::Inherited;
 
 /// An event loop of the thread that runs it.
@@ -87,11 +87,11 @@ impl<C> PooledConnection<C> {
 }
 
 /// Connections that no thread uses at the moment.
-pub struct ConnectionPool<C>(Mutex<Vec<PooledConnection<C>>>);
+pub struct ConnectionPool<C>(Brief<Vec<PooledConnection<C>>>);
 
 impl<C> Default for ConnectionPool<C> {
     fn default() -> Self {
-        ConnectionPool(Mutex::default())
+        ConnectionPool(Brief::new(Vec::new()))
     }
 }
 
@@ -103,7 +103,7 @@ impl<C> ConnectionPool<C> {
         make: impl FnOnce() -> F,
     ) -> Result<PooledConnection<C>, Failure> {
         loop {
-            let idle = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let idle = self.0.lock().pop();
             match idle {
                 Some(connection) if connection.0.maker().is_here() => return Ok(connection),
                 Some(_) => {}
@@ -114,12 +114,13 @@ impl<C> ConnectionPool<C> {
 
     /// Closes those that are here.
     pub fn clear(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let all = std::mem::take(&mut *self.0.lock());
+        drop(all);
     }
 
     /// Takes a connection back.
     pub fn put(&self, connection: PooledConnection<C>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+        self.0.lock().push(connection);
     }
 }
 

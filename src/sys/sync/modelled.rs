@@ -1,8 +1,7 @@
 //! Shuttle's locks and threads, with a clock that goes on only while somebody waits.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test --lib models::` runs all models, each for `MODEL_SECONDS`
-//! and from `MODEL_SEED`; `tests/trust/models.py` does it in a target folder of its own. What a
-//! failure prints of its schedule is run again with `MODEL_SCHEDULE`.
+//! `cargo test --features models --lib models::` runs all models, each for `MODEL_SECONDS` and from
+//! `MODEL_SEED`. What a failure prints of its schedule is run again with `MODEL_SCHEDULE`.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;

@@ -6,7 +6,7 @@ mod named;
 pub(crate) mod reply;
 mod sequential;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use reqwest::Url;
 #[cfg(feature = "hf")]
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::io::net::{Failure, NetOptions, Tries, Trust, show_text};
 use crate::mem::Buffers;
 use crate::memory_limit::{CONNECTION, MemoryLimit};
+use crate::sys::brief::Brief;
 use client::{Clients, Target};
 use named::Named;
 #[cfg(any(feature = "clouds", feature = "s3"))]
@@ -44,7 +45,7 @@ pub struct HttpSource {
     shown: String,
     named: Named,
     /// Where redirects from there have led. Such places may cease to be.
-    moved: Mutex<Option<Arc<Target>>>,
+    moved: Brief<Option<Arc<Target>>>,
     clients: Clients,
     options: NetOptions,
     /// Heads of files beside it.
@@ -142,7 +143,7 @@ fn open_named(
     let source = Arc::new(HttpSource {
         shown,
         named,
-        moved: Mutex::new(moved),
+        moved: Brief::new(moved),
         clients,
         options,
         known: known.clone(),
@@ -245,10 +246,6 @@ fn beside(
 }
 
 impl HttpSource {
-    fn moved(&self) -> MutexGuard<'_, Option<Arc<Target>>> {
-        self.moved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Finds out what the server has in the place of the file that was opened: the difference is the
     /// error. On a connection of its own, as a server may close that by which it has refused, and not
     /// say so.
@@ -330,7 +327,7 @@ impl ReadAt for HttpSource {
         }
         let mut tries = Tries::new("reading", &self.options, cancel);
         while done < end {
-            let at = self.moved().clone();
+            let at = self.moved.lock().clone();
             let range = Range { start: done, end };
             let mut is_another = false;
             let outcome = self.clients.with(&tries, |client| {
@@ -346,11 +343,11 @@ impl ReadAt for HttpSource {
             });
             let looked = if is_another { self.look(at.as_ref(), &tries) } else { Ok(()) };
             match looked.and(outcome) {
-                Ok(new) => *self.moved() = new,
-                Err(failure) if tries.renews(&failure) => *self.moved() = None,
+                Ok(new) => *self.moved.lock() = new,
+                Err(failure) if tries.renews(&failure) => *self.moved.lock() = None,
                 Err(failure) => {
                     // A signed address may have expired: the first one gives another.
-                    *self.moved() = None;
+                    *self.moved.lock() = None;
                     tries.wait(failure.or_again(at.is_some()), done, &self.shown)?;
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use reqwest::{Response, StatusCode};
@@ -10,6 +10,7 @@ use reqwest::{Response, StatusCode};
 use super::client::{OneClient, Target};
 use super::reply::{Identity, Range, refusal, says_expired};
 use crate::io::net::{Failure, Tries};
+use crate::sys::brief::Brief;
 use crate::sys::clock;
 
 /// Bytes of a refusal that are looked at.
@@ -46,7 +47,7 @@ pub enum Named {
     /// As it is.
     Fixed(Arc<Target>),
     /// With a signature, which is kept as long as it is good.
-    Signed { signer: Box<dyn Sign>, known: Mutex<Option<Signed>> },
+    Signed { signer: Box<dyn Sign>, known: Brief<Option<Signed>> },
 }
 
 /// A signature, until when it is good, and when it was made.
@@ -56,15 +57,11 @@ pub struct Signed {
     since: Instant,
 }
 
-fn locked(known: &Mutex<Option<Signed>>) -> MutexGuard<'_, Option<Signed>> {
-    known.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Named {
     /// One that is signed when it is used.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
-        Named::Signed { signer, known: Mutex::new(None) }
+        Named::Signed { signer, known: Brief::new(None) }
     }
 
     /// The address of another file in the same folder.
@@ -72,7 +69,7 @@ impl Named {
         Some(match self {
             Named::Fixed(target) => Named::Fixed(Arc::new(target.beside(name)?)),
             Named::Signed { signer, .. } => {
-                Named::Signed { signer: signer.beside(name), known: Mutex::new(None) }
+                Named::Signed { signer: signer.beside(name), known: Brief::new(None) }
             }
         })
     }
@@ -101,21 +98,21 @@ impl Named {
             Named::Signed { signer, known } => (signer, known),
         };
         let good = |signed: &&Signed| clock::date() < signed.until;
-        if let Some(signed) = locked(known).as_ref().filter(good) {
+        if let Some(signed) = known.lock().as_ref().filter(good) {
             return Ok((Arc::clone(&signed.target), signed.since));
         }
         let (target, until) = match signer.sign().await {
             Ok(signed) => signed,
             Err(failure) => {
                 // An old one serves as long as the server takes it.
-                let old = locked(known).as_ref().map(|old| (Arc::clone(&old.target), old.since));
+                let old = known.lock().as_ref().map(|old| (Arc::clone(&old.target), old.since));
                 return old.filter(|_| !failure.is_given_up()).ok_or(failure);
             }
         };
         // Not before its credentials were found, or they would seem newer than what a server refuses.
         let since = clock::now();
         let target = Arc::new(target);
-        *locked(known) = Some(Signed { target: Arc::clone(&target), until, since });
+        *known.lock() = Some(Signed { target: Arc::clone(&target), until, since });
         Ok((target, since))
     }
 
@@ -123,7 +120,7 @@ impl Named {
     fn refused(&self, used: Instant) {
         if let Named::Signed { signer, known } = self {
             // Another thread may have signed since.
-            locked(known).take_if(|signed| signed.since <= used);
+            known.lock().take_if(|signed| signed.since <= used);
             signer.refused(used);
         }
     }

@@ -16,6 +16,7 @@ pub use cudarc::driver::sys::{
 };
 
 use super::library::Library;
+use crate::sys::process::PerProcess;
 
 /// `CUresult`. A newer driver has errors that are not known here.
 pub type Code = c_int;
@@ -87,6 +88,6 @@ functions! {
 
 /// The driver of this process, if it can have one.
 pub fn driver() -> Option<&'static Driver> {
-    static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
-    DRIVER.get_or_init(Driver::open).as_ref()
+    static DRIVER: PerProcess<OnceLock<Option<Driver>>> = PerProcess::new();
+    DRIVER.get().get_or_init(Driver::open).as_ref()
 }

@@ -14,6 +14,7 @@ use std::sync::{Arc, OnceLock};
 use super::context::Context;
 use super::library::Library;
 use crate::mem::device::DeviceFile;
+use crate::sys::process::PerProcess;
 
 /// `CUfileError_t`: an error of cuFile, and one of the driver.
 #[repr(C)]
@@ -55,8 +56,8 @@ struct CuFile {
 
 /// The library, if it is there and its driver could be opened.
 fn cufile() -> Option<CuFile> {
-    static LIBRARY: OnceLock<Option<CuFile>> = OnceLock::new();
-    *LIBRARY.get_or_init(|| {
+    static LIBRARY: PerProcess<OnceLock<Option<CuFile>>> = PerProcess::new();
+    *LIBRARY.get().get_or_init(|| {
         // SAFETY: the library's initialisers may run at any time. Each function has the type that
         // cuFile's header, of all its versions, gives it.
         unsafe {

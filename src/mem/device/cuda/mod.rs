@@ -8,10 +8,11 @@ mod library;
 mod stream;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::{Consumer, Device, Scope, Stream};
 use crate::error::Result;
+use crate::sys::brief::Brief;
 use context::Context;
 use stream::OwnStreams;
 
@@ -24,17 +25,18 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// The device that torch calls `cuda:<index>`.
     pub fn find(index: u32) -> Result<Arc<dyn Device>> {
-        static KNOWN: Mutex<Option<HashMap<u32, Arc<CudaDevice>>>> = Mutex::new(None);
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = known.get_or_insert_default();
-        if let Some(device) = known.get(&index) {
+        static KNOWN: Brief<Option<HashMap<u32, Arc<CudaDevice>>>> = Brief::new(None);
+        let known = KNOWN.lock().get_or_insert_default().get(&index).map(Arc::clone);
+        if let Some(device) = known {
             device.context.check_process()?;
-            return Ok(Arc::clone(device) as Arc<dyn Device>);
+            return Ok(device);
         }
+        // Without the lock, as it takes long: of two that do it at once one is used.
         let context = Arc::new(Context::open(index)?);
         let streams = Arc::new(OwnStreams::new(Arc::clone(&context)));
         let device = Arc::new(CudaDevice { context, streams });
-        known.insert(index, Arc::clone(&device));
+        let device =
+            Arc::clone(KNOWN.lock().get_or_insert_default().entry(index).or_insert(device));
         Ok(device)
     }
 }

@@ -2,12 +2,14 @@
 
 pub mod crypt_block;
 pub mod header;
-#[cfg(feature = "http")]
+#[cfg(feature = "fuzzing")]
 pub mod http_reply;
 pub mod index;
 pub mod names;
 pub mod plan;
+#[cfg(feature = "peers")]
 pub mod safetensors_file;
+#[cfg(feature = "peers")]
 pub mod safetensors_header;
 pub mod shards;
 pub mod tensors_file;
@@ -22,12 +24,14 @@ pub const ALL: &[Target] = &[
     ("index", index::run),
     ("header", header::run),
     ("crypt_block", crypt_block::run),
+    #[cfg(feature = "peers")]
     ("safetensors_header", safetensors_header::run),
+    #[cfg(feature = "peers")]
     ("safetensors_file", safetensors_file::run),
     ("tensors_file", tensors_file::run),
     ("torch_zip", torch_zip::run),
     ("shards", shards::run),
     ("plan", plan::run),
-    #[cfg(feature = "http")]
+    #[cfg(feature = "fuzzing")]
     ("http_reply", http_reply::run),
 ];

@@ -1,0 +1,181 @@
+//! A lock that no process is forked off under. One of the few doors to `unsafe`.
+//!
+//! Of what a process was forked off from, only the thread that forked goes on: a lock that another
+//! held is never released. So `fork` waits until nobody holds one of these.
+#![allow(unsafe_code)]
+
+use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A lock for a moment: whoever holds it neither waits for others nor calls what may.
+#[derive(Debug, Default)]
+pub struct Brief<T>(Mutex<T>);
+
+/// Threads that hold such locks, or are about to.
+static HOLDERS: AtomicU32 = AtomicU32::new(0);
+/// Threads that fork, and wait for those.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+
+thread_local! {
+    // How many of them this thread holds.
+    static HELD: Cell<u32> = const { Cell::new(0) };
+}
+
+impl<T> Brief<T> {
+    /// Around a value.
+    pub const fn new(value: T) -> Self {
+        Brief(Mutex::new(value))
+    }
+
+    /// Waits for whoever has it.
+    pub fn lock(&self) -> Held<'_, T> {
+        let within = Within::new();
+        let value = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Held { value, _within: within }
+    }
+}
+
+/// The lock is held until this is dropped.
+pub struct Held<'b, T> {
+    // First, as it is dropped first.
+    value: MutexGuard<'b, T>,
+    _within: Within,
+}
+
+impl<T> Deref for Held<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for Held<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+/// No process is forked off as long as this lives. Of the thread that made it: a guard of a mutex,
+/// beside which it lies, goes to no other.
+struct Within;
+
+impl Within {
+    fn new() -> Self {
+        heed_forks();
+        let held = HELD.get();
+        // Who holds one already is waited for, and must not wait for who waits.
+        if held == 0 {
+            HOLDERS.fetch_add(1, Ordering::SeqCst);
+            while FORKING.load(Ordering::SeqCst) > 0 {
+                HOLDERS.fetch_sub(1, Ordering::SeqCst);
+                std::thread::yield_now();
+                HOLDERS.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        HELD.set(held + 1);
+        Within
+    }
+}
+
+impl Drop for Within {
+    fn drop(&mut self) {
+        let held = HELD.get().saturating_sub(1);
+        HELD.set(held);
+        if held == 0 {
+            HOLDERS.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Has forks wait from now on. Called by the first lock; a library calls it as it is loaded, before
+/// there are threads.
+pub fn heed_forks() {
+    static HEEDED: AtomicBool = AtomicBool::new(false);
+    if HEEDED.load(Ordering::Relaxed) || HEEDED.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    // SAFETY: functions that take nothing and stay where they are as long as their library, with
+    // which the C library forgets them. If there is no memory for them, forks do not wait.
+    unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+}
+
+extern "C" fn before() {
+    FORKING.fetch_add(1, Ordering::SeqCst);
+    while HOLDERS.load(Ordering::SeqCst) > ours() {
+        std::thread::yield_now();
+    }
+}
+
+extern "C" fn in_parent() {
+    FORKING.fetch_sub(1, Ordering::SeqCst);
+}
+
+extern "C" fn in_child() {
+    // Others may have been about to fork, or to look whether somebody does.
+    FORKING.store(0, Ordering::SeqCst);
+    HOLDERS.store(ours(), Ordering::SeqCst);
+}
+
+/// How many holders this thread is: it does not wait for itself.
+fn ours() -> u32 {
+    HELD.get().min(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Forks while threads take a lock; returns how many children could not take it.
+    fn children_without(lock: &Brief<u64>, forks: u32) -> u32 {
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let mut held = lock.lock();
+                        *held += 1;
+                        std::hint::black_box(lock);
+                    }
+                });
+            }
+            let without = (0..forks).filter(|_| {
+                // SAFETY: the child takes locks, sets an alarm and ends, without anything between.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: takes a number.
+                    unsafe { libc::alarm(20) };
+                    *lock.lock() += 1;
+                    // SAFETY: does not return.
+                    unsafe { libc::_exit(0) };
+                }
+                let mut status = 0;
+                // SAFETY: writes one number.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                status != 0
+            });
+            let without = without.count();
+            stop.store(true, Ordering::Relaxed);
+            u32::try_from(without).unwrap_or(u32::MAX)
+        })
+    }
+
+    #[test]
+    fn a_child_finds_no_lock_held() {
+        static LOCK: Brief<u64> = Brief::new(0);
+        assert_eq!(children_without(&LOCK, 300), 0);
+    }
+
+    #[test]
+    fn a_lock_is_taken_within_another() {
+        let (one, other) = (Brief::new(1), Brief::new(2));
+        let (held, inner) = (one.lock(), other.lock());
+        assert_eq!(*held + *inner, 3);
+        drop(held);
+        assert_eq!(HELD.get(), 1);
+        drop(inner);
+        assert_eq!(HELD.get(), 0);
+    }
+}
