@@ -51,7 +51,13 @@ class Campaign:
         """Count a kill, and note what is wrong after it."""
         self.kills[kind] += 1
         try:
-            wrong = verdict()
+            try:
+                wrong = verdict()
+            except OSError as error:
+                # A server may yet do what had reached it whole, while that is read.
+                if "the file changed since it was opened" not in str(error):
+                    raise
+                wrong = verdict()
         except Exception as error:
             wrong = f"what is left cannot be read: {type(error).__name__}: {error}"
         if wrong:
