@@ -192,6 +192,9 @@ impl DType {
         let dtype = Self::from_name(name).ok_or_else(unknown)?;
         let size =
             void.trim_start_matches(['<', '|', '=']).strip_prefix('V').ok_or_else(unknown)?;
+        if !size.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(unknown());
+        }
         if size != dtype.0.size.to_string() {
             return Err(format!(
                 "dtype {text:?} stores {size} bytes an element, torch.{name} has {}",
@@ -230,5 +233,8 @@ mod tests {
         {
             assert!(DType::parse(text.as_bytes()).is_err(), "{text:?}");
         }
+        // What is told is shown, not sent to the terminal.
+        let said = DType::parse(b"<V\x1b[2J\0torch.bfloat16").unwrap_err();
+        assert_eq!(said, r#"unknown dtype "<V\u{1b}[2J\0torch.bfloat16""#);
     }
 }
