@@ -1,13 +1,14 @@
 """What the parent has begun belongs to the parent: a child neither finishes nor destroys it."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import ROOT, assert_same, run_python
 from emulators import Doorman, Google, Tokens
 
 #: Runs ``child`` in a forked process, and fails with its traceback.
@@ -184,3 +185,12 @@ def test_workers(method, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f", "f.parent", "workers.py"]
+
+
+def test_no_lock_of_a_process_is_inherited():
+    """A thread of the parent may hold it at the fork: such are `Brief`, or of each `PerProcess`."""
+    lock = re.compile(r"static \w+: (?:\w+::)*(?:Mutex|RwLock|Condvar|LazyLock)\b.*")
+    folders = ("src", "csrc", "python/src")
+    sources = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.rs")]
+    assert len(sources) > 100
+    assert {path: found for path in sources if (found := lock.findall(path.read_text()))} == {}
