@@ -15,7 +15,7 @@ use crate::sys::sync::{Mutex, thread};
 /// How often a wait asks whether to go on.
 pub const POLL: Duration = Duration::from_millis(50);
 
-/// How long who waits for a turn waits before it looks again.
+/// How long who waits for a lock waits before it looks again.
 const TURN: Duration = Duration::from_millis(10);
 
 /// Says whether a call is to go on.
@@ -60,9 +60,17 @@ pub type Turns = PerProcess<std::sync::Mutex<()>>;
 
 /// Waits for a turn.
 pub fn turn<'t>(turns: &'t Turns, cancel: &dyn Cancel) -> Result<std::sync::MutexGuard<'t, ()>> {
+    lock(turns.get(), cancel)
+}
+
+/// Waits for a lock that others may hold for long.
+pub fn lock<'m, T>(
+    mutex: &'m std::sync::Mutex<T>,
+    cancel: &dyn Cancel,
+) -> Result<std::sync::MutexGuard<'m, T>> {
     loop {
-        match turns.get().try_lock() {
-            Ok(turn) => return Ok(turn),
+        match mutex.try_lock() {
+            Ok(held) => return Ok(held),
             Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => sleep(TURN, cancel)?,
         }

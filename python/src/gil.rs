@@ -31,6 +31,8 @@ pub fn note_main(py: Python<'_>) -> PyResult<()> {
     let main = py.import("threading")?.call_method0("main_thread")?.getattr("ident")?;
     let main = main.extract()?;
     MAIN.get_or_init(|| main);
+    // Looks for it now, before there is a thread that could be forked from while it does.
+    is_held();
     Ok(())
 }
 

@@ -1,15 +1,15 @@
 //! How far the loads or the writes of a file have come: told to a callable while they run, and to the
 //! log when they have ended.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_own};
-use tensorizer::{LoadOptions, MemoryLimit};
+use tensorizer::{Brief, LoadOptions, MemoryLimit};
 
 use crate::errors::Answer;
 use crate::verification::verification;
@@ -55,7 +55,7 @@ impl Watch {
 pub struct Loads {
     stopped: AtomicBool,
     pub watch: Watch,
-    memory: Mutex<MemoryLimit>,
+    memory: Brief<MemoryLimit>,
 }
 
 impl Loads {
@@ -66,13 +66,13 @@ impl Loads {
 
     /// How each of them loads.
     pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
-        let memory = *self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let memory = *self.memory.lock();
         LoadOptions { readers, verify: verification(verify), map, memory }
     }
 
     /// Bounds what those have in flight that begin from here on.
     pub fn set_memory(&self, limit: MemoryLimit) {
-        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = limit;
+        *self.memory.lock() = limit;
     }
 
     /// Runs one without the GIL; it is told of while it runs, and logged.

@@ -9,7 +9,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A lock for a moment: whoever holds it neither waits for others nor calls what may.
+/// A lock for a moment: whoever holds it neither forks, nor waits for others, nor calls what may.
 #[derive(Debug, Default)]
 pub struct Brief<T>(Mutex<T>);
 
@@ -71,7 +71,10 @@ impl Within {
             HOLDERS.fetch_add(1, Ordering::SeqCst);
             while FORKING.load(Ordering::SeqCst) > 0 {
                 HOLDERS.fetch_sub(1, Ordering::SeqCst);
-                std::thread::yield_now();
+                // Only looked at: many that counted themselves again and again would keep it up.
+                while FORKING.load(Ordering::SeqCst) > 0 {
+                    std::thread::yield_now();
+                }
                 HOLDERS.fetch_add(1, Ordering::SeqCst);
             }
         }
@@ -93,13 +96,21 @@ impl Drop for Within {
 /// Has forks wait from now on. Called by the first lock; a library calls it as it is loaded, before
 /// there are threads.
 pub fn heed_forks() {
+    static BEGUN: AtomicBool = AtomicBool::new(false);
     static HEEDED: AtomicBool = AtomicBool::new(false);
-    if HEEDED.load(Ordering::Relaxed) || HEEDED.swap(true, Ordering::SeqCst) {
+    if HEEDED.load(Ordering::Acquire) {
+        return;
+    }
+    if BEGUN.swap(true, Ordering::SeqCst) {
+        while !HEEDED.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
         return;
     }
     // SAFETY: functions that take nothing and stay where they are as long as their library, with
     // which the C library forgets them. If there is no memory for them, forks do not wait.
     unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+    HEEDED.store(true, Ordering::Release);
 }
 
 extern "C" fn before() {

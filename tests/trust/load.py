@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from scenes import (
     NEW,
     OLD,
@@ -78,12 +79,9 @@ def saved(folder: Path) -> float:
     return by_path(folder)
 
 
-def read_all(file: TensorDeserializer) -> float:
-    return value_of({name: file[name].clone() for name in file})
-
-
 def forgotten(folder: Path) -> float:
-    return read_all(TensorDeserializer(folder / "f.tensors", "cpu", lazy_load=True))
+    file = TensorDeserializer(folder / "f.tensors", "cpu", lazy_load=True)
+    return value_of({name: file[name].clone() for name in file})
 
 
 def missing(folder: Path) -> float:
@@ -164,6 +162,8 @@ def forked(work: Callable[[], dict], seconds: float) -> Iterator[dict]:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        # After a fork torch has no threads, and does not see it at once.
+        torch.set_num_threads(1)
         os.write(writing, json.dumps(work()).encode())
         os._exit(0)
     os.close(writing)
@@ -273,8 +273,9 @@ def forks(folder: Path, url: str, chance: random.Random) -> str | None:
         opened = [TensorDeserializer(place, "cpu", lazy_load=True)
                   for place in (folder / "f.tensors", url)]  # fmt: skip
 
+        # Tensors that threads share have locks of torch's own: each reads some for itself.
         def together(_: object) -> float:
-            found = {read_all(file) for file in opened}
+            found = {value_of({n: file.slice(n)[:] for n in file}) for file in opened}
             return found.pop() if len(found) == 1 else NEW
 
         def one(number: int) -> None:

@@ -17,6 +17,7 @@ import re
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +40,8 @@ WALL = 0x40000000
 RAX, RDX, ORIG_RAX = 10 * 8, 12 * 8, 15 * 8
 #: Closing these descriptors, which nobody has, begins and ends what is looked at.
 BEGIN, END = 99991, 99992
+#: Seconds until what was opened is closed.
+PATIENCE = 10.0
 #: Calls that a header may be too old for.
 NEWER = {451: "cachestat", 452: "fchmodat2"}
 #: Calls whose third argument is how many bytes they move at most, and how many buffers.
@@ -330,7 +333,13 @@ def run(
         said = marked(body)
         # A traceback has kept what was given up, perhaps in a cycle.
         gc.collect()
-        said |= {"ignored": ignored, "left": sorted(descriptors() - before)}
+        # Threads that sync in the background, or are left behind by a call that ended, end soon.
+        ends = time.monotonic() + PATIENCE
+        while (left := descriptors() - before) and any(" of /" in one for one in left):
+            if time.monotonic() > ends:
+                break
+            time.sleep(0.02)
+        said |= {"ignored": ignored, "left": sorted(left)}
         os.write(writing, json.dumps(said).encode())
         os._exit(0)
     gc.unfreeze()

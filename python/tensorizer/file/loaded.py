@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 
 import torch
 
+from .._locks import OwnLock
 from ..modules import state
 from ..tensors.exchange import cast_dtype, dtype_of
 from .tensor_file import TensorFile
@@ -28,7 +27,8 @@ class LoadedTensors:
         self._tensors: dict[int, torch.nn.Parameter] = {}
         #: The index of the module that each belonged to.
         self.modules: dict[int, int] = {}
-        self._process, self._lock = os.getpid(), threading.RLock()
+        #: With one load at a time all threads get the same objects.
+        self._one_load = OwnLock()
 
     def __contains__(self, number: int) -> bool:
         return number in self._tensors
@@ -39,7 +39,7 @@ class LoadedTensors:
 
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
         """Load those of the tensors that are not here yet."""
-        with self._one_load():
+        with self._one_load.here():
             missing = [number for number in numbers if number not in self._tensors]
             if missing and not self._file.reader.seekable:
                 # One pass is all there is: take everything that may be asked for later.
@@ -58,7 +58,7 @@ class LoadedTensors:
         """Fill those tensors of a module in place that can be; return their numbers."""
         if not self._file.can_fill_on(device):
             return set()
-        with self._one_load():
+        with self._one_load.here():
             fits: list[tuple[int, torch.Tensor]] = []
             for place, number in zip(places, numbers, strict=True):
                 name, shape, _ = self._file.reader.describe(number)
@@ -80,13 +80,6 @@ class LoadedTensors:
                     known = tensor if isinstance(tensor, torch.nn.Parameter) else _parameter(tensor)
                     self._tensors[number] = known
             return {number for number, _ in fits}
-
-    def _one_load(self) -> threading.RLock:
-        """Return a lock: with one load at a time all threads get the same objects."""
-        if self._process != os.getpid():
-            # That of the parent may be held by a thread which is not here.
-            self._process, self._lock = os.getpid(), threading.RLock()
-        return self._lock
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
 
+from .._locks import OwnLock
+
 T = TypeVar("T")
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("no_init_or_tensor", default=False)
-_lock = threading.Lock()
+_lock = OwnLock()
 _depth = 0
 _undo: list[tuple[Any, str, Any]] = []
 
@@ -48,7 +49,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 @contextlib.contextmanager
 def _no_init() -> Iterator[None]:
     global _depth  # noqa: PLW0603
-    with _lock:
+    with _lock.here():
         if _depth == 0:
             _patch()
         _depth += 1
@@ -57,7 +58,7 @@ def _no_init() -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
-        with _lock:
+        with _lock.here():
             _depth -= 1
             if _depth == 0:
                 while _undo:

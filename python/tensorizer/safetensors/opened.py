@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from .._locks import OwnLock
 from ..file.slices import ranges_of
 from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_address
@@ -95,7 +95,7 @@ class Opened:
         names = reader.names(range(len(reader)))
         self.numbers: dict[str, int] = {str(name): n for n, name in enumerate(names)}
         self._in_place = maps and not remote and reader.seekable and device.type == "cpu"
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
         self._mapped: Mapping[int, torch.Tensor] | None = None
 
     def __del__(self) -> None:
@@ -175,7 +175,7 @@ class Opened:
         """Return the tensors that lie in a mapping of the file, which is made once."""
         if not self._in_place:
             return {}
-        with self._lock:
+        with self._lock.here():
             if self._mapped is None:
                 offsets, lens = self._file.reader.offsets(), self._file.reader.data_lens()
                 numbers = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from .._locks import OwnLock
 from .._native import holders
 from . import files
 from .reading import safe_open
@@ -21,7 +21,7 @@ class _Patch:
     """What modules have of safetensors, replaced while there is a block anywhere in the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
         self._blocks = 0
         #: The originals, and what stands in for them, which nobody else has.
         self._pairs: list[tuple[Any, Any]] = []
@@ -31,7 +31,7 @@ class _Patch:
         self._places: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
-        with self._lock:
+        with self._lock.here():
             if self._blocks == 0:
                 self._pairs = _stand_ins()
                 self._references = _references(self._pairs)
@@ -44,7 +44,7 @@ class _Patch:
             self._blocks += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self._lock.here():
             self._blocks -= 1
             if self._blocks == 0:
                 self._restore()

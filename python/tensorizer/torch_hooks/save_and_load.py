@@ -9,7 +9,6 @@ import inspect
 import os
 import pickle
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ import torch
 from torch import _weights_only_unpickler as restricted
 
 from .._errors import PairMismatchError
+from .._locks import OwnLock
 from .._native import local_path
 from ..checkpoints.pairs import LOOKS, LoadFunc, Loading, SaveFunc, save_pair, side_of
 from ..checkpoints.pickling import loading_module, restricted_unpickler
@@ -215,12 +215,12 @@ class _Patch:
     """torch's functions, replaced while there is a block anywhere in the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
         self._blocks = 0
         self._before: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
-        with self._lock:
+        with self._lock.here():
             if self._blocks == 0:
                 self._before = torch.save, torch.load
                 torch.save, torch.load = (
@@ -231,7 +231,7 @@ class _Patch:
             self._blocks += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self._lock.here():
             self._blocks -= 1
             if self._blocks == 0:
                 torch.save, torch.load = self._before

@@ -4,13 +4,14 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::{ReadAt, Traits};
-use crate::cancel::{Cancel, POLL};
+use crate::cancel::{self, Cancel, POLL};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
+use crate::sys::process::Maker;
 
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
@@ -70,6 +71,7 @@ impl Stream for Pipe {
 /// Serves reads at rising positions; bytes in between are read and dropped.
 pub struct PipeSource<S> {
     stream: Mutex<(S, u64)>,
+    maker: Maker,
     uri: String,
 }
 
@@ -81,7 +83,20 @@ impl<S: Stream> PipeSource<S> {
 
     /// The same for a stream whose next byte is at another position.
     pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
-        PipeSource { stream: Mutex::new((stream, position)), uri: uri.into() }
+        PipeSource { stream: Mutex::new((stream, position)), maker: Maker::this(), uri: uri.into() }
+    }
+
+    /// The stream, once nobody else reads it.
+    fn turn(&self, cancel: &dyn Cancel) -> Result<MutexGuard<'_, (S, u64)>> {
+        if self.maker.is_here() {
+            return cancel::lock(&self.stream, cancel);
+        }
+        self.stream.try_lock().map_err(|_| {
+            Error::Closed(format!(
+                "`{}` was being read by a thread of the process that this one was forked off",
+                self.uri
+            ))
+        })
     }
 
     fn failed(&self, error: io::Error) -> Error {
@@ -116,7 +131,7 @@ impl<S: Stream> ReadAt for PipeSource<S> {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let mut guard = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.turn(cancel)?;
         let (stream, position) = &mut *guard;
         let mut gap = offset.checked_sub(*position).ok_or_else(|| {
             Error::Unsupported(format!(
@@ -141,7 +156,7 @@ impl<S: Stream> ReadAt for PipeSource<S> {
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
         // Opening takes its time, and several may be opened at once.
-        let opener = self.stream.lock().unwrap_or_else(PoisonError::into_inner).0.opener();
+        let opener = self.turn(cancel)?.0.opener();
         opener.map_or(Ok(None), |open| open(name, cancel))
     }
 }

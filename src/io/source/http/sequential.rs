@@ -14,6 +14,7 @@ use super::reply::Identity;
 use crate::cancel::Cancel;
 use crate::io::net::{Failure, NetOptions, Tries};
 use crate::io::source::{Opener, Stream};
+use crate::sys::process::Inherited;
 
 /// The bytes of a file in order. A connection that breaks is made again, and what was read
 /// before is passed over.
@@ -24,7 +25,8 @@ pub struct Body {
     options: NetOptions,
     identity: Identity,
     shown: String,
-    open: Option<(OneClient, Response)>,
+    /// In a process that was forked off it is the parent's, and left alone.
+    open: Option<Inherited<(OneClient, Response)>>,
     /// Bytes that have arrived and were not asked for yet.
     rest: Bytes,
     position: u64,
@@ -57,19 +59,20 @@ impl Body {
 
     /// Brings the next bytes; none at the end.
     fn advance(&mut self, tries: &Tries<'_>) -> Result<Bytes, Failure> {
-        let (client, mut response, mut skip) = match self.open.take() {
-            Some((client, response)) => (client, response, 0),
-            None => {
+        let (mut open, mut skip) = match self.open.take() {
+            Some(open) if open.maker().is_here() => (open, 0),
+            _ => {
                 let client = self.clients.take(tries)?;
                 let (_, response) = client.run(tries, async {
                     self.named.ask(&client, None, None, Some(&self.identity), tries).await
                 })?;
                 self.identity.check_whole(&response)?;
-                (client, response, self.position)
+                (Inherited::new((client, response)), self.position)
             }
         };
         loop {
-            let next = client.run(tries, async { client.chunk(&mut response, tries).await });
+            let (client, response) = &mut *open;
+            let next = client.run(tries, async { client.chunk(response, tries).await });
             let mut bytes = next?;
             if bytes.is_empty() {
                 let end = self.identity.len.unwrap_or(self.position);
@@ -83,7 +86,7 @@ impl Body {
             skip -= passed;
             bytes.advance(usize::try_from(passed).unwrap_or(bytes.len()));
             if !bytes.is_empty() {
-                self.open = Some((client, response));
+                self.open = Some(open);
                 return Ok(bytes);
             }
         }
