@@ -3,6 +3,7 @@
 //! Whatever may wait takes a [`Cancel`] and asks it at least every 100 ms. On the caller's own
 //! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
@@ -74,6 +75,25 @@ pub fn lock<'m, T>(
             Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => sleep(TURN, cancel)?,
         }
+    }
+}
+
+/// What is done once. Who asks for it while another does it waits, and does it if that fails.
+#[derive(Default)]
+pub struct Once {
+    done: AtomicBool,
+    turns: Turns,
+}
+
+impl Once {
+    /// Does it, unless it was done.
+    pub fn run(&self, cancel: &dyn Cancel, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let _turn = turn(&self.turns, cancel)?;
+        if !self.done.load(Ordering::Relaxed) {
+            work()?;
+            self.done.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 }
 

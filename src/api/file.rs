@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::proven::Proven;
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, Once};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result, Shown};
 use crate::format::catalog::{Catalog, Entry, Format};
@@ -27,7 +26,7 @@ pub struct TensorFile {
     own: Option<Arc<Own>>,
     heads: Arc<[KnownHead]>,
     /// Its bytes have the hashes that its hub publishes, or need not have them.
-    proven: Arc<Proven>,
+    proven: Arc<Once>,
 }
 
 /// What a `.tensors` file has beside its tensors.
@@ -111,8 +110,8 @@ impl TensorFile {
         &self.heads
     }
 
-    /// Whether its bytes were compared with what its hub publishes.
-    pub(super) fn proven(&self) -> &Proven {
+    /// The comparison of its bytes with what its hub publishes.
+    pub(super) fn proven(&self) -> &Once {
         &self.proven
     }
 

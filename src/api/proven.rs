@@ -1,12 +1,12 @@
 //! Files of a hub that publishes their SHA-256: all their bytes are compared with it before a tensor is
 //! handed out.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use super::file::TensorFile;
 use super::load_options::LoadOptions;
-use crate::cancel::{self, Cancel, POLL, Turns};
+use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::crew;
@@ -23,13 +23,6 @@ const AT_ONCE: usize = 8;
 /// Files whose hashes are asked for at once.
 const ASKED_AT_ONCE: usize = 16;
 
-/// Whether bytes are not to be compared, or compared again, with what their hub publishes.
-#[derive(Default)]
-pub(super) struct Proven {
-    done: AtomicBool,
-    turns: Turns,
-}
-
 impl TensorFile {
     /// Compares the bytes of its files with what their hubs publish, once. Gives what is to be
     /// verified beyond that; refuses what holds no hashes and is not published with one.
@@ -39,12 +32,7 @@ impl TensorFile {
         let rest = if own { verify } else { Verify::Nothing };
         let enough = verify == Verify::Nothing || (own && verify != Verify::All);
         if !enough {
-            let proven = self.proven();
-            let _turn = cancel::turn(&proven.turns, cancel)?;
-            if !proven.done.load(Ordering::Relaxed) {
-                self.prove_all(own, options, cancel)?;
-                proven.done.store(true, Ordering::Relaxed);
-            }
+            self.proven().run(cancel, || self.prove_all(own, options, cancel))?;
         }
         Ok(rest)
     }

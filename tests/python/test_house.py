@@ -26,7 +26,7 @@ LAYERS = [
 PACKAGE = ROOT / "python/tensorizer"
 #: The folders of the Python package, lowest first, and the modules beside them.
 FOLDERS = [
-    {"_build", "_errors", "_installed", "_native", "_starting", "_types"},
+    {"_build", "_errors", "_installed", "_locks", "_native", "_starting", "_types"},
     {"group", "tensors", "modules", "streams"},
     {"file"},
     {"checkpoints", "distributed", "safetensors"},
