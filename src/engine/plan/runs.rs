@@ -25,6 +25,10 @@ impl Runs {
             return None;
         }
         shape.iter().try_fold(size, |len, &dim| len.checked_mul(dim.max(1)))?;
+        // Positions behind the end, where such ranges may lie, add up to more than there are.
+        if slice.iter().any(Range::is_empty) {
+            return Some(Runs { run: 0, first: 0, loops: Vec::new(), total: 0 });
+        }
         let (mut run, mut first, mut stride) = (size, 0, size);
         let (mut loops, mut total) = (Vec::new(), size);
         let mut whole = true;
@@ -41,11 +45,7 @@ impl Runs {
             stride *= dim;
         }
         loops.reverse();
-        Some(if total == 0 {
-            Runs { run: 0, first: 0, loops: Vec::new(), total: 0 }
-        } else {
-            Runs { run, first, loops, total }
-        })
+        Some(Runs { run, first, loops, total })
     }
 
     /// Bytes of the slice.
@@ -161,6 +161,15 @@ mod tests {
             let slice = dims.iter().map(|&(dim, a, b)| a.min(b).min(dim)..a.max(b).min(dim));
             (size, shape, slice.collect())
         })
+    }
+
+    #[test]
+    fn nothing_of_what_nearly_fills_the_address_space() {
+        let shape = [1, 1, u64::MAX];
+        let runs = Runs::new(1, &shape, &[1..1, 1..1, u64::MAX..u64::MAX]).unwrap();
+        assert_eq!((runs.total(), runs.starts().count(), runs.spans(9).count()), (0, 0, 0));
+        let runs = Runs::new(1, &shape, &[0..1, 0..1, u64::MAX - 2..u64::MAX]).unwrap();
+        assert_eq!(runs.starts().collect::<Vec<_>>(), [u64::MAX - 2]);
     }
 
     proptest! {
