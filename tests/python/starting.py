@@ -7,6 +7,7 @@ the text of what it raises, comes back by rank.
 import contextlib
 import importlib
 import json
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -99,6 +100,8 @@ def _rank(task, rank, folder):
         found["error"] = traceback.format_exc()
     (folder / f"{rank}.part").write_text(json.dumps(found, default=str))
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
+    # Sockets by which tensors were sent to other processes lie in a folder.
+    multiprocessing.util._run_finalizers()
     os._exit(0)  # threads of torch are not waited for
 
 
