@@ -160,3 +160,46 @@ impl<S: Stream> ReadAt for PipeSource<S> {
         opener.map_or(Ok(None), |open| open(name, cancel))
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    /// Says that it is read, and gives nothing until it is told to.
+    struct Silent(Sender<()>, Receiver<()>);
+
+    impl Stream for Silent {
+        fn read_next(&mut self, _: &mut Buffers<'_>, _: &dyn Cancel) -> io::Result<usize> {
+            self.0.send(()).unwrap();
+            self.1.recv().unwrap();
+            Ok(0)
+        }
+    }
+
+    struct Cancelled;
+
+    impl Cancel for Cancelled {
+        fn check(&self) -> Result<()> {
+            Err(Error::Closed("cancelled".to_owned()))
+        }
+    }
+
+    #[test]
+    fn who_waits_for_another_reader_can_be_cancelled() {
+        let (begun, begins) = channel();
+        let (end, ends) = channel();
+        let source = PipeSource::new(Silent(begun, ends), "pipe");
+        std::thread::scope(|scope| {
+            let read =
+                |cancel: &dyn Cancel| source.read_at(0, &mut Buffers::of(&mut [0; 4]), cancel);
+            let other = scope.spawn(move || read(&crate::cancel::Never));
+            begins.recv().unwrap();
+            assert!(read(&Cancelled).unwrap_err().to_string().contains("cancelled"));
+            end.send(()).unwrap();
+            assert_eq!(other.join().unwrap().unwrap(), 0);
+        });
+    }
+}
