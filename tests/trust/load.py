@@ -44,6 +44,8 @@ MOST_MB = 64
 THREADS, PROCESSES = 64, 16
 #: With less time than this there are fewer of both, and fewer loads in one process.
 LONG = 60.0
+#: Seconds at most for all but the crowd, and their share of a shorter time.
+OTHERS, SHARE = 600.0, 0.6
 
 
 class Enough(Exception):
@@ -332,7 +334,8 @@ def main() -> None:
         by_path(folder)
         if arguments.only in ("", "crowd"):
             fewer = 1 if arguments.seconds >= LONG else 8
-            found = crowd(folder, url, arguments.seconds * 0.4, arguments.seed, fewer)
+            seconds = arguments.seconds - min(OTHERS, arguments.seconds * SHARE)
+            found = crowd(folder, url, seconds, arguments.seed, fewer)
             done, findings = done + found[0], findings + found[1]
         if arguments.only in ("", "many"):
             count = 1000 if arguments.seconds >= LONG else 40
