@@ -10,6 +10,7 @@ import tensorizer
 import torch
 from conftest import ROOT, assert_same, run_python
 from emulators import Doorman, Google, Tokens
+from scripted import FaultServer
 
 #: Runs ``child`` in a forked process, and fails with its traceback.
 FORKED = """
@@ -144,6 +145,106 @@ def test_tokens_of_a_cloud_are_asked_for_by_each(no_settings_of_the_machine, mon
         server.stop()
 
 
+IN_ORDER = """
+stream = open_stream(sys.argv[1])
+expected = open(sys.argv[2], "rb").read()
+assert stream.read(1000) == expected[:1000]
+def rest():
+    signal.alarm(60)
+    assert stream.read() == expected[1000:]
+forked(rest)
+assert stream.read(5_000_000) == expected[1000:5_001_000]
+forked(lambda: stream.close())
+assert stream.read() == expected[5_001_000:]
+"""
+
+
+def test_a_body_that_is_read_in_order_goes_on_in_both(tmp_path):
+    """A server without ranges; the child has a connection of its own."""
+    data = os.urandom(12_000_000)
+    (tmp_path / "data").write_bytes(data)
+    with FaultServer(data, ranges=False) as server:
+        code = "import signal\n" + FORKED + IN_ORDER
+        done = run_python(code, server.url, tmp_path / "data")
+        assert done.returncode == 0, done.stderr
+
+
+HELD = """
+import io, signal, threading
+
+class Slow(io.BytesIO):
+    def read(self, size=-1):
+        if threading.current_thread() is slow:
+            entered.set()
+            assert gate.wait(100)
+        return super().read(size)
+
+entered, gate = threading.Event(), threading.Event()
+slow = None
+lazy = TensorDeserializer(Slow(open(sys.argv[1], "rb").read()), "cpu", lazy_load=True)
+found = []
+slow = threading.Thread(target=lambda: found.append(lazy["a"]))
+slow.start()
+assert entered.wait(100)
+def child():
+    signal.alarm(60)
+    assert torch.equal(lazy["b"], torch.ones(3))
+    assert torch.equal(lazy["a"], torch.arange(2_000_000))
+forked(child)
+gate.set()
+slow.join()
+assert torch.equal(found[0], torch.arange(2_000_000))
+"""
+
+
+def test_a_load_that_a_thread_of_the_parent_is_in(tmp_path):
+    """It has the turn at the file object and the load of the file at the fork."""
+    tensorizer.save({"a": torch.arange(2_000_000), "b": torch.ones(3)}, tmp_path / "f")
+    done = run_python(FORKED + HELD, tmp_path / "f")
+    assert done.returncode == 0, done.stderr
+
+
+BLOCKS = """
+import contextlib, signal, threading
+import tensorizer.safetensors
+from tensorizer.modules import uninitialised
+from tensorizer.safetensors import replacing
+from tensorizer.torch_compat import tensorizer_loading
+from tensorizer.torch_hooks import save_and_load
+from tensorizer.utils import no_init_or_tensor
+
+locks = [uninitialised._lock, replacing._patch._lock, save_and_load._patch._lock]
+assert {type(lock).__name__ for lock in locks} == {"OwnLock"}
+held, end = threading.Event(), threading.Event()
+def hold():
+    with contextlib.ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock.here())
+        held.set()
+        assert end.wait(100)
+thread = threading.Thread(target=hold)
+thread.start()
+assert held.wait(100)
+original = torch.load
+def child():
+    signal.alarm(60)
+    assert no_init_or_tensor(lambda: torch.empty(3)).is_meta
+    with tensorizer_loading():
+        assert torch.load is not original
+    with replacing.tensorizer_safetensors():
+        pass
+forked(child)
+end.set()
+thread.join()
+forked(child)
+"""
+
+
+def test_blocks_that_a_thread_of_the_parent_is_entering():
+    done = run_python(FORKED + BLOCKS)
+    assert done.returncode == 0, done.stderr
+
+
 WORKERS = """
 import multiprocessing, sys
 import tensorizer, torch
@@ -194,3 +295,11 @@ def test_no_lock_of_a_process_is_inherited():
     sources = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.rs")]
     assert len(sources) > 100
     assert {path: found for path in sources if (found := lock.findall(path.read_text()))} == {}
+    # An iterator refuses another process before it takes its own.
+    plain = re.compile(r"threading\.(?:R?Lock|Condition|\w*Semaphore)\(")
+    sources = {path.name: path for path in ROOT.glob("python/tensorizer*/**/*.py")}
+    assert len(sources) > 50
+    assert {name for name, path in sources.items() if plain.search(path.read_text())} == {
+        "_locks.py",
+        "iterate.py",
+    }
