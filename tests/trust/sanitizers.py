@@ -46,8 +46,8 @@ def tests(sanitizer: str, *more: str) -> tuple[int, list[str]]:
     """Run the unit and integration tests of the core, without network and devices."""
     environment = target(sanitizer)
     environment["RUSTFLAGS"] = f"-Zsanitizer={sanitizer} -Cforce-frame-pointers"
-    # Tests ask for more memory than there is, and are refused. What a lost device may still write to
-    # is never freed, on purpose; memcheck looks for leaks.
+    # Tests ask for more memory than there is, and are refused. What a lost device may still write
+    # to is never freed, on purpose; memcheck looks for leaks.
     environment["ASAN_OPTIONS"] = "allocator_may_return_null=1:detect_leaks=0"
     command = [*CARGO, "test", "--package", "tensorizer", "--no-default-features", "--lib",
                "--tests", "--no-fail-fast", "--target", TRIPLE, *more]  # fmt: skip
@@ -55,8 +55,8 @@ def tests(sanitizer: str, *more: str) -> tuple[int, list[str]]:
                          errors="replace", check=False)  # fmt: skip
     said = ran.stdout + ran.stderr
     passed = sum(map(int, re.findall(r"test result: \w+\. (\d+) passed", said)))
-    findings = re.findall(r"ERROR: \w+Sanitizer.*|WARNING: ThreadSanitizer.*|^test .* FAILED$", said,
-                          re.MULTILINE)  # fmt: skip
+    bad = r"ERROR: \w+Sanitizer.*|WARNING: ThreadSanitizer.*|^test .* FAILED$"
+    findings = re.findall(bad, said, re.MULTILINE)
     if ran.returncode and not findings:
         findings = [said[-800:]]
     return passed, findings
