@@ -67,8 +67,8 @@ class Ranks:
         """Do the same where all are to succeed; return the results by rank."""
         found = self.start(program, world, *args, **options)
         wrong = [one.get("error", str(one)) for one in found if "result" not in one]
-        alike = "the same" if len(set(wrong)) == 1 else "others"
-        assert not wrong, f"{program}, {len(wrong)} of {world} ranks, {alike}\n{wrong[0]}"
+        texts = "\n".join(dict.fromkeys(wrong))
+        assert not wrong, f"{program}, {len(wrong)} of {world} ranks\n{texts}"
         return [one["result"] for one in found]
 
     def stop(self):
