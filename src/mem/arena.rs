@@ -73,8 +73,8 @@ impl Arena {
         let address = map.as_ptr().addr();
         let start = if huge { address.next_multiple_of(HUGE_PAGE) - address } else { 0 };
         // Only whole huge pages: a partly used one would cost memory that nobody asked for.
-        // Kernels without them refuse, which costs speed only.
-        if huge {
+        // Kernels without them refuse, which costs speed only. Miri has no such call.
+        if huge && !cfg!(miri) {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
         Ok(Arena { memory: Memory::Mapped(map, None), start, len })

@@ -19,6 +19,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
     fn lengths_beyond_memory_are_errors() {
         let most = isize::MAX.unsigned_abs();
         let error = zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());

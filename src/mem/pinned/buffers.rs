@@ -151,10 +151,10 @@ impl Slab {
         // Pages that a child shared with this process would be copied at the next write to them,
         // and the device would go on with the child's.
         arena.leave_out_of_forks();
-        let memory = arena.bytes_mut();
-        let start = NonNull::from(&mut *memory).cast::<u8>();
+        // All bytes are reached by this pointer alone: one that is taken anew ends its right to them.
+        let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
         // SAFETY: unpinned before the memory goes (`Memory::drop`).
-        let pinned = unsafe { device.pin(memory.as_mut_ptr(), memory.len()) };
+        let pinned = unsafe { device.pin(start.as_ptr(), len) };
         let pinned_by = pinned.then(|| Arc::clone(device));
         Ok(Slab { start, pinned, _memory: Inherited::new(Memory { arena, pinned_by }) })
     }

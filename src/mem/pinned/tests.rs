@@ -35,6 +35,7 @@ fn memory_grows_with_need_and_is_given_back() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
 fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(1 << 46, 4, PLENTY);
