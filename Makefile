@@ -23,7 +23,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
 .PHONY: demo test test-rust test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
-  trust lint docs docs-serve bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
+  trust lint docs docs-serve packages bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
@@ -35,17 +35,19 @@ demo:
 test: build test-rust test-python test-staged test-cuda
 
 # What depends on torch's insides, on another torch: make test-other-torch OTHER=2.10
-# With the features of the other build, so that what knows no torch is not compiled again.
+# With the features of the other build, so that what knows no torch is not compiled again. The example
+# of a server does nothing that the program of the tests does not.
 OTHER ?= 2.15
 OTHER_VENV := $(CURDIR)/.venv-$(OTHER)
-test-other-torch: $(STAMPS)/old
-	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
-	$(OTHER_VENV)/bin/python -m pip install --quiet "torch==$(OTHER).*" numpy psutil pytest \
-	  pytest-timeout pytest-xdist "safetensors>=0.8" "setuptools>=77,<82" "setuptools-rust>=1.12" wheel cmake "moto[server]>=5"
+test-other-torch: $(STAMPS)/old $(STAMPS)/torch-$(OTHER)
 	TENSORIZER_STAND_IN=1 VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet \
 	  --no-build-isolation --no-deps --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
-	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py)
+	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py) \
+	  -k "not example_server"
+
+# What everything but `make build` fetches, for those who do something else meanwhile.
+packages: $(addprefix $(STAMPS)/,test old clouds lint bench demo torch-$(OTHER))
 
 # With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
 # packages of the other tests.
@@ -218,6 +220,12 @@ $(STAMPS)/venv:
 
 $(STAMPS)/torch: $(STAMPS)/venv
 	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
+	touch $@
+
+$(STAMPS)/torch-%:
+	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet "torch==$*.*" numpy psutil pytest \
+	  pytest-timeout pytest-xdist "safetensors>=0.8" "setuptools>=77,<82" "setuptools-rust>=1.12" wheel cmake "moto[server]>=5"
 	touch $@
 
 # What setup.py compiles, begun while torch is fetched: the crate that needs torch comes late, and

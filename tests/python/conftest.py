@@ -38,6 +38,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Compilers take long to try what vectors the machine has.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+# What a compiled package does around its kernels need not be fast.
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
 # Without a bound the cache leaves a twentieth of the disk free, which may be full.
 os.environ["TENSORIZER_CACHE_GB"] = "10"

@@ -309,6 +309,10 @@ def test_copies_stay_halves(pair):
 RECORDS = {
     '{"version":2,"pair":null,"locations":[]}': (pickle.UnpicklingError, "newer release"),
     '{"version":1,"pair":7,"locations":[]}': (pickle.UnpicklingError, "damaged record"),
+    '{"version":1,"pair":"\\u001bc0ffee","locations":[]}': (
+        pickle.UnpicklingError,
+        r"expected an identity of 32 digits, found '\\x1bc0ffee'",
+    ),
     '{"version":1,"pair":null,"locations":[["cpu",-1]]}': (pickle.UnpicklingError, "damaged"),
     '{"version":1,"pair":null,"locations":[["cpu"]]}': (pickle.UnpicklingError, "damaged"),
     '{"version":1,"locations":[]}': (pickle.UnpicklingError, "damaged record"),

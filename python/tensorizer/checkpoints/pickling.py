@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import pickle
+import re
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _KIND = "storage"
 #: What the text of a record begins with, and the most bytes that it may have.
 _OPENING = b'{"tensorizer":'
 _LONGEST = 256 << 20
+#: An identity in a record.
+_PAIR = re.compile("[0-9a-f]{32}")
 
 
 @dataclass
@@ -90,8 +93,8 @@ class Record:
                     f"expected version 1 of the record of a pair, found {version!r}: "
                     "written by a newer release of tensorizer"
                 )
-            if not isinstance(pair, (str, type(None))):
-                raise TypeError(f"an identity of type {type(pair).__name__}")
+            if pair is not None and not (isinstance(pair, str) and _PAIR.fullmatch(pair)):
+                raise ValueError(f"expected an identity of 32 digits, found {pair!r:.40}")
             return Record(pair, [_checked(*run) for run in runs])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise pickle.UnpicklingError(f"damaged record of a pair: {error}") from error
