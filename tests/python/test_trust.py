@@ -10,6 +10,7 @@ from conftest import ROOT
 
 TRUST = ROOT / "tests/trust"
 sys.path.insert(0, str(TRUST))
+import advisories  # noqa: E402
 import parts  # noqa: E402
 import run  # noqa: E402
 
@@ -115,6 +116,44 @@ print(json.dumps({"campaign": "x", "inputs": 1, "findings": []}))
     said = json.loads(done.stdout)
     assert (said["inputs"], said["findings"]) == (1, ["process 1 of 2 ends with -11"])
     assert done.returncode == 1
+
+
+ADVISORY = """```toml
+[advisory]
+id = "RUSTSEC-2099-0001"
+package = "PACKAGE"
+date = "2099-01-01"
+
+[versions]
+patched = [">= 999.0.0"]
+```
+
+# It maps what it should not
+
+How it does that.
+"""
+
+
+@pytest.mark.parametrize("package", ["memmap2", "never-heard-of"])
+def test_an_advisory_is_found(package, tmp_path):
+    """In a database that stands in for RustSec's."""
+    if not advisories.cargo_deny():
+        pytest.skip("there is no cargo-deny: make lint installs it")
+    advisory = tmp_path / "crates" / package / "RUSTSEC-2099-0001.md"
+    advisory.parent.mkdir(parents=True)
+    advisory.write_text(ADVISORY.replace("PACKAGE", package))
+    git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for command in (["init", "-qb", "main"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    real = "https://github.com/RustSec/advisory-db"
+    instead = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{tmp_path}.insteadOf",
+               "GIT_CONFIG_VALUE_0": real}  # fmt: skip
+    done = subprocess.run([sys.executable, TRUST / "advisories.py"], env=os.environ | instead,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    said = json.loads(done.stdout)
+    found = ["memmap2: RUSTSEC-2099-0001 It maps what it should not"]
+    assert said["findings"] == (found if package == "memmap2" else [])
+    assert said["inputs"] > 100
 
 
 @pytest.mark.parametrize(
