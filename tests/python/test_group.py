@@ -365,6 +365,16 @@ def test_interrupts_of_one_rank_end_all(ranks, folder):
     assert sum(late for turn in found for _, late in turn) <= 3
 
 
+def test_an_interrupt_when_all_have_met(ranks, folder):
+    """All wait for each other's connections then: it connects, and leaves afterwards."""
+    found = ranks.run("lost.connecting", 4, folder)
+    assert found[0][0] == "KeyboardInterrupt"
+    for kind, message, seconds in found[1:]:
+        assert kind == "GroupError"
+        assert "one of them left" in message or "closed" in message
+        assert seconds < 5
+
+
 def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
     found = ranks.run("lost.late", 4, folder)
     assert found[0][0] == "KeyboardInterrupt"

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .._errors import GroupError
-from . import leaving
+from . import leaving, meeting
 
 _T = TypeVar("_T")
 
@@ -55,8 +56,6 @@ class _Calls:
 _CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = (
     weakref.WeakKeyDictionary()
 )
-#: What becomes of a call once one member has seen all others.
-_ALL_HERE = "all are here"
 #: Seconds that a member waits for others beyond the group's timeout, which they see first.
 _GRACE = 10.0
 
@@ -124,39 +123,14 @@ class Members:
             calls = _Calls.of(self._name, self.size)
             calls.count += 1
             self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
-            self._meet()
             self._last = calls.last
-            self._among_hosts = dist.ProcessGroupGloo(
-                self._store, self.rank, self.size, self._timeout
-            )
-            self._last[:] = [self._among_hosts]
+            self._interrupt = meeting.uninterrupted(self._connect) or self._interrupt
 
-    def _meet(self) -> None:
-        """Wait until all are here: what connects them cannot be interrupted.
-
-        Once one has seen that all are, all go on, also one that is interrupted then: the others
-        wait for its connections.
-        """
-        until = time.monotonic() + self._timeout.total_seconds()
-        everybody = [f"here/{rank}" for rank in range(self.size)]
-        try:
-            self._store.set(everybody[self.rank], "")
-            while not self._store.check(["outcome"]) and not self._store.check(everybody):
-                if time.monotonic() > until:
-                    raise RuntimeError("timed out")
-                time.sleep(2e-3)
-            outcome = self._store.compare_set("outcome", "", _ALL_HERE)
-        except BaseException as error:
-            text = "one of them " + (
-                "waited in vain" if isinstance(error, RuntimeError) else "left"
-            )
-            outcome = self._store.compare_set("outcome", "", text)
-            if outcome.decode() != _ALL_HERE:
-                raise
-            if not isinstance(error, Exception):
-                self._interrupt = error.with_traceback(None)
-        if outcome.decode() != _ALL_HERE:
-            raise RuntimeError(outcome.decode())
+    def _connect(self, leaves: threading.Event) -> None:
+        """Meet the others, unless this one leaves before all are here, and connect to them."""
+        meeting.meet(self._store, self.rank, self.size, self._timeout, leaves)
+        self._among_hosts = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
+        self._last[:] = [self._among_hosts]
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""

@@ -19,7 +19,7 @@ from ranks.common import (
 )
 from ranks.groups import BATCH, large
 from tensorizer.file import together
-from tensorizer.group.members import Members
+from tensorizer.group import meeting
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -186,7 +186,7 @@ def interrupted(folder, turns):
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
     found = []
-    meet = Members._meet
+    meet = meeting.meet
     with group(WAIT) as (rank, world):
         store = dist.distributed_c10d._get_default_store()
         for turn in range(turns):
@@ -194,13 +194,13 @@ def interrupted(folder, turns):
             kill = (0.002 + 0.008 * (turn // world), os.kill, (os.getpid(), signal.SIGINT))
             timer = threading.Timer(*kill)
 
-            def begin(self, timer=timer):
+            def begin(*args, timer=timer):
                 timer.start()
-                meet(self)
+                meet(*args)
 
             mine = rank == turn % world
             # The others cannot know of what happens before.
-            Members._meet = begin if mine else meet
+            meeting.meet = begin if mine else meet
             begun = time.monotonic()
             try:
                 try:
@@ -217,12 +217,35 @@ def interrupted(folder, turns):
             except KeyboardInterrupt:
                 outcome, took = "interrupted", time.monotonic() - begun
             found.append((outcome, took > 0.9 * WAIT))
-            Members._meet = meet
+            meeting.meet = meet
             # All of them are here, whatever has become of them.
             store.set(f"turn {turn} {rank}", "here")
             store.wait([f"turn {turn} {other}" for other in range(world)])
             works(uri)
     return found
+
+
+def connecting(folder):
+    """Ctrl-C at a rank when all have met and it has not begun to connect."""
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    with group() as (rank, _):
+        works(uri)
+        connect = dist.ProcessGroupGloo
+
+        def begin(*args):
+            os.kill(os.getpid(), signal.SIGINT)
+            # Time for a main thread to see it.
+            time.sleep(0.5)
+            return connect(*args)
+
+        if rank == 0:
+            dist.ProcessGroupGloo = begin
+        begun = time.monotonic()
+        found = [*caught(lambda: load(uri)), time.monotonic() - begun]
+        dist.ProcessGroupGloo = connect
+        works(uri)
+        return found
 
 
 def late(folder):
