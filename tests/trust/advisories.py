@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds that the database may take to come.
+WAIT = 120
 
 
 def cargo_deny() -> str | None:
@@ -27,23 +29,30 @@ def check(program: str, folder: Path) -> dict:
     config.write_text((ROOT / "deny.toml").read_text() + f"db-path = {place}\n")
     command = [program, "--all-features", "--format", "json", "--config", config, "check",
                "advisories"]  # fmt: skip
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT,
+                             check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"RustSec's database was not there after {WAIT} s"}
     lines = [json.loads(line) for line in (ran.stdout + ran.stderr).splitlines()
              if line.startswith("{")]  # fmt: skip
     errors = [line["fields"]["message"] for line in lines if line.get("type") == "log"]
     unreached = [text for text in errors if "failed to fetch advisory database" in text]
     if unreached:
         return {"skipped": unreached[0].split(" with ")[0]}
-    findings = [
-        f"{line['fields']['graphs'][0]['Krate']['name']}: {line['fields']['advisory']['id']} "
-        f"{line['fields']['message']}"
-        for line in lines
-        if line.get("type") == "diagnostic" and line["fields"]["severity"] == "error"
-    ]
+    rows = [line["fields"] for line in lines if line.get("type") == "diagnostic"]
+    findings = [told(row) for row in rows if row["severity"] == "error"]
     if ran.returncode and not findings:
         findings = [*errors, ran.stderr[-500:]][:1]
     crates = (ROOT / "Cargo.lock").read_text().count("[[package]]")
     return {"inputs": crates, "what": "crates", "findings": findings}
+
+
+def told(fields: dict) -> str:
+    """Return what a finding of cargo-deny is about."""
+    crates = [graph["Krate"]["name"] for graph in fields.get("graphs", [])]
+    number = (fields.get("advisory") or {}).get("id", fields.get("code"))
+    return f"{', '.join(crates)}: {number} {fields['message']}"
 
 
 def main() -> None:

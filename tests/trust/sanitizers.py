@@ -50,6 +50,7 @@ def tests(sanitizer: str, *more: str) -> tuple[int, list[str]]:
     # Tests ask for more memory than there is, and are refused. What a lost device may still write
     # to is never freed, on purpose; memcheck looks for leaks.
     environment["ASAN_OPTIONS"] = "allocator_may_return_null=1:detect_leaks=0"
+    environment["TSAN_OPTIONS"] = "allocator_may_return_null=1"
     command = [*CARGO, "test", "--package", "tensorizer", "--no-default-features", "--lib",
                "--no-fail-fast", "--target", TRIPLE, *more]  # fmt: skip
     return tested(command, environment, r"ERROR: \w+Sanitizer.*|WARNING: ThreadSanitizer.*")

@@ -6,17 +6,18 @@ connections of all: whoever went then would have the others wait for the time-ou
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import datetime
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 #: What becomes of a call: one of these, which the first member that knows says.
 _ALL_HERE, _ONE_LEFT, _IN_VAIN = "all are here", "one of them left", "one of them waited in vain"
-#: Seconds between two looks, and those in which a thread surely begins.
-_PAUSE, _BEGINS = 2e-3, 1.0
+#: Seconds between two looks.
+_PAUSE = 2e-3
 
 
 def meet(
@@ -30,52 +31,77 @@ def meet(
     """
     until = time.monotonic() + timeout.total_seconds()
     everybody = [f"here/{other}" for other in range(size)]
-    store.set(everybody[rank], "")
     found = _ALL_HERE
-    while not store.check(["outcome"]) and not store.check(everybody):
-        if leaves.is_set() or time.monotonic() > until:
-            found = _ONE_LEFT if leaves.is_set() else _IN_VAIN
-            break
-        time.sleep(_PAUSE)
-    outcome = store.compare_set("outcome", "", found).decode()
+    try:
+        store.set(everybody[rank], "")
+        while not store.check(["outcome"]) and not store.check(everybody):
+            if leaves.is_set() or time.monotonic() > until:
+                found = _ONE_LEFT if leaves.is_set() else _IN_VAIN
+                break
+            time.sleep(_PAUSE)
+        outcome = store.compare_set("outcome", "", found).decode()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            store.compare_set("outcome", "", _ONE_LEFT)
+        raise
     if outcome != _ALL_HERE:
         raise RuntimeError("timed out" if outcome == found == _IN_VAIN else outcome)
 
 
-def uninterrupted(work: Callable[[threading.Event], None]) -> BaseException | None:
-    """Do some work on a thread, which signals do not interrupt; return what interrupted this one.
+def uninterrupted(
+    work: Callable[[threading.Event], None],
+) -> tuple[BaseException | None, BaseException | None]:
+    """Do some work on a thread, which signals do not interrupt.
 
     Args:
         work: Gets an event that is set when this thread is interrupted.
 
+    Returns:
+        What has interrupted this thread, if something has, and what the work has raised.
+
     Raises:
-        BaseException: What the work raises, or the interruption if the work fails after it. A
-            second one is raised at once.
+        BaseException: A second interruption, at once.
 
     """
-    leaves, begun = threading.Event(), threading.Event()
-    ended: Future[None] = Future()
+    leaves, ended = threading.Event(), threading.Event()
+    # Whoever takes it does the work, once.
+    claim: list[None] = [None]
+    failed: list[BaseException] = []
 
     def run() -> None:
-        begun.set()
-        try:
-            work(leaves)
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
+        with contextlib.suppress(IndexError):
+            claim.pop()
+            try:
+                work(leaves)
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                ended.set()
 
-    thread = threading.Thread(target=run, name="tensorizer-meeting", daemon=True)
+    interruption: BaseException | None = None
+    begun = False
+    while not ended.is_set():
+        try:
+            if not begun:
+                begun = True
+                _begin(run)
+            # Asleep, it sees every kind of interruption.
+            while not ended.is_set():
+                time.sleep(_PAUSE)
+        except BaseException as error:
+            leaves.set()
+            if interruption is not None:
+                raise
+            # Frames of its traceback may have what the work has made.
+            interruption = error.with_traceback(None)
+            # There may be no thread yet.
+            run()
+    return interruption, failed.pop() if failed else None
+
+
+def _begin(work: Callable[[], None]) -> None:
+    """Have a thread do something, or do it here where there can be none."""
     try:
-        thread.start()
-        ended.result()
-    except BaseException as error:
-        if ended.done() and ended.exception() is error:
-            raise
-        leaves.set()
-        # It may come before the thread has begun, which then leaves at once, or never begins.
-        if not begun.wait(_BEGINS) or ended.exception() is not None:
-            raise
-        # Frames of its traceback may have what the work has made.
-        return error.with_traceback(None)
-    return None
+        _thread.start_new_thread(work, ())
+    except RuntimeError:
+        work()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import pickle
 import threading
 import time
@@ -85,6 +86,7 @@ class Members:
         self._timeout = _timeout(like, self.on_device)
         self._interrupt: BaseException | None = None
         self._have_failed = False
+        self._have_left = False
         self._among_hosts: Any = None
         self._among_devices: Any = None
         self._store: Any = None
@@ -119,23 +121,42 @@ class Members:
             GroupError: One of them was lost, or did not come.
 
         """
+        interruption = None
+        self._have_left = False
         with self._or_lost():
             calls = _Calls.of(self._name, self.size)
             calls.count += 1
             self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
-            self._last = calls.last
-            self._interrupt = meeting.uninterrupted(self._connect) or self._interrupt
+            connect = functools.partial(self._connect, calls.last)
+            interruption, failure = meeting.uninterrupted(connect)
+            try:
+                if failure is not None and interruption is None:
+                    raise failure
+            finally:
+                # It knows this call, and all that it holds.
+                del failure
+        try:
+            if interruption is not None:
+                self.leave()
+                raise interruption
+        finally:
+            del interruption
 
-    def _connect(self, leaves: threading.Event) -> None:
+    def _connect(self, last: list[Any], leaves: threading.Event) -> None:
         """Meet the others, unless this one leaves before all are here, and connect to them."""
         meeting.meet(self._store, self.rank, self.size, self._timeout, leaves)
         self._among_hosts = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
+        self._last = last
         self._last[:] = [self._among_hosts]
+        if self._have_left:
+            # It was not waited for.
+            self.leave()
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
+        first, self._have_left = not self._have_left, True
         groups = [one for one in (self._among_hosts, self._among_devices) if one is not None]
-        if groups:
+        if self._store is not None and (first or groups):
             leaving.tell(self._store)
         for group in groups:
             with contextlib.suppress(RuntimeError, AttributeError):
