@@ -71,7 +71,7 @@ def tested(command: list[str], environment: dict[str, str], bad: str) -> tuple[i
 #: What Miri can run: no system calls but a few, nothing of libsodium's, nothing that takes long.
 INTERPRETED = ["api::tensor", "cancel::", "engine::plan::queue", "engine::target::gather",
                "engine::workers", "format::dtype", "format::name::", "mem::", "sys::buffers",
-               "sys::claims", "sys::process"]  # fmt: skip
+               "sys::process"]  # fmt: skip
 
 
 def miri() -> tuple[int, list[str]]:
