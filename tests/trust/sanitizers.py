@@ -77,8 +77,9 @@ INTERPRETED = ["api::tensor", "cancel::", "engine::plan::queue", "engine::target
 def miri() -> tuple[int, list[str]]:
     """Have the tests of memory and of threads interpreted, by the rules for pointers."""
     environment = target("miri")
-    # Tests read files and the clock; libraries make pointers of numbers.
-    environment["MIRIFLAGS"] = "-Zmiri-disable-isolation -Zmiri-permissive-provenance"
+    # Tests read files and the clock; libraries make pointers of numbers; leaks are as for `tests`.
+    flags = ["disable-isolation", "permissive-provenance", "ignore-leaks"]
+    environment["MIRIFLAGS"] = " ".join(f"-Zmiri-{flag}" for flag in flags)
     environment["PROPTEST_CASES"] = "8"
     command = [*CARGO, "miri", "test", "--package", "tensorizer", "--no-default-features", "--lib",
                "--", *INTERPRETED]  # fmt: skip
