@@ -42,7 +42,7 @@ OTHER_VENV := $(CURDIR)/.venv-$(OTHER)
 test-other-torch: $(STAMPS)/old $(STAMPS)/torch-$(OTHER)
 	TENSORIZER_STAND_IN=1 VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet \
 	  --no-build-isolation --no-deps --force-reinstall .
-	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(WORKERS) \
+	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) 2 \
 	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py) \
 	  -k "not example_server"
 
@@ -82,15 +82,16 @@ test-rust: $(STAMPS)/torch
 	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis|cudarc) '; \
 	  then echo "the core alone depends on the above"; exit 1; fi
 
-# Many tests wait for somebody: two at once take two thirds of the time.
-WORKERS ?= --numprocesses 2 --dist worksteal
+# Many tests wait for somebody: more are done at once than there are cores to do them.
+WORKERS ?= 3
+AT_ONCE = --dist worksteal --numprocesses
 test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old $(STAMPS)/clouds
-	$(BIN)/python -m pytest $(WORKERS) $(PYTEST)
+	$(BIN)/python -m pytest $(AT_ONCE) $(WORKERS) $(PYTEST)
 
 # The tests of loading and saving once more, through the stand-in for a CUDA device. Those marked
 # "host" are about memory that such tensors do not have.
 test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
-	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest $(WORKERS) -m "not host" --durations=5 \
+	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest $(AT_ONCE) 2 -m "not host" --durations=5 \
 	  $(addprefix tests/python/test_,reading.py reading_objects.py damage.py mapping.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
 
 # The tests for GPUs on the emulated CUDA; build.sh says why and exits with 77 where torch is of
@@ -98,7 +99,7 @@ test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 test-cuda: $(STAMPS)/built $(STAMPS)/test
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(WORKERS) tests/cuda tests/python/gpu
+	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 tests/cuda tests/python/gpu
 
 # Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
 # aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.
