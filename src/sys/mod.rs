@@ -345,7 +345,7 @@ pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Resu
 /// `[start, start + len)` is page-aligned, lies in a private mapping, and nobody reads or writes
 /// it from now on: it reads as zeros or as the file afterwards.
 pub unsafe fn release_pages(start: *mut u8, len: usize) {
-    // SAFETY: the caller's promise. Failure leaves the pages where they are until the unmapping.
+    // SAFETY: the caller's promise. Failure leaves the pages until the unmapping; Miri has no such call.
     let _ = cfg!(miri) || unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) } == 0;
 }
 

@@ -218,7 +218,11 @@ class Seaweed:
         (folder / "s3.json").write_text(json.dumps({"identities": [person]}))
         ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
         named = [f"-{name}.port={port}" for name, port in ports.items()]
-        named += [f"-{name}.port.grpc={free_port()}" for name in ports]
+        inner = {name: free_port() for name in ports}
+        named += [f"-{name}.port.grpc={port}" for name, port in inner.items()]
+        # Its parts reach each other by these, wherever its folder is.
+        self.sockets = [Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock")
+                        for name, port in inner.items()]  # fmt: skip
         self.port = ports["s3"]
         self.host = f"127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
@@ -252,3 +256,5 @@ class Seaweed:
         # Asked to end it takes its time.
         self.process.kill()
         self.process.wait(20)
+        for path in self.sockets:
+            path.unlink(missing_ok=True)

@@ -313,6 +313,11 @@ RECORDS = {
         pickle.UnpicklingError,
         r"expected an identity of 32 digits, found '\\x1bc0ffee'",
     ),
+    # What is shown of it is short.
+    '{"version":1,"pair":"%s","locations":[]}' % ("x" * 100_000): (
+        pickle.UnpicklingError,
+        r"expected an identity of 32 digits, found 'x{5,20}\.{3}x{5,20}'(?!x)",
+    ),
     '{"version":1,"pair":null,"locations":[["cpu",-1]]}': (pickle.UnpicklingError, "damaged"),
     '{"version":1,"pair":null,"locations":[["cpu"]]}': (pickle.UnpicklingError, "damaged"),
     '{"version":1,"locations":[]}': (pickle.UnpicklingError, "damaged record"),

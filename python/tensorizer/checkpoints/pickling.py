@@ -15,6 +15,7 @@ import itertools
 import json
 import pickle
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -90,11 +91,11 @@ class Record:
             version, pair, runs = content["version"], content["pair"], content["locations"]
             if version != 1:
                 raise pickle.UnpicklingError(
-                    f"expected version 1 of the record of a pair, found {version!r}: "
+                    f"expected version 1 of the record of a pair, found {reprlib.repr(version)}: "
                     "written by a newer release of tensorizer"
                 )
             if pair is not None and not (isinstance(pair, str) and _PAIR.fullmatch(pair)):
-                raise ValueError(f"expected an identity of 32 digits, found {pair!r:.40}")
+                raise ValueError(f"expected an identity of 32 digits, found {reprlib.repr(pair)}")
             return Record(pair, [_checked(*run) for run in runs])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise pickle.UnpicklingError(f"damaged record of a pair: {error}") from error
@@ -102,7 +103,8 @@ class Record:
 
 def _checked(location: Any, count: Any) -> tuple[str, int]:
     if not isinstance(location, str) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"expected a location and a count, found {location!r}, {count!r}")
+        found = f"{reprlib.repr(location)}, {reprlib.repr(count)}"
+        raise ValueError(f"expected a location and a count, found {found}")
     return location, count
 
 
