@@ -226,7 +226,8 @@ class Seaweed:
         self.port = ports["s3"]
         self.host = f"127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
+            [program, f"-logdir={folder}", "server", f"-dir={folder}",
+             "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
              *([] if open_to_all else [f"-s3.config={folder}/s3.json"]),
              "-s3.domainName=cwobject.com", *named,
              "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.localSocket={folder}/s3.sock",

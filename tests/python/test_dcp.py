@@ -189,7 +189,8 @@ def test_the_examples_of_the_document(ranks, tmp_path):
     first, second = re.findall(r'```python title="train.py"\n(.+?)```', text, re.DOTALL)
     (tmp_path / "train.py").write_text(first)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Where it leaves its logs.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, "train.py"], cwd=tmp_path, env=env, timeout=100, capture_output=True, check=False
     )

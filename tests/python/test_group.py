@@ -228,7 +228,7 @@ def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
         assert 16 << 22 <= relay.sent <= 1.02 * path.stat().st_size
 
 
-def test_the_examples_of_the_document(nginx):
+def test_the_examples_of_the_document(nginx, tmp_path):
     """With torchrun, in the folder of the server."""
     text = (ROOT / "docs/how-to/distributed.md").read_text()
     blocks = re.findall(r'```python title="example.py"\n(.+?)```', text, re.DOTALL)
@@ -236,7 +236,8 @@ def test_the_examples_of_the_document(nginx):
     example = "\n".join(blocks).replace("https://models.example", nginx.http)
     (nginx.root / "example.py").write_text(example)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Where it leaves its logs.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, "example.py"], cwd=nginx.root, env=env, timeout=100, capture_output=True,
         check=False,
