@@ -3,6 +3,7 @@
 //! torch is found through `TENSORIZER_TORCH` (the folder that holds `lib` and `include`), else by
 //! asking Python where its `torch` package is, without importing it.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -55,16 +56,14 @@ fn build() -> Result<(), String> {
         .flag("-Wextra")
         .flag("-Wno-unused-parameter")
         // A false alarm of GCC 12 inside torch's own headers.
-        .flag_if_supported("-Wno-stringop-overflow");
+        .flag_if_supported("-Wno-stringop-overflow")
+        // The same for every profile, so that they share what is compiled.
+        .opt_level(2)
+        .debug(false);
     if cfg!(feature = "tch") {
         build.define("TENSORIZER_TCH", None);
     }
-    build.try_compile("tensorizer_csrc").map_err(|e| {
-        format!(
-            "csrc/ does not compile against torch {version}: {}",
-            e.to_string().replace('\n', " ")
-        )
-    })?;
+    compile_once(&build, &version)?;
     // Never torch_cuda or torch_python: one library serves CPU and CUDA builds of torch.
     println!("cargo:rustc-link-search=native={}", lib.display());
     println!("cargo:rustc-link-lib=dylib=torch_cpu");
@@ -74,6 +73,54 @@ fn build() -> Result<(), String> {
     println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib");
     println!("cargo:rustc-link-arg=-Wl,-soname,libtensorizer_torch.so");
     Ok(())
+}
+
+/// Compiles the C++, unless another run of this script has with the same flags and sources: Cargo runs
+/// it once for each profile and kind of check, and the headers of torch take most of a minute.
+fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
+    const NAME: &str = "tensorizer_csrc";
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("Cargo gives no OUT_DIR")?);
+    let library = format!("lib{NAME}.a");
+    let key = key(build, &out, version).map_err(|e| format!("csrc/ cannot be read: {e}"))?;
+    // Of the profile's folder, which has one for each run of a script in `build`.
+    let kept = out.ancestors().nth(3).unwrap_or(&out).join("csrc").join(format!("{key:016x}"));
+    if fs::copy(kept.join(&library), out.join(&library)).is_ok() {
+        println!("cargo::rustc-link-search=native={}", out.display());
+        println!("cargo::rustc-link-lib=static={NAME}");
+        println!("cargo::rustc-link-lib=dylib=stdc++");
+        return Ok(());
+    }
+    build.try_compile(NAME).map_err(|e| {
+        let why = e.to_string().replace('\n', " ");
+        format!("csrc/ does not compile against torch {version}: {why}")
+    })?;
+    // Under its name at once and as a whole; without it the next run compiles again.
+    let part = kept.with_extension(std::process::id().to_string());
+    let saved = fs::create_dir_all(&kept)
+        .and_then(|()| fs::copy(out.join(&library), &part))
+        .and_then(|_| fs::rename(&part, kept.join(&library)));
+    if let Err(error) = saved {
+        println!("cargo::warning={} is not kept: {error}", kept.display());
+    }
+    Ok(())
+}
+
+/// A number for all that the library is made of: sources, generated ones too, flags, torch.
+fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
+    let mut hasher = DefaultHasher::new();
+    version.hash(&mut hasher);
+    let out = out.display().to_string();
+    let compiler = build.get_compiler();
+    compiler.path().hash(&mut hasher);
+    for flag in compiler.args() {
+        flag.to_string_lossy().replace(&out, "").hash(&mut hasher);
+    }
+    // What the bridges are made into follows from them and from the version of `cxx`.
+    fs::read("../Cargo.lock")?.hash(&mut hasher);
+    for source in SOURCES.iter().chain(HEADERS).chain(BRIDGES) {
+        fs::read(source)?.hash(&mut hasher);
+    }
+    Ok(hasher.finish())
 }
 
 fn find() -> Result<PathBuf, String> {

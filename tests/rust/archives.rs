@@ -1,5 +1,4 @@
 //! Archives of `torch.save`: what is found in them, and that nothing in them is believed.
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation)]
 
 use std::sync::Arc;

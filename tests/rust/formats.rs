@@ -1,10 +1,5 @@
 //! Files of other formats, written here byte by byte: opened, listed, read, cut, refused.
-#![allow(
-    missing_docs,
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::single_range_in_vec_init
-)]
+#![allow(clippy::single_range_in_vec_init)]
 
 use std::fs;
 use std::path::Path;

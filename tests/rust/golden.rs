@@ -1,14 +1,10 @@
 //! Every golden file, through the core alone.
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
-
-mod support;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
-use support::golden;
 use tensorizer::crypt::{DecryptionOptions, Key, Secret};
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::name::Component;
@@ -16,6 +12,8 @@ use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo};
 use tensorizer::format::tensors::header::Header;
 use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
 use tensorizer::{Error, LoadOptions, Never, TensorFile, Verify, load};
+
+use crate::support::golden;
 
 fn manifest() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json");

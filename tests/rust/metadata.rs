@@ -1,5 +1,4 @@
 //! Metadata of `.tensors` files.
-#![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::sync::Arc;
 

@@ -1,5 +1,4 @@
 //! Properties of the planner: pure functions, so that random input is all that it takes.
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use proptest::prelude::*;

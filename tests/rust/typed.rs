@@ -1,5 +1,4 @@
 //! Rust programs without torch: open, list, read, view, write.
-#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use half::{bf16, f16};
 use tensorizer::format::dtype::DType;
