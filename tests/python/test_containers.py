@@ -61,9 +61,42 @@ def test_workflows_only_call_what_can_be_called_here():
     for command in commands:
         named = re.findall(r"\bmake (?:--silent )?([\w-]+)", command)
         assert set(named) <= TARGETS, command
-        assert named or command.endswith(" .ci/run"), command
+        assert named or command.endswith(" .ci/run ${{ matrix.stage }}"), command
     assert {"make wheels-manylinux TORCHES=${{ matrix.torch }}", "make release"} <= set(commands)
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_jobs_are_the_stages_of_a_whole_run():
+    stages = set(re.findall(r"(?m)^stage ([a-z-]+) ", (ROOT / ".ci/run").read_text()))
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]["stage"]["strategy"]["matrix"]["stage"]
+    assert set(jobs) == stages - {"system", "build", "packages"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "command", "status", "note"),
+    [
+        (9, "echo tested", 0, "docs"),
+        (0, "sleep 2", 1, "docs  over its budget"),
+        (9, "false", 1, "docs  FAILED"),
+    ],
+    ids=["in time", "late", "failing"],
+)
+def test_a_stage_fails_by_its_command_and_by_its_budget(budget, command, status, note, tmp_path):
+    stages = {"system": "true", "build": "true", "docs": command}
+
+    def replaced(stage):
+        return f"stage {stage[1]} {budget} {stages.get(stage[1], 'false')}"
+
+    program = tmp_path / ".ci/run"
+    program.parent.mkdir()
+    text = (ROOT / ".ci/run").read_text()
+    program.write_text(re.sub(r"(?m)^stage ([a-z-]+) .*$", replaced, text))
+    done = subprocess.run(["bash", program, "docs"], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert re.search(rf"(?m) s of CPU  {note}$", done.stdout), done.stdout
+    unknown = subprocess.run(["bash", program, "nothing"], capture_output=True, text=True)
+    assert (unknown.returncode, "no stage nothing" in unknown.stderr) == (2, True)
 
 
 def test_the_matrix_has_the_minors_that_are_supported():
