@@ -15,7 +15,7 @@ use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
 use tensorizer::{Destination, DeviceLoad, LoadOptions, load_counted, load_into_uninit};
 
-use crate::tensor::{Loaded, Place, expect_like};
+use crate::tensor::{Loaded, Place, expect_like, refused};
 use crate::torch::{self, thrown};
 
 /// Where new tensors are to be.
@@ -245,7 +245,7 @@ impl Found {
         let mut found = Vec::with_capacity(selection.len());
         for (at, &number) in selection.iter().enumerate() {
             let entry = file.entry(number)?;
-            let info = out.info(at).map_err(thrown)?;
+            let info = out.info(at).map_err(|e| refused(&entry.name, &e))?;
             expect_like(entry, &info)?;
             let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
             let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;

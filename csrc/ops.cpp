@@ -92,6 +92,7 @@ rust::Vec<std::uint8_t> key_bytes(const Key& key) {
   TORCH_CHECK_VALUE(key->scalar_type() == at::kByte && key->numel() == 32,
                     "a key is a uint8 tensor of 32 elements, found ", key->numel(), " of ",
                     key->scalar_type());
+  TORCH_CHECK_VALUE(!key->is_meta(), "the key is a tensor of the meta device, which has no bytes");
   const auto host = key->detach().cpu().contiguous();
   const auto* bytes = host.const_data_ptr<std::uint8_t>();
   out.reserve(32);
@@ -243,6 +244,8 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
                 "tensor `", names[at],
                 "`: expected a strided tensor with data to load into, found ",
                 tensor.defined() ? tensor.toString() : "an undefined one");
+    const auto missing = missing_memory(tensor);
+    TORCH_CHECK(missing.empty(), "tensor `", names[at], "`: ", missing);
     const auto device = device_number(tensor.device());
     const bool direct = device != kOther && reaches(device) && tensor.is_contiguous() &&
                         !tensor.is_conj() && !tensor.is_neg();
@@ -323,13 +326,32 @@ void save(std::string uri, Dict tensors, Key key) {
   op.call(std::move(uri), std::move(names), std::move(values), std::move(key));
 }
 
-void no_effect_into(std::string, Names, at::TensorList, at::Tensor, bool, Readers, Key) {}
-void no_effect_save(std::string, Names, std::vector<at::Tensor>, Key) {}
+// True inside a call of a tracer, which sends its fake tensors to the kernels for Meta. Tensors that
+// really are of the meta device get there, too.
+bool only_traced() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Meta); }
+
+void load_into_meta(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
+                    Readers num_readers, Key key) {
+  if (!only_traced()) load_into_now(uri, names, out, after, verify, num_readers, key);
+}
+
+void save_list_meta(std::string uri, Names names, std::vector<at::Tensor> tensors, Key key) {
+  if (!only_traced()) save_list(uri, names, tensors, key);
+}
 
 // How the Python classes hand tensors over: the core keeps them under a handle's number, so that
 // neither side ever holds the other's addresses.
 void lend(std::int64_t handle, std::vector<at::Tensor> tensors) {
   checked([&] { exchange_lend(handle, std::make_unique<TensorList>(std::move(tensors))); });
+}
+
+// For Python, which copies some tensors itself.
+void refuse_short(Names names, std::vector<at::Tensor> tensors) {
+  TORCH_CHECK_VALUE(names.size() == tensors.size(), "as many names as tensors");
+  for (std::size_t at = 0; at < tensors.size(); ++at) {
+    const auto missing = missing_memory(tensors[at]);
+    TORCH_CHECK_VALUE(missing.empty(), "tensor `", names[at], "`: ", missing);
+  }
 }
 
 std::vector<at::Tensor> take(std::int64_t handle) {
@@ -374,7 +396,7 @@ void define(torch::Library& library) {
   library.impl("load.into_one", torch::dispatch(implicit, TORCH_FN(load_into_one)));
   library.impl("load_", torch::dispatch(implicit, TORCH_FN(load_into)));
   library.impl("_load_into", torch::dispatch(explicit_, TORCH_FN(load_into_now)));
-  library.impl("_load_into", torch::dispatch(meta, TORCH_FN(no_effect_into)));
+  library.impl("_load_into", torch::dispatch(meta, TORCH_FN(load_into_meta)));
   library.impl("_begin", torch::dispatch(explicit_, TORCH_FN(begin)));
   library.impl("_end", torch::dispatch(explicit_, TORCH_FN(end)));
   library.impl("_end", torch::dispatch(meta, TORCH_FN(end)));
@@ -382,13 +404,16 @@ void define(torch::Library& library) {
   library.impl("names", torch::dispatch(explicit_, TORCH_FN(names)));
   library.impl("save", torch::dispatch(implicit, TORCH_FN(save)));
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));
-  library.impl("save.list", torch::dispatch(meta, TORCH_FN(no_effect_save)));
+  library.impl("save.list", torch::dispatch(meta, TORCH_FN(save_list_meta)));
   library.impl("save.list", torch::dispatch(c10::DispatchKey::PythonTLSSnapshot,
                                             TORCH_FN(save_list_for_python)));
   accept_every_tensor(library, "save.list", TORCH_FN(save_list));
   library.def("_lend(int handle, Tensor[] tensors) -> ()",
               torch::dispatch(explicit_, TORCH_FN(lend)));
   accept_every_tensor(library, "_lend", TORCH_FN(lend));
+  library.def("_refuse_short(str[] names, Tensor[] tensors) -> ()",
+              torch::dispatch(explicit_, TORCH_FN(refuse_short)));
+  accept_every_tensor(library, "_refuse_short", TORCH_FN(refuse_short));
   library.def("_take(int handle) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
 }
 

@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -95,6 +96,17 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
 
 }  // namespace
 
+std::string missing_memory(const at::Tensor& tensor) {
+  if (tensor.is_meta() || !tensor.has_storage() || tensor.numel() == 0) return {};
+  const auto needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.itemsize(),
+      static_cast<std::size_t>(tensor.storage_offset()));
+  const auto found = tensor.storage().nbytes();
+  if (found >= needed) return {};
+  return c10::str("its storage has ", found, " bytes, expected at least ", needed,
+                  ": gather the parameters of FSDP, allocate again what resize_ has freed");
+}
+
 TensorList::TensorList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
 
 std::size_t TensorList::size() const noexcept { return tensors_.size(); }
@@ -108,6 +120,8 @@ TensorInfo TensorList::info(std::size_t at) const {
   TORCH_CHECK(!tensor.is_quantized(),
               "quantized tensors are not supported; save int_repr(), scale and zero point");
   TORCH_CHECK(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), kSubclassesRefused);
+  const auto missing = missing_memory(tensor);
+  TORCH_CHECK(missing.empty(), missing);
   TensorInfo info;
   info.dtype = static_cast<std::int8_t>(tensor.scalar_type());
   for (const auto size : tensor.sizes()) info.shape.push_back(static_cast<std::uint64_t>(size));

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "errors.h"
@@ -59,6 +60,10 @@ class TensorList {
  private:
   std::vector<at::Tensor> tensors_;
 };
+
+// Why a tensor's storage is too small for it, as after resize_(0) of the storage, which FSDP does
+// with parameters that are not gathered; empty if it is not.
+std::string missing_memory(const at::Tensor& tensor);
 
 // How the core knows a device: the index for CUDA, these for others.
 constexpr std::int16_t kCpu = -1;

@@ -173,6 +173,11 @@ pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<Save
         .collect()
 }
 
+/// The error for a tensor that torch's side refuses.
+pub fn refused(name: &Name, exception: &cxx::Exception) -> Error {
+    Error::Unsupported(format!("tensor `{name}`: {}", exception.what()))
+}
+
 /// One tensor of a list, to be saved.
 pub fn one_to_save<'t>(
     name: Name,
@@ -182,9 +187,7 @@ pub fn one_to_save<'t>(
     at: usize,
     devices: &mut Devices,
 ) -> Result<SaveTensor<'t>> {
-    let info = tensors
-        .info(at)
-        .map_err(|e| Error::Unsupported(format!("tensor `{name}`: {}", e.what())))?;
+    let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
     let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
             "tensor `{name}`: torch's type number {} has no place in the format",

@@ -228,11 +228,13 @@ impl Writer {
             return Ok(());
         }
         self.usable()?;
+        if !self.foreign && self.entries.is_empty() {
+            self.abandon();
+            let why = "no release reads a file without any, and what was there stays";
+            return Err(Error::InvalidArgument(format!("no tensors for `{}`: {why}", self.uri)));
+        }
         self.failed = true;
         if !self.foreign {
-            if self.index_len == 0 {
-                self.reserve_index(self.index_len_for(0))?;
-            }
             self.write_index(cancel)?;
         }
         let end = self.end();

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile, in_batches
-from ..tensors.exchange import dtype_of
+from ..tensors.exchange import dtype_of, refuse_short
 from . import layout
 
 #: Bytes that are loaded at a time where they are then copied to tensors.
@@ -200,6 +200,7 @@ def _read_tensors(
 def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
     """Read tensors into those of a planner."""
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
+    refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
     direct: dict[int, torch.Tensor] = {}
     others: dict[int, list[torch.Tensor]] = {}
     for (item, number), target in zip(wanted, targets, strict=True):

@@ -122,6 +122,7 @@ class Writer(StorageWriter):
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
         try:
+            _refuse_meta(plan.items, planner)
             done.set_result(self._write(plan.items, planner) if plan.items else [])
         except BaseException:
             self._claim = None
@@ -139,7 +140,7 @@ class Writer(StorageWriter):
             lengths = [_length(item) for item in items]
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
-                tensors = [_resolved(item, planner) for item in batch]
+                tensors = [_with_data(_resolved(item, planner), item) for item in batch]
                 names = [_name(item, taken) for item in batch]
                 count = len(batch)
                 writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
@@ -189,6 +190,26 @@ def _length(item: WriteItem) -> int:
     if data is None:
         return 0
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _refuse_meta(items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    """Look at all tensors before anything is written, where a planner gives them unchanged."""
+    lookup = getattr(planner, "lookup_object", None)
+    for item in items if lookup else ():
+        if item.type is not WriteItemType.BYTE_IO:
+            found = lookup(item.index)  # type: ignore[misc]  # it is not None here
+            if isinstance(found, torch.Tensor):
+                _with_data(found, item)
+
+
+def _with_data(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
+    """Refuse a tensor of the meta device: a load could not tell its zeros from data."""
+    if tensor.is_meta:
+        raise ValueError(
+            f"{item.index.fqn!r} is a tensor of the meta device, which has no data: "
+            "a checkpoint has real tensors only; materialize it (to_empty) or leave it out"
+        )
+    return tensor
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from .. import _native
 from ..tensors import devices, subclasses
-from ..tensors.exchange import copied, lend, take
+from ..tensors.exchange import copied, lend, refuse_short, take
 from . import to_safetensors
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
@@ -106,8 +106,9 @@ def save_async(
     for path, tensor in flatten(tensors):
         if why := subclasses.reason(tensor):
             raise NotImplementedError(f"{(path[0] if len(path) == 1 else path)!r} is a {why}")
-        leaves.append(tensor)
-    size = sum(t.numel() * t.element_size() for t in leaves if not t.is_meta)
+        leaves.append((path[0] if len(path) == 1 else path, tensor))
+    refuse_short(leaves)
+    size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     copies = _copied(tensors)
     file = FileWriter(
         uri,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from ..modules import state
-from ..tensors.exchange import cast_dtype, copied, dtype_of
+from ..tensors.exchange import cast_dtype, copied, dtype_of, refuse_short
 from ..tensors.sharding import Box, Part
 from .tensor_file import TensorFile
 
@@ -131,6 +131,7 @@ class Wanted:
         for number in self.numbers:
             _check_fits(tensors[number], self.file, number, self.part(number))
         every = [(number, tensors[number]) for number in self.numbers]
+        refuse_short((self.file.reader.name(number), tensor) for number, tensor in every)
         if len(state.without_overlaps(every)) < len(every):
             raise ValueError("tensors to load into overlap in memory")
 

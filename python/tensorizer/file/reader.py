@@ -13,7 +13,7 @@ import torch
 from .._types import FilterFuncType, Name, TensorType
 from ..modules import state
 from ..tensors.arrays import opaque_array
-from ..tensors.exchange import lend
+from ..tensors.exchange import lend, refuse_short
 from ..tensors.usage import convert_bytes
 from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
@@ -481,6 +481,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
         everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
         state.check(m, places, [str(name) for name in names], shapes, everything)
+        refuse_short((name, place.current()) for name, place in zip(names, places, strict=True))
         sharded = ShardedPlaces(self._file, self._loaded, places, chosen)
         cut = {number for _, number in sharded.pairs}
         whole = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in cut]

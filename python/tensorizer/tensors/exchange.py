@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._native import Handle
+from . import sharding, subclasses
 
 _lend = torch.ops.tensorizer._lend.default
+_refuse_short = torch.ops.tensorizer._refuse_short.default
 _take = torch.ops.tensorizer._take.default
 
 
@@ -24,6 +26,20 @@ def take(handle: Handle) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
     tensors: list[torch.Tensor] = _take(handle.number)
     return tensors
+
+
+def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:
+    """Refuse named tensors whose storage is smaller than they need: torch would go beyond it.
+
+    Raises:
+        ValueError: Memory was freed by ``untyped_storage().resize_(0)``, as FSDP frees that of
+            parameters which are not gathered.
+
+    """
+    local = [(str(name), sharding.local_of(t)) for name, t in tensors if t is not None]
+    plain = [(name, tensor) for name, tensor in local if subclasses.reason(tensor) is None]
+    with torch._C.DisableTorchFunctionSubclass():
+        _refuse_short([name for name, _ in plain], [tensor for _, tensor in plain])
 
 
 def dtype_of(name: str) -> torch.dtype:

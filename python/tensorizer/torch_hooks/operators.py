@@ -27,7 +27,12 @@ def _load_checked(
     num_readers: int | None = None,
     key: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Tensors as expected, such as ``float32[40,30]``; the file is not looked at."""
+    """Tensors as expected, such as ``float32[40,30]``; the file is not looked at.
+
+    torch has real tensors of the meta device come here, too, and only a key can be one.
+    """
+    if key is not None and key.is_meta:
+        raise ValueError("the key is a tensor of the meta device, which has no bytes")
     tensors = []
     for text in expected:
         dtype, _, shape = text.removesuffix("]").partition("[")
