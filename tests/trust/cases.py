@@ -34,7 +34,7 @@ BATCH, AT_ONCE = 64, 8
 def options(doc: str) -> argparse.ArgumentParser:
     """Return a parser of the arguments of such a campaign."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="run one case, and say what it is")
     parser.add_argument("--verbose", action="store_true")
@@ -167,11 +167,14 @@ class Campaign:
         if self.asked.case is not None:
             print(self.case(self.asked.case), list(batch([self.asked.case])))
             sys.exit()
-        first = self.asked.seed + self.part * BATCH
-        while time.monotonic() < self.began + self.asked.seconds:
-            for found in batch(list(range(first, first + BATCH))):
+        asked, size = self.asked, BATCH
+        if asked.inputs is not None:
+            size = min(size, -(-asked.inputs // asked.jobs))
+        first = asked.seed + self.part * size
+        while not parts.enough(asked, self.began, sum(self.kinds.values())):
+            for found in batch(list(range(first, first + size))):
                 self.take(first, found)
-            first += self.asked.jobs * BATCH
+            first += asked.jobs * size
 
     def end(self, name: str, what: str) -> None:
         """Say what was found, and end the process by it."""

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import parts
 import tensorizer
 import torch
 from hostile_bases import Base, golden, mutated, saved
@@ -93,22 +94,22 @@ def compared(mine: list, other: dict, data: bytes) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--files", type=int, default=1 << 62)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    began = time.monotonic()
     if not OLD.exists():
         print(json.dumps({"campaign": "old package", "skipped": f"there is no {OLD}"}))
         return
     torch.set_num_threads(1)
     old, findings, outcomes = Old(), [], collections.Counter()
+    # Until here the old package has been started, which takes seconds.
+    began = time.monotonic()
     number = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         bases = [*golden(), Base("tensors", tightened(saved(folder)), "f.tensors")]
         path = folder / "f.tensors"
-        while number < arguments.files and time.monotonic() - began < arguments.seconds:
+        while not parts.enough(arguments, began, number):
             rng = random.Random(f"{arguments.seed}/{number}")
             base = rng.choice(bases)
             path.write_bytes(mutated(base, rng))

@@ -153,8 +153,7 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--files", type=int, default=1 << 62)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first file")
     parser.add_argument("--only", help="kind of files")
@@ -167,8 +166,9 @@ def main() -> None:
     try:
         bases = all_bases(folder)
         bases = [base for base in bases if arguments.only in (None, base.kind)]
-        at, end = arguments.first + part * BATCH, arguments.first + arguments.files
-        while at < end and time.monotonic() - began < arguments.seconds:
+        at = arguments.first + part * BATCH
+        end = arguments.first + (1 << 62 if arguments.inputs is None else arguments.inputs)
+        while at < end and not parts.enough(arguments, began, campaign.inputs):
             left = range(at, min(at + BATCH, end))
             while left:
                 left = left[campaign.batch(bases, left, folder) :]

@@ -23,6 +23,7 @@ from typing import Any
 os.environ |= {"TENSORIZER_ATTEMPTS": "2", "TENSORIZER_STALL_SECONDS": "1",
                "TENSORIZER_TOTAL_SECONDS": "5", "TENSORIZER_CONNECT_SECONDS": "2"}  # fmt: skip
 
+import parts
 import tensorizer
 import torch
 from hostile_bases import of_bytes, state
@@ -169,8 +170,7 @@ def tried(url: str, expected: dict[str, torch.Tensor]) -> tuple[str, str | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--loads", type=int, default=1 << 62)
+    parts.ending(parser)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -190,9 +190,7 @@ def main() -> None:
     urls = {"http": f"http://{server.place}/f.tensors", "redis": f"redis://{server.place}/x"}
     expected = {kind: tensorizer.load(url, "cpu", verify_hash=True) for kind, url in urls.items()}
     assert all(len(tensors) == len(state()) for tensors in expected.values())
-    while number < arguments.first + arguments.loads:
-        if time.monotonic() - began > arguments.seconds:
-            break
+    while not parts.enough(arguments, began, number - arguments.first):
         rng = random.Random(f"{arguments.seed}/{number}")
         kind = rng.choice(("http", "redis"))
         server.wrong = Wrong(rng)

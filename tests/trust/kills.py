@@ -21,7 +21,7 @@ from pathlib import Path
 
 import parts
 import tracing
-from faults import LONG, deny
+from call_faults import deny
 from scenes import (
     NEW,
     OLD,
@@ -203,7 +203,7 @@ def cache_fills(campaign: Campaign, folder: Path, url: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose names have this text")
     parts.option(parser)
@@ -221,7 +221,7 @@ def main() -> None:
         url = stack.enter_context(http_server(folder))
         kinds = [Kind(scene, folder / f"{n}") for n, scene in enumerate(SAVES)]
         # They take their time to start.
-        if "upload" in arguments.only or (not arguments.only and arguments.seconds >= LONG):
+        if "upload" in arguments.only or (not arguments.only and parts.is_long(arguments)):
             kinds += [Kind(scene, folder / scene.name, hidden=False)
                       for scene in uploads(stack, folder)]  # fmt: skip
         runs: list[tuple[str, Iterator[None]]] = []
@@ -231,10 +231,13 @@ def main() -> None:
             runs += [(kind.scene.name, at_any_time(campaign, kind, longest))]
         runs += [("cache fill", cache_fills(campaign, folder, url))]
         runs = [(name, run) for name, run in runs if arguments.only in name]
-        until = began + arguments.seconds
-        while runs and time.monotonic() < until:
+
+        def enough() -> bool:
+            return parts.enough(arguments, began, sum(campaign.kills.values()))
+
+        while runs and not enough():
             for one in list(runs):
-                if time.monotonic() >= until:
+                if enough():
                     break
                 if next(one[1], one) is one:
                     runs.remove(one)

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import parts
 from scenes import (
     OLD,
     DecryptionParams,
@@ -403,7 +404,7 @@ def places(pid: int, key: bytes) -> Iterator[tuple[str, list[str]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="one of: servers, keys, memory")
     arguments = parser.parse_args()
@@ -419,7 +420,7 @@ def main() -> None:
                  "servers": lambda: campaign.of_servers(data, folder)}  # fmt: skip
         turns = {name: turn for name, turn in turns.items() if arguments.only in ("", name)}
         running = {name: iter(()) for name in turns}
-        while time.monotonic() < began + arguments.seconds:
+        while not parts.enough(arguments, began, sum(campaign.kinds.values())):
             for name, turn in turns.items():
                 if next(running[name], running) is running:
                     running[name] = turn()

@@ -20,8 +20,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import parts
 import torch
 from scenes import (
     NEW,
@@ -42,8 +45,12 @@ from scenes import (
 #: What memory may differ by between the first rounds and the last, in MiB.
 MOST_MB = 64
 THREADS, PROCESSES = 64, 16
-#: With less time than this there are fewer of both, and fewer loads in one process.
-LONG = 60.0
+#: In a short campaign there are as many times fewer of both, and fewer loads in one process.
+FEWER = 8
+#: The shares of the time that a process has, after each of which its costs are looked at.
+PHASES = (0.25, 0.25, 0.5)
+#: Seconds that a crowd may take at most where its loads and saves are counted.
+LIMIT = 300.0
 #: Seconds at most for all but the crowd, and their share of a shorter time.
 OTHERS, SHARE = 600.0, 0.6
 
@@ -124,7 +131,37 @@ def grown(first: dict[str, int], last: dict[str, int]) -> list[str]:
             for name in first if last[name] > first[name] + allowed[name]]  # fmt: skip
 
 
-def worker(folder: Path, url: str, threads: int, seconds: float, seed: int) -> dict:
+@dataclass
+class Crowd:
+    """Processes at once, and how long they work.
+
+    Attributes:
+        fewer: As many times fewer processes and threads than in a long campaign.
+        seconds: How long they work.
+        rounds: What each thread does at most in each phase.
+
+    """
+
+    fewer: int
+    seconds: float
+    rounds: int
+
+    @staticmethod
+    def of(asked: argparse.Namespace) -> "Crowd":
+        found = Crowd(1 if parts.is_long(asked) else FEWER, LIMIT, 1 << 62)
+        if asked.inputs is None:
+            found.seconds = asked.seconds - min(OTHERS, asked.seconds * SHARE)
+        else:
+            found.rounds = -(-asked.inputs // (len(PHASES) * sum(found.threads())))
+        return found
+
+    def threads(self) -> list[int]:
+        """Return how many each process has: the first has most, of the others each one or four."""
+        others = range(1, PROCESSES // self.fewer)
+        return [THREADS // self.fewer, *(1 + 3 * (number % 2) for number in others)]
+
+
+def worker(folder: Path, url: str, threads: int, crowd: Crowd, seed: int) -> dict:
     """Work in threads, in two halves, and compare what they cost."""
     done, wrong = Counter(), []
     work = WORK | {"http": by_url(url), "cache": by_cache(url)}
@@ -135,7 +172,9 @@ def worker(folder: Path, url: str, threads: int, seconds: float, seed: int) -> d
         if not mine.exists():
             mine.mkdir()
             save_path(mine, OLD)
-        while time.monotonic() < until and len(wrong) < 20:
+        for _ in range(crowd.rounds):
+            if time.monotonic() >= until or len(wrong) >= 20:
+                break
             name = chance.choice(list(work))
             try:
                 if work[name](mine) != OLD:
@@ -145,8 +184,8 @@ def worker(folder: Path, url: str, threads: int, seconds: float, seed: int) -> d
             done[name] += 1
 
     costs = []
-    for share in (0.25, 0.25, 0.5):
-        until = time.monotonic() + seconds * share
+    for share in PHASES:
+        until = time.monotonic() + crowd.seconds * share
         running = [threading.Thread(target=one, args=(n, until)) for n in range(threads)]
         for thread in running:
             thread.start()
@@ -183,19 +222,15 @@ def forked(work: Callable[[], dict], seconds: float) -> Iterator[dict]:
         yield json.loads(text)
 
 
-def crowd(
-    folder: Path, url: str, seconds: float, seed: int, fewer: int
-) -> tuple[Counter, list[str]]:
-    """Run all the processes at once: one has the threads, of the others each one or four."""
+def run_crowd(crowd: Crowd, folder: Path, url: str, seed: int) -> tuple[Counter, list[str]]:
+    """Run all the processes at once."""
     running = []
-    for number in range(PROCESSES // fewer):
+    for number, threads in enumerate(crowd.threads()):
         mine = folder / f"process{number}"
         mine.mkdir()
-        threads = THREADS // fewer if number == 0 else 1 + 3 * (number % 2)
-        work = lambda mine=mine, threads=threads, number=number: worker(  # noqa: E731
-            mine, url, threads, seconds, seed + number
+        process = forked(
+            partial(worker, mine, url, threads, crowd, seed + number), crowd.seconds + 120
         )
-        process = forked(work, seconds + 120)
         next(process)
         running.append(process)
     done, findings = Counter(), []
@@ -319,7 +354,7 @@ def forks(folder: Path, url: str, chance: random.Random) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="one of: crowd, many, endings, forks")
     arguments = parser.parse_args()
@@ -333,12 +368,10 @@ def main() -> None:
     ):
         by_path(folder)
         if arguments.only in ("", "crowd"):
-            fewer = 1 if arguments.seconds >= LONG else 8
-            seconds = arguments.seconds - min(OTHERS, arguments.seconds * SHARE)
-            found = crowd(folder, url, seconds, arguments.seed, fewer)
+            found = run_crowd(Crowd.of(arguments), folder, url, arguments.seed)
             done, findings = done + found[0], findings + found[1]
         if arguments.only in ("", "many"):
-            count = 1000 if arguments.seconds >= LONG else 40
+            count = 1000 if parts.is_long(arguments) else 40
             found = many(folder, url, count)
             done, findings = done + found[0], findings + found[1]
         turns = {"endings": endings, "forks": forks}
@@ -349,7 +382,7 @@ def main() -> None:
                     wrong = turn(folder, url, chance)
                     done[name] += 1
                     findings += [wrong] if wrong else []
-                ended = time.monotonic() > began + arguments.seconds
+                ended = parts.enough(arguments, began, sum(done.values()))
     for finding in findings:
         print(f"FINDING {finding}", file=sys.stderr)
     print(json.dumps({

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
 #: What is not added up, but is that of the process with the most of it.
 HIGHEST = {"seconds", "slowest", "most_mb"}
 SET_DEATH_SIGNAL = 1
+#: Seconds from which on a campaign is a long one.
+LONG = 60.0
 #: Advice of `madvise`, and the size of the pages that it makes.
 COLLAPSE, LARGE = 25, 2 << 20
 
@@ -20,6 +23,24 @@ COLLAPSE, LARGE = 25, 2 << 20
 def option(parser: argparse.ArgumentParser) -> None:
     """Add the option that says how many processes there are."""
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+
+
+def ending(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say when a campaign ends."""
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--inputs", type=int, help="end after as many, whatever time they take")
+
+
+def is_long(asked: argparse.Namespace) -> bool:
+    """Return whether a campaign has the time for what takes long to begin."""
+    return asked.inputs is None and asked.seconds >= LONG
+
+
+def enough(asked: argparse.Namespace, began: float, inputs: int) -> bool:
+    """Return whether a process has done its share of the inputs, or has used up its seconds."""
+    if asked.inputs is None:
+        return time.monotonic() >= began + asked.seconds
+    return inputs * getattr(asked, "jobs", 1) >= asked.inputs
 
 
 def end_with(parent: int, by: signal.Signals) -> None:

@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts
 import tracing
-from faults import deny
+from call_faults import deny
 from scenes import NEW, OLD, SAVES, Save, scratch
 from tracing import Call, Memory
 
@@ -318,7 +319,7 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose names have this text")
     arguments = parser.parse_args()
@@ -330,10 +331,13 @@ def main() -> None:
     with scratch() as folder:
         runs = [campaign.run(scene, folder / f"{number}", 12)
                 for number, scene in enumerate(SAVES) if arguments.only in scene.name]  # fmt: skip
-        until = began + arguments.seconds
-        while runs and time.monotonic() < until:
+
+        def enough() -> bool:
+            return parts.enough(arguments, began, sum(campaign.states.values()))
+
+        while runs and not enough():
             for run in list(runs):
-                if time.monotonic() >= until:
+                if enough():
                     break
                 if next(run, run) is run:
                     runs.remove(run)

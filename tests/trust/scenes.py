@@ -349,8 +349,7 @@ def uploads(stack: contextlib.ExitStack, folder: Path) -> list[Save]:
     found = []
     with contextlib.suppress(pytest.skip.Exception):
         moto = Moto()
-        # Asked to end it may take longer than anybody waits.
-        stack.callback(moto.process.kill)
+        stack.callback(moto.stop)
         moto.client().create_bucket(Bucket="bucket")
         stack.enter_context(environment(tuple(moto.settings().items())))
         found.append(upload("S3", "s3://bucket/f.tensors"))

@@ -44,8 +44,6 @@ from scenes import (
 )
 from tracing import Call, Outcome
 
-#: With less time than this there are no uploads.
-LONG = 60.0
 #: These do not fail, or not in a way that a program could be told of: the C library ends the
 #: process, or the kernel gives no error.
 SPARED = {
@@ -409,7 +407,7 @@ def upload_runs(campaign: Campaign, folder: Path, scene: Save) -> Iterator[Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parts.ending(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose names have this text")
     parser.add_argument(
@@ -419,7 +417,6 @@ def main() -> None:
     parts.option(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
-    until = began + arguments.seconds
     if skipped := tracing.why_not():
         print(json.dumps({"campaign": "faults", "skipped": skipped}))
         return
@@ -439,13 +436,17 @@ def main() -> None:
             url = stack.enter_context(http_server(folder))
             runs["load, http, cache fill"] = server_runs(campaign, folder, url)
         # They take their time to start.
-        if "upload" in arguments.only or (not arguments.only and arguments.seconds >= LONG):
+        if "upload" in arguments.only or (not arguments.only and parts.is_long(arguments)):
             runs |= {f"save, {scene.name}": upload_runs(campaign, folder, scene)
                      for scene in uploads(stack, folder)}  # fmt: skip
         runs = [run for name, run in runs.items() if arguments.only in name]
-        while runs and time.monotonic() < until:
+
+        def enough() -> bool:
+            return parts.enough(arguments, began, sum(campaign.kinds.values()))
+
+        while runs and not enough():
             for run in list(runs):
-                if time.monotonic() >= until:
+                if enough():
                     break
                 try:
                     next(run)()
