@@ -1,6 +1,7 @@
 """Servers on loopback that speak as the clouds do: the Makefile says how they are installed."""
 
 import base64
+import contextlib
 import datetime
 import email.utils
 import hashlib
@@ -16,8 +17,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import shared
 from scripted import Forwarder, Relay, Scripted
-from servers import free_port, make_certificates, wait_for
+from servers import Program, free_port, make_certificates, wait_for
 
 #: Where they are installed.
 CLOUDS = Path(
@@ -45,7 +47,7 @@ def ask(method, url, data=b"", **headers):
         return answer.read()
 
 
-class Google:
+class Google(Program):
     """A server of Google Cloud Storage that keeps objects in memory, and lets everybody in."""
 
     def __init__(self):
@@ -70,18 +72,17 @@ class Google:
         """Return the variables that make it the server of a process."""
         return {"STORAGE_EMULATOR_HOST": self.host}
 
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(20)
 
+class Azurite(Program):
+    """A server of Azure's blobs, which checks who asks. The container ``open`` is for everybody.
 
-class Azurite:
-    """A server of Azure's blobs, which checks who asks. The container ``open`` is for everybody."""
+    Each worker of a run has an account of its own.
+    """
 
-    account = "account"
+    account = "account" + os.environ.get("PYTEST_XDIST_WORKER", "")
     key = base64.b64encode(b"hu5hw0rd, a key of thirty-two bytes").decode()
 
-    def __init__(self, folder, tls=False, any_version=False):
+    def __init__(self, folder, tls=False, any_version=False, popen=subprocess.Popen):
         self.folder = Path(folder)
         self.port = free_port()
         self.host = f"127.0.0.1:{self.port}"
@@ -92,13 +93,27 @@ class Azurite:
             make_certificates(self.folder)
             # Tokens are looked at only over TLS.
             more += ["--oauth", "basic", "--cert", "server.pem", "--key", "server.key"]
-        self.process = subprocess.Popen(
+        accounts = ["account", *(f"accountgw{number}" for number in range(100))]
+        self.process = popen(
             [installed("node_modules/.bin/azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort",
              str(self.port), "--inMemoryPersistence", "--silent", "--disableTelemetry", *more],
             cwd=self.folder, stdout=subprocess.DEVNULL,
-            env=os.environ | {"AZURITE_ACCOUNTS": f"{self.account}:{self.key}"},
+            env=os.environ | {"AZURITE_ACCOUNTS": ";".join(f"{a}:{self.key}" for a in accounts)},
         )  # fmt: skip
         wait_for(self.port, self.process)
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_run(cls, tls=False):
+        """Yield the one that all workers share."""
+        name = "azurite-tls" if tls else "azurite"
+
+        def start(popen):
+            folder = shared.made(f"{name}-files", lambda _: None)
+            return cls(folder, tls, popen=popen)
+
+        with shared.server(name, start) as server:
+            yield server
 
     def sign(self, text):
         key = base64.b64decode(self.key)
@@ -142,10 +157,6 @@ class Azurite:
             "AZURE_STORAGE_ACCOUNT_KEY": self.key,
             "AZURE_STORAGE_ENDPOINT": f"{self.url}/{self.account}",
         }
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(20)
 
 
 class Tokens(Scripted):

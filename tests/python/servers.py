@@ -1,5 +1,7 @@
 """Servers on loopback that others wrote: nginx, redis-server, two of S3."""
 
+import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import shared
 
 
 def need(program, how=""):
@@ -32,13 +35,26 @@ def free_port():
 
 
 def wait_for(port, process):
-    for _ in range(1200):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
         assert process.poll() is None, "the server did not start"
         with socket.socket() as sock:
             if sock.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        time.sleep(0.05)
+        time.sleep(0.01)
     raise AssertionError("the server does not listen")
+
+
+class Program:
+    """A server that is a program of its own."""
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
+
+    def __getstate__(self):
+        """Return what other processes have to know of it."""
+        return {name: value for name, value in vars(self).items() if name != "process"}
 
 
 CONF = """daemon off;
@@ -82,7 +98,7 @@ http {{
 """
 
 
-class Nginx:
+class Nginx(Program):
     """nginx with a folder of files, over HTTP and over TLS with HTTP/2."""
 
     def __init__(self, folder):
@@ -114,28 +130,34 @@ class Nginx:
         lines = [line.split('"') for line in self.requests()]
         return sum(int(line[2].split()[1]) for line in lines if line[1].split()[1] == f"/{name}")
 
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(20)
-
 
 def make_certificates(folder, host="localhost"):
-    """Make a private authority and a certificate for a host."""
-    openssl = need("openssl")
+    """Give a folder the certificate of a private authority for a host, made once a run."""
+    authority = shared.made("authority", _make_authority)
+    made = shared.made(f"certificate-{host}", lambda place: _certify(authority, place, host))
+    for path in (authority / "ca.pem", made / "server.pem", made / "server.key"):
+        shutil.copy(path, folder)
 
-    def run(*command):
-        subprocess.run([openssl, *command], cwd=folder, check=True, capture_output=True)
 
-    run("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "ca.key",
-        "-out", "ca.pem", "-subj", "/CN=Test authority")  # fmt: skip
-    run("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key", "-out", "server.csr",
-        "-subj", f"/CN={host}")  # fmt: skip
+def _openssl(folder, *command):
+    subprocess.run([need("openssl"), *command], cwd=folder, check=True, capture_output=True)
+
+
+def _make_authority(folder):
+    _openssl(folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+             "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=Test authority")  # fmt: skip
+
+
+def _certify(authority, folder, host):
+    _openssl(folder, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key",
+             "-out", "server.csr", "-subj", f"/CN={host}")  # fmt: skip
     (folder / "san").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
-    run("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-        "-CAcreateserial", "-days", "2", "-extfile", "san", "-out", "server.pem")  # fmt: skip
+    _openssl(folder, "x509", "-req", "-in", "server.csr", "-CA", authority / "ca.pem",
+             "-CAkey", authority / "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san",
+             "-out", "server.pem")  # fmt: skip
 
 
-class Redis:
+class Redis(Program):
     """redis-server, with and without TLS; the user `reader` has a password that needs care."""
 
     def __init__(self, folder):
@@ -157,28 +179,23 @@ class Redis:
         )
         wait_for(self.port, self.process)
 
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(20)
+
+@functools.lru_cache(maxsize=16)
+def _client(host, service):
+    """Return a client, which takes longer to make than most requests do."""
+    import boto3
+
+    return boto3.client(
+        service,
+        endpoint_url=f"http://{host}",
+        aws_access_key_id="key",
+        aws_secret_access_key="secret-hu5hw0rd",
+        region_name="us-east-1",
+    )
 
 
-class Moto:
-    """An S3 server that keeps objects in memory. Signatures are checked after some requests."""
-
-    def __init__(self, unchecked="inf"):
-        if importlib.util.find_spec("moto") is None:
-            if os.environ.get("CI"):
-                pytest.fail("moto is required in CI")
-            pytest.skip("moto is not installed: pip install 'moto[server]'")
-        self.port = free_port()
-        self.host = f"127.0.0.1:{self.port}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            env=os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(unchecked)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        wait_for(self.port, self.process)
+class S3:
+    """A server of S3 with one pair of keys."""
 
     def settings(self, host=None):
         """Return the variables that make it the server of a process, perhaps by another host."""
@@ -189,22 +206,54 @@ class Moto:
         }
 
     def client(self, service="s3"):
-        import boto3
+        return _client(self.host, service)
 
-        return boto3.client(
-            service,
-            endpoint_url=f"http://{self.host}",
-            aws_access_key_id="key",
-            aws_secret_access_key="secret-hu5hw0rd",
-            region_name="us-east-1",
-        )
+
+class MotoForks(Program):
+    """The process that servers of moto are forked off."""
+
+    def __init__(self, popen):
+        self.port = free_port()
+        program = Path(__file__).with_name("moto_forks.py")
+        self.process = popen([sys.executable, program, str(self.port)], stderr=subprocess.DEVNULL)
+        wait_for(self.port, self.process)
+
+
+class Moto(S3):
+    """An S3 server that keeps objects in memory. Signatures are checked after some requests."""
+
+    def __init__(self, unchecked="inf"):
+        if importlib.util.find_spec("moto") is None:
+            if os.environ.get("CI"):
+                pytest.fail("moto is required in CI")
+            pytest.skip("moto is not installed: pip install 'moto[server]'")
+        self.port = free_port()
+        self.host = f"127.0.0.1:{self.port}"
+        self.uses = contextlib.ExitStack()
+        forks = self.uses.enter_context(shared.server("moto", MotoForks))
+        # The fork ends with this connection.
+        connection = socket.create_connection(("127.0.0.1", forks.port))
+        self.connection = self.uses.enter_context(connection)
+        asked = json.dumps({"port": self.port, "unchecked": str(unchecked)})
+        connection.sendall(f"{asked}\n".encode())
+        connection.setblocking(False)
+        wait_for(self.port, self)
+
+    def poll(self):
+        """Return None while the server runs, as a process does."""
+        try:
+            return self.connection.recv(1)
+        except BlockingIOError:
+            return None
 
     def stop(self):
-        self.process.terminate()
-        self.process.wait(20)
+        self.connection.setblocking(True)
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.recv(1)
+        self.uses.close()
 
 
-class Seaweed:
+class Seaweed(S3):
     """SeaweedFS, an S3 server that checks all signatures, those of reads too, and sums of uploads.
 
     Names below ``cwobject.com`` are those of buckets.
@@ -245,13 +294,6 @@ class Seaweed:
             except Exception:
                 assert tries < 99, "the server takes no objects"
                 time.sleep(0.1)
-
-    def settings(self, host=None):
-        """Return the variables that make it the server of a process, perhaps by another host."""
-        return Moto.settings(self, host)
-
-    def client(self, service="s3"):
-        return Moto.client(self, service)
 
     def stop(self):
         # Asked to end it takes its time.
