@@ -11,13 +11,17 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
+import compilers  # noqa: F401  # settings of torch's
+import faults
+import forked_python
 import forking
 import pytest
 import secret_search
+import shared
+import starting
 import tensorizer
 import torch
 from secret_search import (  # noqa: F401  # hooks of pytest
@@ -28,18 +32,7 @@ from secret_search import (  # noqa: F401  # hooks of pytest
     pytest_warning_recorded,
 )
 from servers import Moto, Nginx, Seaweed
-from starting import Ranks
 from tensorizer import _C, FormatError
-
-# torch keeps compiled graphs on the disk: start without those of earlier runs.
-_compiled = tempfile.TemporaryDirectory()
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
-# Compile in this process: a pool of others would be left behind.
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# Compilers take long to try what vectors the machine has.
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
-# What a compiled package does around its kernels need not be fast.
-os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
 # Without a bound the cache leaves a twentieth of the disk free, which may be full.
 os.environ["TENSORIZER_CACHE_GB"] = "10"
@@ -49,11 +42,28 @@ GOLDEN = ROOT / "tests/golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 #: First lines of code that is to be interrupted: background jobs of a shell ignore SIGINT.
 HEED_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+#: First lines of code that mounts what only its own process and its children see.
+OWN_MOUNTS = """import ctypes, subprocess, sys
+def mount(*arguments):
+    subprocess.run(["mount", *arguments], check=True)
+NEW_MOUNTS = 0x20000
+if ctypes.CDLL(None).unshare(NEW_MOUNTS):
+    sys.exit("unshare: not permitted")
+mount("--make-rprivate", "/")
+"""
 #: A Python that has tensorizer 2.12.1, see the Makefile.
 OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+
+
+def whole_numbers(*shape):
+    """Return numbers whose sums are exact, and so the same in whatever order a compiler adds."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-500, 500, shape, generator=generator).float()
+
+
 #: What the tests of operators save.
 TENSORS = {
-    "weight": torch.randn(40, 30),
+    "weight": whole_numbers(40, 30),
     "bias": torch.arange(5),
     "half": torch.ones(3, dtype=torch.bfloat16),
     "empty": torch.empty(0, 2),
@@ -125,7 +135,7 @@ def old():
         code += "args = pickle.load(sys.stdin.buffer)\ndef body():\n"
         code += "".join(f"    {line}\n" for line in body.strip().splitlines())
         code += "result = body()\npickle.dump(result, sys.stdout.buffer)\n"
-        done = forks(OLD_PYTHON).run(
+        done = forks(str(OLD_PYTHON)).run(
             code, timeout=timeout, input=pickle.dumps(args), env=environment
         )
         assert done.returncode == 0, done.stderr.decode()[-3000:]
@@ -153,34 +163,84 @@ def monkeypatch(monkeypatch):
 
 
 @functools.cache
-def forks(python=Path(sys.executable)):
-    """Return the server that forks interpreters with torch and tensorizer."""
-    server = forking.Server(str(python))
+def forks(python=sys.executable, imported=True):
+    """Return the server that forks interpreters with torch, and with this package if that is said.
+
+    Another Python than this one has the package in any case.
+    """
+    if python != sys.executable:
+        server = forking.Server(python, ("torch", "tensorizer"))
+    elif imported:
+        server = forking.Server(modules=["tensorizer"], parent=forks(imported=False))
+    else:
+        server = forking.Server()
     atexit.register(server.close)
     return server
 
 
-def run_python(code, *args, timeout=120, fresh=False, **kwargs):
+def run_python(code, *args, timeout=120, fresh=False, imported=True, **options):
     """Run code in an interpreter of its own with this package.
 
-    It is forked off one that has imported it, unless it is to be fresh, or other variables of the
-    environment than usual must be there before.
+    It is forked off one that has imported it, or torch alone if the package is not to be imported.
+    It is a fresh one if that is said, or if other variables of the environment than usual must be
+    there before; see ``forking.Server`` for the options.
     """
-    kept = kwargs.keys() <= {"env", "cwd"} and forks().takes(kwargs.get("env") or os.environ)
-    if kept and not fresh:
-        done = forks().run(code, *args, timeout=timeout, **kwargs)
+    if not fresh and forks(imported=imported).takes(options.get("env") or os.environ):
+        done = forks(imported=imported).run(code, *args, timeout=timeout, **options)
         done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
         secret_search.look("the output of a process", done.stdout)
         secret_search.look("the errors of a process", done.stderr)
         return done
+    options.pop("finalize", None)
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
-        **kwargs,
+        **options,
     )
+
+
+def start_python(code, *args, **options):
+    """Start code in such a forked interpreter, as ``subprocess.Popen`` does."""
+    assert forks().takes(options.get("env") or os.environ), "it needs a fresh interpreter"
+    return forks().start(code, *args, **options)
+
+
+#: The command of the package, for ``run_python`` and ``start_python``.
+COMMAND = "import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n"
+
+
+#: What programs import besides that train, or have several ranks.
+IN_PROGRAMS = [
+    *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"),
+]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """A Python for programs that start others, which forks interpreters instead."""
+    server = forking.Server(modules=IN_PROGRAMS, parent=forks())
+    path = tmp_path_factory.mktemp("python") / "python"
+    forked_python.write(path, server)
+    yield path
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def with_faults():
+    """Return an environment of forked interpreters in which calls fail as ``faults.c`` says."""
+    if faults.library() is None:
+        if os.environ.get("CI"):
+            pytest.fail("a C compiler is required in CI")
+        pytest.skip("there is no C compiler")
+
+    def environment(**chosen):
+        return os.environ | {f"FAULT_{name}": str(value) for name, value in chosen.items()}
+
+    return environment
 
 
 def count_threads():
@@ -219,9 +279,29 @@ def refuse(tmp_path):
 @pytest.fixture(scope="session")
 def ranks():
     """Start ranks of torch.distributed, which do without the settings of the machine."""
-    started = Ranks()
+    started = starting.Ranks(forks())
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(request, tmp_path_factory):
+    """Say where the workers of this run share things."""
+    own = tmp_path_factory.getbasetemp()
+    shared.folder = own.parent if hasattr(request.config, "workerinput") else own
+
+
+@pytest.fixture(params=["ranks", pytest.param("torchrun", marks=pytest.mark.extended)])
+def run_script(request, ranks):
+    """Run a script in its folder in two processes of a group."""
+
+    def run(script):
+        if request.param == "torchrun":
+            starting.torchrun(2, script)
+        else:
+            ranks.run("dcp_meshes.execute", 2, script.read_text(), script.parent)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -273,14 +353,13 @@ def no_settings_of_the_machine(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def azurite(tmp_path_factory):
+def azurite():
     """A server of Azure with a container called bucket."""
     from emulators import Azurite
 
-    server = Azurite(tmp_path_factory.mktemp("azurite"))
-    server.make_containers()
-    yield server
-    server.stop()
+    with Azurite.of_run() as server:
+        server.make_containers()
+        yield server
 
 
 @pytest.fixture(params=["gs", "az"])

@@ -2,10 +2,11 @@
 //
 // Its addresses are of pages that nobody may touch: what takes them for host memory ends the
 // process. The bytes are elsewhere, at a fixed distance.
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import subprocess
 
+import forked
 import pytest
 from secret_words import shown_in
 
@@ -68,7 +69,8 @@ def pytest_configure(config):
     logger.setLevel(logging.INFO)
     raising = type(pytest.raises(Exception))
     raising.__exit__ = _watched_exit(raising.__exit__)
-    subprocess.Popen.communicate = _watched_communicate(subprocess.Popen.communicate)
+    for processes in (subprocess.Popen, forked.Process):
+        processes.communicate = _watched_communicate(processes.communicate)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,67 +1,73 @@
 """Ranks of torch.distributed: processes that run one function of the folder ``ranks`` together.
 
-Run as a program it forks them, from a process that has imported torch once. What each returns, or
-the text of what it raises, comes back by rank.
+They are forked off a process that has imported what they need. What each returns, or the text of
+what it raises, comes back by rank.
 """
 
 import contextlib
-import importlib
 import json
-import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
-from pathlib import Path
 
+from forking import FOLDER, Server
 from servers import free_port
 
 #: Seconds that ranks may take together.
 TIMEOUT = 60
+#: What all of them need, and the programs.
+MODULES = (
+    *("tensorizer", "torch._dynamo", "ranks.being", "ranks.common", "ranks.dcp_failures"),
+    *("ranks.dcp_meshes", "ranks.groups", "ranks.lost", "ranks.modules", "ranks.saving"),
+)
+CODE = f"""
+import json, sys
+sys.path.insert(0, {FOLDER!r})
+from ranks.being import be
+be(json.loads(sys.argv[1]))
+"""
+#: What begins the names of variables that ranks do without: credentials and proxies of the machine.
+HIDDEN = ("AWS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+#: Variables that all of them have.
+SETTINGS = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 class Ranks:
-    """Starts processes for each call; ``env`` is what all get besides.
+    """Starts processes for each call, off a server, or off one of its own."""
 
-    They do without the credentials and proxies of whoever runs the tests.
-    """
-
-    def __init__(self, env=None):
-        hidden = ("AWS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-        own = {name: value for name, value in os.environ.items()
-               if not name.upper().startswith(hidden)}  # fmt: skip
-        own |= {"AWS_EC2_METADATA_DISABLED": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=own | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        )
+    def __init__(self, parent=None):
+        modules = MODULES if parent is not None else ("torch", *MODULES)
+        self.server = Server(modules=modules, parent=parent)
+        self.environment = SETTINGS | {
+            name: value for name, value in os.environ.items()
+            if not name.upper().startswith(HIDDEN) and name not in SETTINGS
+        }  # fmt: skip
 
     def start(self, program, world, *args, env=None, by_rank=None, timeout=TIMEOUT):
         """Run ``module.function(*args)`` of ``ranks`` in so many processes, with more variables in
         ``env``, and in ``by_rank`` for some of them; return what became of each: its result, or an
         error's text, or a signal.
         """
-        task = {
-            "program": program,
-            "world": world,
-            "args": args,
-            "env": env or {},
-            "by_rank": {str(rank): more for rank, more in (by_rank or {}).items()},
-            "timeout": timeout,
-            "port": free_port(),
-        }
-        self.process.stdin.write(json.dumps(task, default=str) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the process that starts ranks has ended"
-        return json.loads(line)
+        task = json.dumps({"program": program, "args": args}, default=str)
+        port, by_rank = str(free_port()), by_rank or {}
+        with contextlib.ExitStack() as opened:
+            ranks, answers = [], []
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+                own |= {"MASTER_PORT": port} | (env or {}) | by_rank.get(rank, {})
+                answers.append(opened.enter_context(tempfile.TemporaryFile()))
+                ranks.append(self.server.start(
+                    CODE, task, env=self.environment | own, stdout=answers[-1]))  # fmt: skip
+            late = wait(ranks, timeout)
+            return [became(*one, late) for one in zip(ranks, answers, strict=True)]
 
     def run(self, program, world, *args, **options):
         """Do the same where all are to succeed; return the results by rank."""
@@ -72,86 +78,42 @@ class Ranks:
         return [one["result"] for one in found]
 
     def stop(self):
-        self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
+        self.server.close()
 
 
-def _rank(task, rank, folder):
-    """Be one of the ranks."""
-    with contextlib.suppress(ProcessLookupError):
-        os.setsid()  # so that it can be killed with what it starts
-    found = {}
-    try:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(task["world"]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(task["port"]),
-        }
-        os.environ |= task["env"] | task["by_rank"].get(str(rank), {})
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        module, name = task["program"].split(".")
-        warnings.simplefilter("ignore")
-        found["result"] = getattr(importlib.import_module(f"ranks.{module}"), name)(*task["args"])
-    except BaseException:
-        found["error"] = traceback.format_exc()
-    (folder / f"{rank}.part").write_text(json.dumps(found, default=str))
-    (folder / f"{rank}.part").rename(folder / f"{rank}.json")
-    # Sockets by which tensors were sent to other processes lie in a folder.
-    multiprocessing.util._run_finalizers()
-    os._exit(0)  # threads of torch are not waited for
+def torchrun(world, script):
+    """Run a script in its folder as users of torch do, with interpreters of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # Where it leaves its logs.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(script.parent)}
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={world}", script.name],
+        cwd=script.parent, env=env, timeout=100, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
-def _run(task):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        left, stopped = {}, set()
-        for rank in range(task["world"]):
-            child = os.fork()
-            if child == 0:
-                _rank(task, rank, folder)
-            left[child] = rank
-        found = [{} for _ in range(task["world"])]
-        end = time.monotonic() + task["timeout"]
-        late = False
-        while left:
-            late = late or time.monotonic() > end
-            if late or left.keys() == stopped:
-                for child in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
-            child, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-            if child == 0:
-                time.sleep(0.01)
-            elif os.WIFSTOPPED(status):
-                stopped.add(child)
-            elif os.WIFSIGNALED(status):
-                found[left.pop(child)] = {
-                    "signal": os.WTERMSIG(status),
-                    "late": late,
-                    "stopped": child in stopped,
-                }
-                stopped.discard(child)
-            else:
-                rank = left.pop(child)
-                found[rank] = json.loads((folder / f"{rank}.json").read_text())
-        return found
+def wait(ranks, timeout):
+    """Wait until all have ended; kill them if they are late, or if those left have been stopped.
+
+    Return whether they were late.
+    """
+    end = time.monotonic() + timeout
+    late = False
+    while left := [rank for rank in ranks if rank.poll() is None]:
+        late = late or time.monotonic() > end
+        if late or all(rank.stopped for rank in left):
+            for rank in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return late
 
 
-def main():
-    # What all of them need, once.
-    import ranks.common
-    import ranks.dcp_models  # noqa: F401
-    import torch._dynamo  # noqa: F401
-
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what torch prints
-        for line in sys.stdin:
-            print(json.dumps(_run(json.loads(line))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def became(rank, answer, late):
+    """Return what has become of a rank."""
+    if rank.returncode < 0:
+        return {"signal": -rank.returncode, "late": late, "stopped": rank.stopped}
+    answer.seek(0)
+    found = answer.read()
+    return json.loads(found) if found else {"error": f"it ended with {rank.returncode}"}

@@ -1,12 +1,11 @@
 """What strings are taken for: addresses that are known, and paths."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
+from conftest import COMMAND, run_python
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -35,8 +34,7 @@ def test_addresses_that_are_not_known(address, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="file://"):
             operator()
     tensorizer.save(tensors, "f")
-    command = [sys.executable, "-m", "tensorizer", "cp", "f", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_python(COMMAND, "cp", "f", address)
     assert done.returncode != 0
     assert "file://" in done.stderr
     assert os.listdir(tmp_path) == ["f"]

@@ -84,7 +84,7 @@ def test_a_process_that_ends_waits_for_its_saves(tmp_path):
         "import sys, tensorizer, torch\n"
         "tensorizer.save_async({'a': torch.arange(3_000_000)}, sys.argv[1])\n"
     )
-    done = run_python(code, tmp_path / "f.tensors")
+    done = run_python(code, tmp_path / "f.tensors", finalize=True)
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["f.tensors"]
     assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999

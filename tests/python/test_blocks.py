@@ -1,11 +1,9 @@
 """Memory that loaded tensors share, and that comes back as they go."""
 
-import subprocess
-import sys
-
 import pytest
 import tensorizer
 import torch
+from conftest import run_python
 from tensorizer import TensorDeserializer
 
 MIB = 1 << 20
@@ -34,9 +32,8 @@ def test_memory_comes_back_as_tensors_go(tmp_path):
     )
     tensors |= {f"l{i}": torch.full((30 * MIB,), i).byte() for i in range(2)}
     tensorizer.save(tensors, tmp_path / "f")
-    watch = subprocess.run(
-        [sys.executable, "-c", WATCH, tmp_path / "f"], check=True, capture_output=True, text=True
-    )
+    watch = run_python(WATCH, tmp_path / "f")
+    assert watch.returncode == 0, watch.stderr
     lines = [line.split() for line in watch.stdout.splitlines()]
     left = {name: int(size) for name, size in lines}
     first, last = left["s0"], left["l1"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.extended
+
 
 def build(tmp_path, **env):
     """Run the build's own checks on a copy of the sources, in a clean environment."""

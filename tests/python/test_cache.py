@@ -5,7 +5,6 @@ import re
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, assert_same, run_python
+from conftest import COMMAND, ROOT, assert_same, run_python, start_python
 from tensorizer import TensorDeserializer, _native, load
 from tensorizer._C import forget_environment
 
@@ -184,9 +183,8 @@ print(len(found), sum(float(tensor.sum()) for tensor in found.values()))
 
 def start(uri, folder, count):
     """Start processes that load once they are told to."""
-    command = [sys.executable, "-c", SHARING, uri, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(count)]
+    processes = [start_python(SHARING, uri, folder, **pipes) for _ in range(count)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     return processes
@@ -239,14 +237,13 @@ def test_who_downloads_and_stops_keeps_nobody_waiting(nginx, served, folder, ten
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    other = subprocess.Popen([sys.executable, "-c", claim, entry], stdout=subprocess.PIPE)
+    other = start_python(claim, entry, stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"ready\n"
         set_variable(monkeypatch, "TENSORIZER_STALL_SECONDS", "1")
         assert_all(load(uri, cache_dir=folder), tensors)
     finally:
-        other.kill()
-        other.communicate()
+        other.close()
 
 
 def test_a_full_disk_ends_no_load(nginx, served, tensors, tmp_path):
@@ -358,8 +355,9 @@ def test_the_command(nginx, served, folder):
     uri = f"{nginx.http}/{name}"
 
     def command(*arguments):
-        line = [sys.executable, "-m", "tensorizer", "cache", *arguments, "--folder", folder]
-        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+        done = run_python(COMMAND, "cache", *arguments, "--folder", folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     assert command("ls") == "0 files, 0 bytes\n"
     load(uri, cache_dir=folder)

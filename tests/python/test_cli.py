@@ -246,7 +246,7 @@ def test_diff_with_a_key_for_each_side(tmp_path, path, capsys):
 
 def test_readers(tmp_path, capsys):
     path = tmp_path / "f.tensors"
-    tensorizer.save({str(i): torch.full((1 << 20,), float(i)) for i in range(8)}, path)
+    tensorizer.save({str(i): torch.full((1 << 18,), float(i)) for i in range(8)}, path)
     for arguments in (("diff", path, path), ("verify", path), ("cp", path, tmp_path / "copy")):
         for readers in (1, 2):
             assert run(*arguments, "--readers", readers) == 0

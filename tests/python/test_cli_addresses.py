@@ -12,9 +12,9 @@ import pytest
 import redis
 import tensorizer
 import torch
-from conftest import ROOT
+from conftest import COMMAND, ROOT, start_python
 from safetensors.torch import save_file
-from servers import Moto, Redis
+from servers import Redis
 from tensorizer import DecryptionParams
 from tensorizer_cli.main import main
 
@@ -46,21 +46,10 @@ def server(tmp_path):
     server.stop()
 
 
-@pytest.fixture
-def bucket(no_settings_of_the_machine, monkeypatch):
-    """The address of a bucket."""
-    moto = Moto()
-    moto.client().create_bucket(Bucket="bucket")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-hu5hw0rd")
-    yield "s3://bucket"
-    moto.stop()
-
-
-def test_addresses(server, path, bucket):
-    assert run("cp", path, f"{bucket}/f.tensors") == 0
-    assert run("cp", f"{bucket}/f.tensors", f"{server.address}/model?db=2") == 0
+@pytest.mark.usefixtures("s3")
+def test_addresses(server, path):
+    assert run("cp", path, "s3://bucket/f.tensors") == 0
+    assert run("cp", "s3://bucket/f.tensors", f"{server.address}/model?db=2") == 0
     assert run("diff", path, f"{server.address}/model?db=2") == 0
     with redis.Redis(port=server.port, db=2) as client:
         assert client.exists("model:header:0")
@@ -76,7 +65,7 @@ def write_shards(tensors, folder):
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-@pytest.mark.usefixtures("bucket")
+@pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize(
     "document", ["README.md", "docs/reference/command.md", "docs/how-to/encryption.md"]
 )
@@ -170,11 +159,9 @@ def test_a_reader_that_has_seen_enough(name, path, tmp_path):
     arguments = {"ls": [other], "diff": [path, other]}[name]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "tensorizer", name, *arguments],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == ({"ls": 0, "diff": 1}[name], b"")
+    with start_python(
+        COMMAND, name, *arguments, stdout=write, stderr=subprocess.PIPE, finalize=True
+    ) as process:
+        os.close(write)
+        assert process.stderr.read() == b""
+    assert process.returncode == {"ls": 0, "diff": 1}[name]

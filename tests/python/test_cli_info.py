@@ -11,6 +11,7 @@ import sys
 import pytest
 import tensorizer
 import torch
+from conftest import COMMAND, run_python
 from servers import Redis
 from tensorizer import EncryptionParams, TensorSerializer
 from tensorizer_cli.main import main
@@ -215,9 +216,8 @@ def test_damaged_metadata(folder, capsys):
 
 def test_a_pipe(folder):
     with open(folder / "f.tensors", "rb") as file:
-        command = [sys.executable, "-m", "tensorizer", "info", "/dev/stdin"]
         cat = subprocess.Popen(["cat"], stdin=file, stdout=subprocess.PIPE)
-        done = subprocess.run(command, stdin=cat.stdout, capture_output=True, text=True)
+        done = run_python(COMMAND, "info", "/dev/stdin", stdin=cat.stdout)
         cat.stdout.close()
         cat.wait()
     assert (done.returncode, done.stderr) == (0, "")

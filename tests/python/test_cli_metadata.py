@@ -2,14 +2,12 @@
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT
+from conftest import COMMAND, run_python
 from servers import Redis
 from tensorizer_cli.main import main
 
@@ -170,23 +168,12 @@ def test_what_comes_once_cannot_be_verified(folder, capsys):
     assert not (folder / "new.tensors").exists()
 
 
-@pytest.fixture(scope="module")
-def flipping(tmp_path_factory):
+@pytest.fixture
+def flipping(with_faults):
     """Run the command with a byte that is written wrong; return status and both outputs."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("flipping") / "flipping.so"
-    source = ROOT / "tests/python/flipping.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
 
     def run(at, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "tensorizer", *map(str, arguments)],
-            env={**os.environ, "LD_PRELOAD": str(library), "FLIP_AT": str(at)},
-            capture_output=True,
-            text=True,
-        )
+        done = run_python(COMMAND, *arguments, env=with_faults(FLIP_AT=at))
         return done.returncode, done.stdout, done.stderr
 
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same
+from conftest import COMMAND, assert_same, run_python
 from emulators import Azurite, Doorman, Front, Google, Tokens, Tunnel
 from servers import free_port, make_certificates, need
 from tensorizer import TensorDeserializer
@@ -34,14 +34,6 @@ def google():
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def azure(tmp_path_factory):
-    server = Azurite(tmp_path_factory.mktemp("azurite"))
-    server.make_containers()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 def use(monkeypatch):
     """Set variables."""
@@ -61,9 +53,9 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(params=["gs", "az"])
-def cloud(request, google, azure, use):
+def cloud(request, google, azurite, use):
     """A server of each cloud, as that of this environment, and addresses there."""
-    server = google if request.param == "gs" else azure
+    server = google if request.param == "gs" else azurite
     use(**server.settings())
     server.address = f"{request.param}://bucket"
     return server
@@ -89,8 +81,8 @@ class TestReading:
             assert stream.read() == data[8:20]
         rows = tensorizer.load(address, slices={"big": (slice(2, 4),)})["big"]
         assert_same(rows, TENSORS["big"][2:4])
-        command = [sys.executable, "-m", "tensorizer", "cp", address, tmp_path / "copy"]
-        subprocess.run(command, check=True, timeout=60)
+        done = run_python(COMMAND, "cp", address, tmp_path / "copy")
+        assert done.returncode == 0, done.stderr
         check(tensorizer.load(tmp_path / "copy"))
 
     @pytest.mark.parametrize("name", ["a b/ü %20 +&=;'.tensors", "100%.tensors", "a//b.tensors"])
@@ -240,9 +232,8 @@ class TestGoogle:
 
     def test_a_service_account(self, google, saved, use, tmp_path):
         """It signs its own tokens."""
-        openssl, key = need("openssl"), tmp_path / "key.pem"
-        make = [openssl, "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"]
-        subprocess.run([*make, "-out", key], check=True, capture_output=True)
+        make_certificates(tmp_path)
+        openssl, key = need("openssl"), tmp_path / "server.key"
         said = {"type": "service_account", "private_key": key.read_text(), "private_key_id": "id",
                 "client_email": "me@example.org"}  # fmt: skip
         path = tmp_path / "account.json"
@@ -383,30 +374,31 @@ class TestGoogle:
 
 class TestAzure:
     @pytest.fixture
-    def saved(self, azure, data):
-        azure.put("f.tensors", data)
-        azure.put("f.tensors", data, "open")
+    def saved(self, azurite, data):
+        azurite.put("f.tensors", data)
+        azurite.put("f.tensors", data, "open")
         return "az://bucket/f.tensors"
 
-    def test_names_of_accounts(self, azure, saved, use, monkeypatch):
-        use(**azure.settings())
-        check(tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors"))
-        check(tensorizer.load("az://bucket@account.blob.core.windows.net/f.tensors"))
+    def test_names_of_accounts(self, azurite, saved, use, monkeypatch):
+        use(**azurite.settings())
+        files = f"abfss://bucket@{azurite.account}.dfs.core.windows.net/f.tensors"
+        check(tensorizer.load(files))
+        check(tensorizer.load(f"az://bucket@{azurite.account}.blob.core.windows.net/f.tensors"))
         monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
         with pytest.raises(ValueError, match="does not say of which account"):
-            tensorizer.load("abfss://bucket@account.dfs.core.windows.net/f.tensors")
+            tensorizer.load(files)
         with pytest.raises(ValueError, match="whose container\\? Set AZURE_STORAGE_ACCOUNT_NAME"):
             tensorizer.load(saved)
 
-    def test_the_emulator(self, azure, saved, use):
-        use(AZURE_STORAGE_USE_EMULATOR="true", AZURITE_BLOB_STORAGE_URL=azure.url)
-        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account, AZURE_STORAGE_ACCOUNT_KEY=azure.key)
+    def test_the_emulator(self, azurite, saved, use):
+        use(AZURE_STORAGE_USE_EMULATOR="true", AZURITE_BLOB_STORAGE_URL=azurite.url)
+        use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account, AZURE_STORAGE_ACCOUNT_KEY=azurite.key)
         check(tensorizer.load(saved))
 
-    def test_connection_strings(self, azure, saved, use):
+    def test_connection_strings(self, azurite, saved, use):
         use(
-            AZURE_STORAGE_CONNECTION_STRING=f"AccountName={azure.account};AccountKey={azure.key};"
-            f"BlobEndpoint={azure.url}/{azure.account};"
+            AZURE_STORAGE_CONNECTION_STRING=f"AccountName={azurite.account};AccountKey={azurite.key};"
+            f"BlobEndpoint={azurite.url}/{azurite.account};"
         )
         check(tensorizer.load(saved))
 
@@ -480,53 +472,53 @@ class TestAzure:
             tensorizer.load("az://c/b")
         assert "hu5hw0rd" not in str(raised.value)
 
-    def test_the_command_line_of_azure_is_not_asked(self, azure, saved, use):
-        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account, AZURE_USE_AZURE_CLI="true")
-        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}")
+    def test_the_command_line_of_azure_is_not_asked(self, azurite, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account, AZURE_USE_AZURE_CLI="true")
+        use(AZURE_STORAGE_ENDPOINT=f"{azurite.url}/{azurite.account}")
         with pytest.raises(ValueError, match="set AZURE_STORAGE_TOKEN to what `az account get-acc"):
             tensorizer.load(saved)
-        use(AZURE_STORAGE_ACCOUNT_KEY=azure.key)
+        use(AZURE_STORAGE_ACCOUNT_KEY=azurite.key)
         check(tensorizer.load(saved))
 
-    def test_another_key(self, azure, saved, use):
+    def test_another_key(self, azurite, saved, use):
         key = base64.b64encode(b"another").decode()
-        use(**azure.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
+        use(**azurite.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
         with pytest.raises(PermissionError, match="403 Forbidden") as raised:
             tensorizer.load(saved)
         assert key not in str(raised.value)
 
     @pytest.mark.parametrize("key", ["no base64!", "c2hvcnQ"])
-    def test_what_is_no_key(self, azure, saved, use, key):
-        use(**azure.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
+    def test_what_is_no_key(self, azurite, saved, use, key):
+        use(**azurite.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
         with pytest.raises(OSError, match="finding credentials") as raised:
             tensorizer.load(saved)
         assert key not in str(raised.value)
 
-    def signed(self, azure, use, hours):
-        given = azure.settings()
+    def signed(self, azurite, use, hours):
+        given = azurite.settings()
         del given["AZURE_STORAGE_ACCOUNT_KEY"]
-        use(**given, AZURE_STORAGE_SAS_TOKEN=azure.shared_access(hours))
+        use(**given, AZURE_STORAGE_SAS_TOKEN=azurite.shared_access(hours))
 
-    def test_a_shared_access_signature(self, azure, saved, use):
-        self.signed(azure, use, 1)
+    def test_a_shared_access_signature(self, azurite, saved, use):
+        self.signed(azurite, use, 1)
         check(tensorizer.load(saved))
 
-    def test_one_that_has_expired(self, azure, saved, use):
-        self.signed(azure, use, -1)
+    def test_one_that_has_expired(self, azurite, saved, use):
+        self.signed(azurite, use, -1)
         with pytest.raises(PermissionError, match="403 Forbidden") as raised:
             tensorizer.load(saved)
         assert "sig=" not in str(raised.value)
 
-    def test_anybody(self, azure, saved, use):
-        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account)
-        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}", AZURE_SKIP_SIGNATURE="true")
+    def test_anybody(self, azurite, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account)
+        use(AZURE_STORAGE_ENDPOINT=f"{azurite.url}/{azurite.account}", AZURE_SKIP_SIGNATURE="true")
         check(tensorizer.load("az://open/f.tensors"))
         with pytest.raises(OSError, match="no credentials were found, as by AZURE"):
             tensorizer.load(saved)
 
-    def test_nobody_in_particular(self, azure, saved, use):
-        use(AZURE_STORAGE_ACCOUNT_NAME=azure.account)
-        use(AZURE_STORAGE_ENDPOINT=f"{azure.url}/{azure.account}")
+    def test_nobody_in_particular(self, azurite, saved, use):
+        use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account)
+        use(AZURE_STORAGE_ENDPOINT=f"{azurite.url}/{azurite.account}")
         begun = time.monotonic()
         check(tensorizer.load("az://open/f.tensors"))
         assert time.monotonic() - begun < 20
@@ -554,15 +546,14 @@ def bearer(number, lifetime=3600):
     return ".".join([*parts, "c2lnbmF0dXJl"])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="session")
+def server():
     """A server of Azure that is asked over TLS."""
-    server = Azurite(tmp_path_factory.mktemp("azurite"), tls=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with Azurite.of_run(tls=True) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(server.folder / "ca.pem"))
         server.make_containers()
-    yield server
-    server.stop()
+        patch.undo()
+        yield server
 
 
 class TestTokensOfAzure:

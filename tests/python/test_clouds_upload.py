@@ -2,14 +2,12 @@
 
 import base64
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same
+from conftest import COMMAND, assert_same, run_python
 from emulators import GoogleXml, Tokens, crc32c
 from scripted import Relay, silent
 from tensorizer import TensorSerializer
@@ -120,8 +118,8 @@ def test_folders_and_the_command(bucket, key, address, tmp_path):
     (tmp_path / "key").write_bytes(bytes(range(32)))
 
     def run(*arguments):
-        command = [sys.executable, "-m", "tensorizer", *map(str, arguments)]
-        subprocess.run(command, check=True, timeout=100)
+        done = run_python(COMMAND, *arguments)
+        assert done.returncode == 0, done.stderr
 
     run("cp", tmp_path / "f.tensors", address)
     run("cp", "--verify", address, f"{address} copy")
@@ -223,7 +221,7 @@ def test_two_who_write_one_object(bucket, key, address):
 
 
 def test_both_at_once(address):
-    each = [{"t": torch.full((9_000_000,), float(number))} for number in range(3)]
+    each = [{"t": torch.full((5_000_000,), float(number))} for number in range(3)]
     errors = []
 
     def save(tensors):

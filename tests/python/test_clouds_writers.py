@@ -2,12 +2,11 @@
 
 import signal
 import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, run_python
+from conftest import HEED_CTRL_C, run_python, start_python
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ PEAK = """
 import sys, tensorizer, torch
 def peak():
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10
-tensors = {str(i): torch.ones(25_000_000) for i in range(5)}
+tensors = {str(i): torch.ones(25_000_000) for i in range(4)}
 before = peak()
 tensorizer.save(tensors, sys.argv[1])
 print(peak() - before)
@@ -49,7 +48,7 @@ def end(s):
     return 1
 try:
     s = tensorizer.TensorSerializer(sys.argv[1])
-    s.write_state_dict({'a': torch.arange(10_000_000)})
+    s.write_state_dict({'a': torch.arange(4_000_000)})
     print('written', flush=True)
     if sys.argv[2] == 'fork':
         pid = os.fork()
@@ -68,12 +67,11 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("how", ["kill", "ctrl-c", "fork"])
 def test_processes_that_end(bucket, key, address, how):
     bucket.put(key, b"old")
-    command = [sys.executable, "-c", CODE, address, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with start_python(CODE, address, how, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"written\n"
         if how == "fork":
             assert process.wait(60) == 0
-            assert torch.equal(tensorizer.load(address)["a"], torch.arange(10_000_000))
+            assert torch.equal(tensorizer.load(address)["a"], torch.arange(4_000_000))
             return
         process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
         assert process.stdout.read() == (b"" if how == "kill" else b"interrupted\n")

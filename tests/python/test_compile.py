@@ -1,15 +1,13 @@
 """``torch.ops.tensorizer`` under torch.compile, torch.export and AOTInductor."""
 
-import struct
+import json
 import warnings
 from pathlib import Path
 
 import pytest
-import tensorizer
 import torch
-from conftest import TENSORS, assert_same
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from conftest import TENSORS, assert_same, whole_numbers
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
 
@@ -18,9 +16,21 @@ ops = torch.ops.tensorizer
 BACKENDS = ["aot_eager", "inductor"]
 
 
+X = whole_numbers(4)
+
+
 @pytest.fixture
 def path(saved):
     return saved
+
+
+@pytest.fixture
+def empty_cache():
+    """Have torch keep what it compiles in an empty folder."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
 
 
 # Each takes an address and a tensor, and returns tensors; all overloads are among them.
@@ -98,112 +108,28 @@ def check_saved(path, x):
         Path(path + name).unlink()
 
 
-def close(found, expected):
-    found, expected = list(found), list(expected)
-    assert len(found) == len(expected)
+def all_of_them(uri, x):
+    return [tensor for function in FUNCTIONS for tensor in function(uri, x)]
+
+
+def assert_all_same(found, expected):
     for left, right in zip(found, expected, strict=True):
-        assert left.dtype == right.dtype
-        torch.testing.assert_close(left, right)
+        assert_same(left, right)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_compile(function, backend, path):
-    x = torch.randn(4)
-    expected = function(path, x)
+def test_each_alone(function, path):
+    expected = function(path, X)
     if function is by_save:
-        check_saved(path, x)
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
+        check_saved(path, X)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        close(compiled(path, x), expected)
+        assert_all_same(compiled(path, X), expected)
         if function is by_save:
-            check_saved(path, x)
+            check_saved(path, X)
 
 
-class Module(torch.nn.Module):
-    def __init__(self, function, uri):
-        super().__init__()
-        self.function, self.uri = function, uri
-
-    def forward(self, x):
-        return self.function(self.uri, x)
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_export(function, strict, path, tmp_path):
-    x = torch.randn(4)
-    expected = function(path, x)
-    if function is by_save:
-        check_saved(path, x)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*tensorizer.*")
-        program = torch.export.export(Module(function, path), (x,), strict=strict)
-    assert not program.constants, "the data of the file were frozen into the program"
-    torch.export.save(program, tmp_path / "program.pt2")
-    for form in (
-        program,
-        program.run_decompositions(),
-        torch.export.load(tmp_path / "program.pt2"),
-    ):
-        close(form.module()(x), expected)
-        if function is by_save:
-            check_saved(path, x)
-
-
-def test_a_graph_does_not_hold_the_data(path):
-    """What was traced reads the file when it runs."""
-    compiled = torch.compile(by_list, backend="inductor", fullgraph=True)
-    compiled(path, torch.ones(4))
-    ops.save(path, {**TENSORS, "weight": torch.full((40, 30), 2.0)})
-    assert compiled(path, torch.ones(4))[1].eq(80).all()
-
-
-def test_parameters_are_filled_in_place(path):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(40, 30))
-            self.register_buffer("bias", torch.zeros(5, dtype=torch.int64))
-
-        def forward(self, uri: str, x):
-            with torch.no_grad():
-                ops.load(uri, ["weight", "bias"], [self.weight, self.bias])
-            return x @ self.weight + self.bias.sum()
-
-    for backend in BACKENDS:
-        model = Model()
-        addresses = [model.weight.data_ptr(), model.bias.data_ptr()]
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        x = torch.randn(2, 40)
-        expected = x @ TENSORS["weight"] + TENSORS["bias"].sum()
-        torch.testing.assert_close(compiled(path, x).detach(), expected)
-        assert [model.weight.data_ptr(), model.bias.data_ptr()] == addresses
-        assert_same(model.weight.detach(), TENSORS["weight"])
-        assert_same(model.bias, TENSORS["bias"])
-        # What does not use the loaded values still sees them in the module.
-        model.weight.data.zero_()
-        compiled(path, torch.zeros(2, 40))
-        assert_same(model.weight.detach(), TENSORS["weight"])
-
-
-def test_views_of_a_buffer_that_is_an_argument(path):
-    def fill(uri, flat):
-        ops.load(uri, ["weight", "bias"], [flat[7:1207].view(40, 30), flat.new_zeros(5).long()])
-        return flat[:10] * 2
-
-    for backend in BACKENDS:
-        flat = torch.full((1300,), 5.0)
-        address = flat.data_ptr()
-        out = torch.compile(fill, backend=backend, fullgraph=True)(path, flat)
-        assert flat.data_ptr() == address
-        assert_same(flat[7:1207].view(40, 30).clone(), TENSORS["weight"])
-        assert flat[:7].eq(5).all()
-        assert flat[1207:].eq(5).all()
-        assert_same(out, flat[:10] * 2)
-
-
-# Order
+# All in one graph, and their order
 
 
 def interleaved(uri, x):
@@ -221,86 +147,179 @@ def interleaved(uri, x):
     return torch.stack(seen)
 
 
-def check_order(run, uri):
-    expected = torch.arange(4.0).repeat_interleave(2)[:, None] + torch.ones(4)
-    for _ in range(3):
-        ops.save(uri, {"x": torch.full((4,), -7.0)})
-        assert_same(run(torch.ones(4)), expected)
+class Everything(torch.nn.Module):
+    """The twelve of one file, then every overload with another; and what others write in shards.
+
+    What comes after makes schedulers that may reorder want to.
+    """
+
+    def __init__(self, folder):
+        super().__init__()
+        self.changing, self.path = str(folder / "changing"), str(folder / "everything.tensors")
+        self.shards = str(folder / "shards")
+        (folder / "shards").mkdir()
+        ops.save(self.changing, {"x": torch.zeros(4)})
+        self.write(TENSORS)
+
+    def write(self, tensors):
+        ops.save(self.path, tensors)
+        for name, tensor in tensors.items():
+            save_file({name: tensor}, f"{self.shards}/{name}.safetensors")
+        index = {"weight_map": {name: f"{name}.safetensors" for name in tensors}}
+        Path(self.shards, "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def forward(self, x):
+        order = interleaved(self.changing, x)
+        return order, *ops.load(self.shards, ["half", "weight"]), *all_of_them(self.path, x)
+
+    def check(self, run):
+        """Hold compiled code against what runs as it is written."""
+        expected = torch.arange(4.0).repeat_interleave(2)[:, None] + torch.ones(4)
+        for _ in range(3):
+            ops.save(self.changing, {"x": torch.full((4,), -7.0)})
+            assert_same(run(torch.ones(4))[0], expected)
+        # What was traced reads the files when it runs.
+        for weight, x in ((torch.full((40, 30), 2.0), X), (TENSORS["weight"], X + 1)):
+            self.write({**TENSORS, "weight": weight})
+            expected = self(x)
+            check_saved(self.path, x)
+            assert_all_same(run(x), expected)
+            check_saved(self.path, x)
 
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
-def test_saves_and_loads_keep_their_order(backend, path, tmp_path):
-    uri = str(tmp_path / "f")
-    ops.save(uri, {"x": torch.zeros(4)})
-
-    def function(x):
-        # What comes after makes schedulers that may reorder want to.
-        return interleaved(uri, x), *by_list(path, x)
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    check_order(lambda x: compiled(x)[0], uri)
+def test_all_in_one_graph_keep_their_order(backend, tmp_path):
+    module = Everything(tmp_path)
+    module.check(torch.compile(module, backend=backend, fullgraph=True))
 
 
-def test_aot_inductor(path, tmp_path, capfd):
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export(strict, tmp_path):
+    module = Everything(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*tensorizer.*")
+        program = torch.export.export(module, (X,), strict=strict)
+    assert not program.constants, "the data of the file were frozen into the program"
+    torch.export.save(program, tmp_path / "program.pt2")
+    for form in (
+        program,
+        program.run_decompositions(),
+        torch.export.load(tmp_path / "program.pt2"),
+    ):
+        module.check(form.module())
+
+
+@pytest.mark.extended
+def test_aot_inductor(tmp_path, capfd, empty_cache):
     """Order is kept, and every overload runs, in a package without Python code."""
-    uri = str(tmp_path / "f")
-    ops.save(uri, {"x": torch.zeros(4)})
-
-    class Everything(torch.nn.Module):
-        def forward(self, x):
-            found = [y for f in FUNCTIONS for y in f(path, x)]
-            return interleaved(uri, x), *found
-
-    program = torch.export.export(Everything(), (torch.ones(4),))
+    module = Everything(tmp_path)
     package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "model.pt2")
+        torch.export.export(module, (X,)), package_path=str(tmp_path / "model.pt2")
     )
     run = torch._inductor.aoti_load_package(package)
-    check_order(lambda x: run(x)[0], uri)
-    x = torch.randn(4)
-    close(run(x)[1:], [y for f in FUNCTIONS for y in f(path, x)])
-    check_saved(path, x)
-    run(x)
-    check_saved(path, x)
-    ops.save(path, {**TENSORS, "weight": torch.zeros(60, 30)})
-    # Packages of torch 2.11 print what operators throw and raise a text of their own.
-    with pytest.raises(RuntimeError) as raised:
-        run(x)
-    told = str(raised.value) + capfd.readouterr().err
-    assert "tensor `weight`: expected float32[40,30]" in told
+    module.check(run)
+    tensors = {**TENSORS, "weight": torch.zeros(60, 30)}
+    for change in (module.write, lambda tensors: ops.save(module.path, tensors)):
+        change(tensors)
+        # Packages of torch 2.11 print what operators throw and raise a text of their own.
+        with pytest.raises(RuntimeError) as raised:
+            run(X)
+        told = str(raised.value) + capfd.readouterr().err
+        assert "tensor `weight`: expected float32[40,30]" in told
+        module.write(TENSORS)
+    module.check(run)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function, uri):
+        super().__init__()
+        self.function, self.uri = function, uri
+
+    def forward(self, x):
+        return self.function(self.uri, x)
+
+
+# In place
+
+
+class Filled(torch.nn.Module):
+    """A module that fills its parameter and buffer, and a view of an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(40, 30))
+        self.register_buffer("bias", torch.zeros(5, dtype=torch.int64))
+
+    def forward(self, uri: str, x, flat):
+        with torch.no_grad():
+            ops.load(uri, ["weight", "bias"], [self.weight, self.bias])
+            ops.load(uri, ["weight", "bias"], [flat[7:1207].view(40, 30), flat.new_zeros(5).long()])
+        return x @ self.weight + self.bias.sum(), flat[:10] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_and_views_are_filled_in_place(backend, path):
+    model, flat = Filled(), torch.full((1300,), 5.0)
+    in_place = [model.weight, model.bias, flat]
+    addresses = [tensor.data_ptr() for tensor in in_place]
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = whole_numbers(2, 40)
+    product, out = compiled(path, x, flat)
+    assert_same(product.detach(), x @ TENSORS["weight"] + TENSORS["bias"].sum())
+    assert [tensor.data_ptr() for tensor in in_place] == addresses
+    assert_same(model.weight.detach(), TENSORS["weight"])
+    assert_same(model.bias, TENSORS["bias"])
+    assert_same(flat[7:1207].view(40, 30).clone(), TENSORS["weight"])
+    assert flat[:7].eq(5).all()
+    assert flat[1207:].eq(5).all()
+    assert_same(out, flat[:10] * 2)
+    # What does not use the loaded values still sees them in the module.
+    model.weight.data.zero_()
+    compiled(path, torch.zeros(2, 40), flat)
+    assert_same(model.weight.detach(), TENSORS["weight"])
 
 
 # What goes wrong between tracing and running
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", [by_dict, by_list, by_into], ids=lambda f: f.__name__)
-def test_a_file_that_changed_under_a_compiled_graph(function, backend, path):
+@pytest.fixture
+def cache_of_graphs(empty_cache):
+    """Have torch keep graphs on the disk, too, as it does by default."""
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    # To code generation `by_list` is the same as `by_dict`.
+    [(by_dict, "aot_eager"), (by_list, "aot_eager"), (by_into, "aot_eager"),
+     (by_dict, "inductor"), (by_into, "inductor")],
+)  # fmt: skip
+def test_a_file_that_changed_under_a_compiled_graph(function, backend, path, cache_of_graphs):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    x = torch.ones(4)
-    compiled(path, x)
+    compiled(path, X)
     for other, text in (
         (torch.zeros(50, 30), r"float32 ?\[50, ?30\]"),
         (torch.zeros(40, 30).half(), r"float16 ?\[40, ?30\]"),
     ):
         ops.save(path, {**TENSORS, "weight": other})
         with pytest.raises(RuntimeError, match=rf"tensor `weight`.*({text})"):
-            compiled(path, x)
+            compiled(path, X)
         # Compiled again, it fits again, whatever is in torch's caches on the disk.
         torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
         if other.dtype == torch.float32 and function is not by_into:
-            close(torch.compile(function, backend=backend, fullgraph=True)(path, x)[:1],
-                  function(path, x)[:1])  # fmt: skip
+            assert_all_same(compiled(path, X)[:1], function(path, X)[:1])
         ops.save(path, TENSORS)
         torch._dynamo.reset()
         compiled = torch.compile(function, backend=backend, fullgraph=True)
-        close(compiled(path, x), function(path, x))
+        assert_all_same(compiled(path, X), function(path, X))
     ops.save(path, {"half": torch.ones(3)})
     with pytest.raises(RuntimeError, match="Tensor not found: `weight`"):
-        compiled(path, x)
+        compiled(path, X)
     Path(path).unlink()
     with pytest.raises(RuntimeError, match=r"f.tensors`: No such file"):
-        compiled(path, x)
+        compiled(path, X)
 
 
 @pytest.mark.parametrize("function", [by_dict, by_list, by_names], ids=lambda f: f.__name__)
@@ -346,91 +365,6 @@ def test_an_unknown_torch_loses_the_dict_form_only(path, monkeypatch):
     dynamo.extend_dynamo(torch._dynamo.variables.torch)
     compiled = torch.compile(by_list, backend="aot_eager", fullgraph=True)
     with pytest.warns(UserWarning, match=r"will not take torch.ops.tensorizer.load\(uri\)"):
-        close(compiled(path, torch.ones(4)), by_list(path, torch.ones(4)))
+        assert_all_same(compiled(path, X), by_list(path, X))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(by_dict, backend="aot_eager", fullgraph=True)(path, torch.ones(4))
-
-
-# Tracing itself
-
-
-def sparse_file(path, gib):
-    """Write a file of one tensor of so many GiB that takes no room on the disk."""
-    rows = 1_234_567
-    tensorizer.save({"big": torch.empty(rows, 2, dtype=torch.uint8)}, path)
-    data = Path(path).read_bytes()[: -2 * rows]
-    for old, new in (
-        (struct.pack("<II", rows, 2), struct.pack("<II", gib << 20, 1024)),
-        (struct.pack("<Q", 2 * rows), struct.pack("<Q", gib << 30)),
-    ):
-        assert data.count(old) >= 2  # in the index, in the header, and the sum of all lengths
-        data = data.replace(old, new)
-    with open(path, "wb") as file:
-        file.write(data)
-        file.truncate(len(data) + (gib << 30))
-
-
-def bytes_read():
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
-def test_tracing_reads_only_the_index(tmp_path):
-    path = str(tmp_path / "big")
-    sparse_file(path, 10)
-    assert Path(path).stat().st_size > 10 << 30
-
-    def everything(x):
-        return x, ops.load(path)["big"], ops.load(path, ["big"])[0]
-
-    def trace():
-        with FakeTensorMode() as mode:
-            return make_fx(everything)(mode.from_tensor(torch.ones(2)))
-
-    trace()  # imports
-    before = bytes_read()
-    graph = trace()
-    assert bytes_read() - before < 1_000_000
-    expected = [node.args[2] for node in graph.graph.nodes if node.target == ops.load.checked]
-    assert expected == [["uint8[10485760,1024]"]] * 2
-
-
-def test_fake_tensors(path, tmp_path):
-    with FakeTensorMode():
-        weight, half = ops.load(path, ["weight", "half"], device="meta")
-        assert (weight.shape, weight.dtype, weight.device.type) == ((40, 30), torch.float32, "meta")
-        assert half.dtype == torch.bfloat16
-        loaded = ops.load(path)
-        assert list(loaded) == list(TENSORS)
-        assert type(loaded["empty"]).__name__ == "FakeTensor"
-        assert loaded["empty"].shape == (0, 2)
-        out = torch.empty(5, dtype=torch.int64)
-        ops.load(path, ["bias"], [out])
-        ops.load(path, "bias", out)
-        ops.load_(path, ["bias"], [out])
-        ops.save(str(tmp_path / "never"), {"x": out})
-        with pytest.raises(RuntimeError, match="Tensor not found: `nothing`"):
-            ops.load(path, ["nothing"])
-        with pytest.raises(RuntimeError, match="missing"):
-            ops.load(str(tmp_path / "missing"), ["weight"])
-    assert not (tmp_path / "never").exists()
-
-
-def test_another_dispatch_mode_sees_what_happens_and_changes_nothing(path):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    calls = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Log():
-        loaded = ops.load(path)
-        out = torch.zeros(5, dtype=torch.int64)
-        ops.load(path, ["bias"], [out])
-    for name, tensor in TENSORS.items():
-        assert_same(loaded[name], tensor)
-    assert_same(out, TENSORS["bias"])
-    assert any("tensorizer" in call for call in calls)

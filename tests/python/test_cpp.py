@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kept
 import pytest
 import tensorizer
 import torch
@@ -15,7 +16,10 @@ from conftest import ROOT
 from safetensors.torch import save_file
 from scripted import FaultServer
 
+pytestmark = pytest.mark.extended
+
 ops = torch.ops.tensorizer
+PACKAGE = Path(tensorizer.__file__).parent
 TORCH = Path(torch.__file__).parent
 
 
@@ -43,13 +47,20 @@ def configure(cmake, source, build, *options, prefix=()):
     return run([cmake, "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={paths}", *options])
 
 
+def built(cmake, source):
+    """Build what a folder holds with the torch that pip installed, unless it is kept."""
+    needed = [PACKAGE / name for name in ("include", "share", "lib")]
+
+    def make(build):
+        configure(cmake, source, build, prefix=[torch.utils.cmake_prefix_path])
+        run([cmake, "--build", build])
+
+    return kept.made(source.name, [source, *needed], make)
+
+
 @pytest.fixture(scope="session")
-def program(cmake, tmp_path_factory):
-    """The test program, built with the torch that pip installed."""
-    build = tmp_path_factory.mktemp("cpp")
-    configure(cmake, ROOT / "tests/cpp", build, prefix=[torch.utils.cmake_prefix_path])
-    run([cmake, "--build", build])
-    return build / "deployment"
+def program(cmake):
+    return built(cmake, ROOT / "tests/cpp") / "deployment"
 
 
 class Scripted(torch.nn.Module):
@@ -89,7 +100,7 @@ def write_other_formats(weights, folder):
     torch.save(weights, folder / "checkpoint.pt")
 
 
-def test_a_program_without_python(program, tmp_path):
+def test_a_program_without_python(program, tmp_path, monkeypatch):
     weights = {"weight": torch.randn(40, 30), "bias": torch.arange(5)}
     path = str(tmp_path / "weights.tensors")
     tensorizer.save(weights, path)
@@ -102,6 +113,8 @@ def test_a_program_without_python(program, tmp_path):
     torch.jit.script(Scripted(path)).save(str(tmp_path / "scripted.pt"))
     torch.jit.script(Scripted(str(tmp_path / "missing"))).save(str(tmp_path / "broken.pt"))
     exported = torch.export.export(Compiled(path), (x,))
+    # Its code has the address in it, so that keeping it would be of no use.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     out = run([program, tmp_path], env={"PATH": os.environ["PATH"]})
     assert out.split("\n") == ["header", "in place", "errors", "other formats", "scripted",
@@ -136,9 +149,8 @@ message(STATUS "links [${libraries}]")
 
 def test_no_torch_is_a_sentence(cmake, tmp_path):
     """The package alone, as where it lies beside no torch."""
-    package = Path(tensorizer.__file__).parent
     copy = tmp_path / "site/tensorizer"
-    shutil.copytree(package / "share", copy / "share")
+    shutil.copytree(PACKAGE / "share", copy / "share")
     done = subprocess.run(
         [str(cmake), "-S", ROOT / "tests/cpp", "-B", tmp_path / "build",
          f"-DCMAKE_PREFIX_PATH={copy / 'share/cmake'}"],
@@ -151,7 +163,7 @@ def test_no_torch_is_a_sentence(cmake, tmp_path):
 
 
 def test_the_library_has_no_python_in_it():
-    lib = Path(tensorizer.__file__).parent / "lib/libtensorizer_torch.so"
+    lib = PACKAGE / "lib/libtensorizer_torch.so"
     symbols = run(["nm", "-D", lib]).splitlines()
     assert not [line for line in symbols if line.split()[-1].startswith(("Py", "_Py"))]
     needed = run(["readelf", "-d", lib])
@@ -161,18 +173,15 @@ def test_the_library_has_no_python_in_it():
 
 
 @pytest.fixture(scope="session")
-def server(cmake, tmp_path_factory):
-    build = tmp_path_factory.mktemp("server")
-    configure(cmake, ROOT / "examples/cpp-server", build, prefix=[torch.utils.cmake_prefix_path])
-    run([cmake, "--build", build])
-    return build / "server"
+def server(cmake):
+    return built(cmake, ROOT / "examples/cpp-server") / "server"
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory):
+def exported(python, tmp_path_factory):
     """The example's model in both forms, its weights, a request and the answers to it."""
     folder = tmp_path_factory.mktemp("exported")
-    run([sys.executable, ROOT / "examples/cpp-server/export.py", folder], cwd=folder)
+    run([python, ROOT / "examples/cpp-server/export.py", folder], cwd=folder)
     return folder
 
 

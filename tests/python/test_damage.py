@@ -1,6 +1,8 @@
 """Files that are damaged, cut off, of another version or format: what is said of them."""
 
 import io
+import json
+import random
 
 import pytest
 import tensorizer
@@ -13,6 +15,7 @@ from tensorizer.serialization import (
     InvalidVersionError,
     TruncatedError,
 )
+from tensorizer_cli.main import main
 
 TENSORS = {
     "a": torch.arange(10.0),
@@ -55,10 +58,16 @@ def test_errors_name_the_file(tmp_path, path):
     assert isinstance(info.value, tensorizer.serialization._FileHeader.InvalidVersionError)
 
 
-def test_every_truncation_is_an_error(path):
+def test_every_truncation_is_an_error(path, capsys):
     """At every boundary and in between; never data, never another error."""
     data = path.read_bytes()
-    cuts = {*range(0, 100), *range(262_144 + 60, len(data) - 8, 997), len(data) - 9}
+    assert main(["ls", "--json", str(path)]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    ends = {end for row in rows for end in (row["offset"], row["offset"] + row["bytes"])}
+    ends.remove(max(ends))  # Only what ends the file is behind the last.
+    near = {end + by for end in ends for by in (-1, 0, 1)}
+    between = random.Random(0).sample(range(262_144 + 60, len(data) - 8), 100)
+    cuts = {*range(0, 100), *near, *between, len(data) - 9}
     for cut in sorted(cuts):
         for source in (io.BytesIO(data[:cut]), _file_with(path, data[:cut])):
             with pytest.raises(FormatError) as info:

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import tensorizer
@@ -14,26 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from ranks.dcp_failures import ROWS
-from starting import Ranks
 from tensorizer.distributed import Reader, Writer
 from tensorizer_cli.main import main
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """Ranks of which one with KILL_AT is killed at that call, where there is a C compiler."""
-    compiler, env = shutil.which("cc"), {}
-    if compiler is not None:
-        library = tmp_path_factory.mktemp("killing") / "killing.so"
-        source = ROOT / "tests/python/killing.c"
-        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-        env["LD_PRELOAD"] = str(library)
-    started = Ranks(env)
-    yield started
-    started.stop()
 
 
 def test_another_world_size_and_mesh(ranks, tmp_path):
@@ -64,7 +47,7 @@ def value_of(folder, columns=1000):
     return target["value"]
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.usefixtures("with_faults")
 @pytest.mark.parametrize(("victim", "links"), [(0, True), (1, False)])
 def test_a_rank_is_killed_at_every_step(ranks, tmp_path, victim, links):
     ranks.run("dcp_failures.save", 2, tmp_path / "first", 1)
@@ -73,8 +56,8 @@ def test_a_rank_is_killed_at_every_step(ranks, tmp_path, victim, links):
         folder = tmp_path / "second"
         shutil.copytree(tmp_path / "first", folder)
         # Without links, files that are not whole yet have hidden names.
-        env = {victim: {"KILL_AT": str(step)} | ({} if links else {"NO_LINKS": "1"})}
-        found = ranks.start("dcp_failures.save", 2, folder, 2, by_rank=env)
+        env = {"FAULT_KILL_AT": str(step)} | ({} if links else {"FAULT_LINK": str(errno.EPERM)})
+        found = ranks.start("dcp_failures.save", 2, folder, 2, by_rank={victim: env})
         seen.append(value_of(folder))
         left.update(name for name in os.listdir(folder) if name.startswith("."))
         dcp.save({"other": 1}, storage_writer=Writer(folder))
@@ -177,24 +160,20 @@ def test_s3(ranks, s3):
     for found in ranks.run("dcp_failures.broken_upload", 2, "s3://bucket/ranks/c", 5, env=env):
         assert found == {"1": ["ValueError", None, "no more"]}
     assert value_of("s3://bucket/ranks/c") == 4
-    assert "Uploads" not in s3.client().list_multipart_uploads(Bucket="bucket")
+    # Of what other tests upload to this bucket it may show something.
+    found = {"Bucket": "bucket", "Prefix": "ranks/c/"}
+    assert "Uploads" not in s3.client().list_multipart_uploads(**found)
     # Both objects of the first, and that of the rank that had none to blame.
-    keys = [one["Key"] for one in s3.client().list_objects_v2(Bucket="bucket")["Contents"]]
-    ours = sorted(key.removeprefix("ranks/c/")[:10] for key in keys if key.startswith("ranks/c/"))
+    keys = [one["Key"] for one in s3.client().list_objects_v2(**found)["Contents"]]
+    ours = sorted(key.removeprefix("ranks/c/")[:10] for key in keys)
     assert ours == ["checkpoint", "rank-00000", "rank-00000", "rank-00001"]
 
 
-def test_the_examples_of_the_document(ranks, tmp_path):
+def test_the_examples_of_the_document(ranks, run_script, tmp_path):
     text = (ROOT / "docs/how-to/distributed.md").read_text()
     first, second = re.findall(r'```python title="train.py"\n(.+?)```', text, re.DOTALL)
     (tmp_path / "train.py").write_text(first)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    # Where it leaves its logs.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env=env, timeout=100, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    run_script(tmp_path / "train.py")
     assert len(os.listdir(tmp_path / "checkpoints/latest")) == 3
     imports = "\n".join(line for line in first.splitlines() if "import " in line)
     end = "assert weights['model']['0.weight'].any()"

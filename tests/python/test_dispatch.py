@@ -1,10 +1,13 @@
-"""What torch's dispatcher does around the operators: autograd, modes, subclasses."""
+"""What torch's dispatcher does around the operators: autograd, tracing, modes, subclasses."""
+
+import struct
+from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
 from conftest import TENSORS, assert_same
-from test_compile import BACKENDS, by_into_one, close, ops
+from test_compile import BACKENDS, X, assert_all_same, by_into_one, ops
 
 pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
 
@@ -28,7 +31,7 @@ def test_autograd(path):
         assert loaded.is_leaf
         assert not loaded.requires_grad
         value.backward()
-        torch.testing.assert_close(factor.grad, TENSORS["weight"].sum(0))
+        assert_same(factor.grad, TENSORS["weight"].sum(0))
         out = torch.nn.Parameter(torch.zeros(40, 30))
         ops.load(path, ["weight"], [out])
         assert out.is_leaf
@@ -56,7 +59,7 @@ def test_inference_mode(path):
         ops.save(path, {"weight": loaded})
         compiled = torch.compile(by_into_one, backend="inductor", fullgraph=True)
         ops.save(path, TENSORS)
-        close(compiled(path, torch.ones(2)), by_into_one(path, torch.ones(2)))
+        assert_all_same(compiled(path, X), by_into_one(path, X))
     assert not ops.load(path)["weight"].is_inference()
 
 
@@ -95,3 +98,93 @@ def test_opcheck(path, tmp_path):
     check(ops.save.list, (str(tmp_path / "s"), ["a"], [torch.ones(2)]))
     check(ops.save.default, (str(tmp_path / "s"), {"a": torch.ones(2)}))
     check(ops.load.default, (path,))
+
+
+# Tracing, and modes
+
+
+def sparse_file(path, gib):
+    """Write a file of one tensor of so many GiB that takes no room on the disk."""
+    rows = 1_234_567
+    tensorizer.save({"big": torch.empty(rows, 2, dtype=torch.uint8)}, path)
+    data = Path(path).read_bytes()[: -2 * rows]
+    for old, new in (
+        (struct.pack("<II", rows, 2), struct.pack("<II", gib << 20, 1024)),
+        (struct.pack("<Q", 2 * rows), struct.pack("<Q", gib << 30)),
+    ):
+        assert data.count(old) >= 2  # in the index, in the header, and the sum of all lengths
+        data = data.replace(old, new)
+    with open(path, "wb") as file:
+        file.write(data)
+        file.truncate(len(data) + (gib << 30))
+
+
+def bytes_read():
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_tracing_reads_only_the_index(tmp_path):
+    path = str(tmp_path / "big")
+    sparse_file(path, 10)
+    assert Path(path).stat().st_size > 10 << 30
+
+    def everything(x):
+        return x, ops.load(path)["big"], ops.load(path, ["big"])[0]
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def trace():
+        with FakeTensorMode() as mode:
+            return make_fx(everything)(mode.from_tensor(torch.ones(2)))
+
+    trace()  # imports
+    before = bytes_read()
+    graph = trace()
+    assert bytes_read() - before < 1_000_000
+    expected = [node.args[2] for node in graph.graph.nodes if node.target == ops.load.checked]
+    assert expected == [["uint8[10485760,1024]"]] * 2
+
+
+def test_fake_tensors(path, tmp_path):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        weight, half = ops.load(path, ["weight", "half"], device="meta")
+        assert (weight.shape, weight.dtype, weight.device.type) == ((40, 30), torch.float32, "meta")
+        assert half.dtype == torch.bfloat16
+        loaded = ops.load(path)
+        assert list(loaded) == list(TENSORS)
+        assert type(loaded["empty"]).__name__ == "FakeTensor"
+        assert loaded["empty"].shape == (0, 2)
+        out = torch.empty(5, dtype=torch.int64)
+        ops.load(path, ["bias"], [out])
+        ops.load(path, "bias", out)
+        ops.load_(path, ["bias"], [out])
+        ops.save(str(tmp_path / "never"), {"x": out})
+        with pytest.raises(RuntimeError, match="Tensor not found: `nothing`"):
+            ops.load(path, ["nothing"])
+        with pytest.raises(RuntimeError, match="missing"):
+            ops.load(str(tmp_path / "missing"), ["weight"])
+    assert not (tmp_path / "never").exists()
+
+
+def test_another_dispatch_mode_sees_what_happens_and_changes_nothing(path):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        loaded = ops.load(path)
+        out = torch.zeros(5, dtype=torch.int64)
+        ops.load(path, ["bias"], [out])
+    for name, tensor in TENSORS.items():
+        assert_same(loaded[name], tensor)
+    assert_same(out, TENSORS["bias"])
+    assert any("tensorizer" in call for call in calls)

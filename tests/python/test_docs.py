@@ -3,10 +3,11 @@
 import importlib
 import re
 import shlex
+import subprocess
 import urllib.parse
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT
 from servers import Redis
 from tensorizer_cli.arguments import parse
 
@@ -49,8 +50,9 @@ def shell(text):
     return lines + re.findall(r"^    (\S.*)$", joined, re.MULTILINE)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", **named([page for page in PAGES if blocks(page)]))
-def test_examples(page, tmp_path, request):
+def test_examples(page, python, tmp_path, request):
     """One after another, in an empty folder."""
     after = HOLDS.get(str(page.relative_to(ROOT)), "")
     code = "\n".join([*blocks(page), after])
@@ -69,7 +71,10 @@ def test_examples(page, tmp_path, request):
     script.write_text(code)
     run = "import runpy, sys; runpy.run_path(sys.argv[1])"
     try:
-        done = run_python(run, script, cwd=tmp_path / "empty", timeout=280)
+        done = subprocess.run(
+            [python, "-c", run, script],
+            cwd=tmp_path / "empty", timeout=280, capture_output=True, text=True,
+        )  # fmt: skip
     finally:
         if server:
             server.stop()

@@ -1,13 +1,9 @@
-"""The environment is read at the first use of a variable, and never while somebody changes it."""
-
-import os
-import shutil
-import subprocess
+"""The environment is read at the first use of a variable, and not while a thread changes it."""
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, run_python
+from conftest import run_python
 from scripted import FaultServer
 
 #: torch and the SDK of S3 look for these once in the life of a process.
@@ -35,30 +31,23 @@ print(tensorizer.load("s3://bucket/environment")["a"].sum().item())
 """
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
+@pytest.fixture
+def watched(with_faults, tmp_path):
     """Return an environment in which looks into it that may race are noted, and where."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("environment")
-    library = folder / "watched_environment.so"
-    source = ROOT / "tests/python/watched_environment.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    return env | {"LD_PRELOAD": str(library), "NOTED": str(folder / "noted")}
+    noted = tmp_path / "noted"
+    env = with_faults(NOTES=noted)
+    return {name: value for name, value in env.items() if not name.startswith("AWS_")}, noted
 
 
 def test_no_look_without_the_gil(watched, tmp_path, moto):
+    env, noted = watched
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
     with FaultServer((tmp_path / "f").read_bytes()) as server:
-        done = run_python(CODE, tmp_path / "f", server.url, moto.host, env=watched)
+        addresses = tmp_path / "f", server.url, moto.host
+        done = run_python(CODE, *addresses, env=env, finalize=True)
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
-    noted = []
-    if os.path.exists(watched["NOTED"]):
-        with open(watched["NOTED"], encoding="utf-8") as file:
-            noted = sorted(set(file.read().splitlines()) - ONCE)
-    assert noted == []
+    seen = noted.read_text().splitlines() if noted.exists() else []
+    assert sorted(set(seen) - ONCE) == []
 
 
 def test_variables_are_read_once(tmp_path):

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import tensorizer
@@ -267,10 +265,14 @@ if __name__ == "__main__":
     serializer = TensorSerializer(path + ".parent")
     serializer.write_state_dict(tensorizer.load(path))
     context = multiprocessing.get_context(method)
-    with context.Pool(2) as pool:
+    # Those of spawn take long to import torch, and two of them do what one does.
+    count = 1 if method == "spawn" else 2
+    if method == "forkserver":
+        context.set_forkserver_preload(["tensorizer"])
+    with context.Pool(count) as pool:
         assert pool.map(total, [path] * 4) == [15_000.0] * 4
     loader = torch.utils.data.DataLoader(
-        Weights(path), batch_size=2, num_workers=2, multiprocessing_context=context
+        Weights(path), batch_size=2, num_workers=count, multiprocessing_context=context
     )
     assert [batch.sum().item() for batch in loader] == [1000.0, 5000.0, 9000.0]
     serializer.close()
@@ -282,8 +284,9 @@ if __name__ == "__main__":
 def test_workers(method, tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    command = [sys.executable, script, tmp_path / "f", method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    # Of it the workers know where it is.
+    code = f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    done = run_python(code, tmp_path / "f", method, timeout=250)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f", "f.parent", "workers.py"]
 

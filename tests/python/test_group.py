@@ -3,11 +3,8 @@
 import contextlib
 import itertools
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 import tensorizer
@@ -228,21 +225,14 @@ def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
         assert 16 << 22 <= relay.sent <= 1.02 * path.stat().st_size
 
 
-def test_the_examples_of_the_document(nginx, tmp_path):
-    """With torchrun, in the folder of the server."""
+def test_the_examples_of_the_document(nginx, run_script):
+    """In the folder of the server."""
     text = (ROOT / "docs/how-to/distributed.md").read_text()
     blocks = re.findall(r'```python title="example.py"\n(.+?)```', text, re.DOTALL)
     assert len(blocks) == 5 and "https://models.example" in text
     example = "\n".join(blocks).replace("https://models.example", nginx.http)
     (nginx.root / "example.py").write_text(example)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    # Where it leaves its logs.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "example.py"], cwd=nginx.root, env=env, timeout=100, capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    run_script(nginx.root / "example.py")
     saved = tensorizer.load(nginx.root / "saved.tensors")
     for name, tensor in tensorizer.load(nginx.root / "model.safetensors").items():
         assert torch.equal(saved[name], tensor)

@@ -5,15 +5,13 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, assert_same, run_python
+from conftest import COMMAND, ROOT, assert_same, run_python
 from hub import Hub, sha256
 from safetensors.torch import save
 from tensorizer import (
@@ -676,5 +674,5 @@ def test_local_addresses(tmp_path):
     tensorizer.save(tensors(), path)
     address = path.as_uri().replace("file://", "FILE://LocalHost")
     assert_all(load(address, "cpu"), tensors())
-    command = [sys.executable, "-m", "tensorizer", "diff", str(path), address]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+    done = run_python(COMMAND, "diff", path, address)
+    assert done.returncode == 0, done.stderr

@@ -237,15 +237,18 @@ def test_names_that_the_old_package_writes_but_cannot_read(old, tmp_path):
     assert set(read_with_old(old, path)) == set(tensors)
 
 
-def test_fifty_thousand_tensors(old, tmp_path):
+def test_an_index_of_more_than_is_reserved(old, tmp_path):
     path = tmp_path / "many.tensors"
-    tensors = {f"model.layers.{i}.weight": torch.tensor([i, -i]) for i in range(50_000)}
+    # An entry has more than 60 bytes, and 256 KiB are reserved.
+    count = 6_000
+    tensors = {f"model.layers.{i}.weight": torch.tensor([i, -i]) for i in range(count)}
     tensorizer.save(tensors, path)
+    assert int.from_bytes(path.read_bytes()[65:73], "little") > 256 << 10
     rows = read_with_old(old, path)
-    assert len(rows) == 50_000
+    assert len(rows) == count
     loaded = tensorizer.load(path)
     assert list(loaded) == list(tensors)
-    for i in (0, 1, 4_369, 49_999):
+    for i in (0, 1, 4_369, count - 1):
         name = f"model.layers.{i}.weight"
         expect_old(rows[name], tensors[name])
     assert torch.equal(torch.stack(list(loaded.values())), torch.stack(list(tensors.values())))

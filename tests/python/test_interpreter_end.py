@@ -36,7 +36,7 @@ print("end", flush=True)
 def test_daemon_threads(tmp_path, way):
     tensorizer.save({str(n): torch.ones(300_000) for n in range(60)}, tmp_path / "f")
     for _ in range(3):
-        done = run_python(CODE, tmp_path / "f", way)
+        done = run_python(CODE, tmp_path / "f", way, finalize=True)
         assert done.stdout == "end\n"
         # What torch's threads say, perhaps several; Rust would speak of a foreign exception or of a
         # panic.

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -13,7 +11,7 @@ import weakref
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, ROOT
+from conftest import COMMAND, HEED_CTRL_C, run_python, start_python
 from scripted import FaultServer, Relay, silent
 from tensorizer.file.file_writer import FileWriter
 
@@ -49,12 +47,8 @@ print("usable", torch.ones(3).sum().item(), flush=True)
 def interrupt(call, address, env=None, pause=0.7):
     """Run a call in another process, interrupt it, and return for how long it went on."""
     code = HEED_CTRL_C + CODE.replace("{call}", call)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(address)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **(env or {})},
-    )
+    env = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **(env or {})}
+    process = start_python(code, address, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout.readline() == "ready\n"
         time.sleep(pause)
@@ -66,9 +60,7 @@ def interrupt(call, address, env=None, pause=0.7):
         assert process.stdout.readline() == "usable 3.0\n"
         assert process.wait(60) == 0
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        process.close()
     return went_on
 
 
@@ -174,36 +166,19 @@ def test_the_derivation_of_a_key():
     assert interrupt(call, "") < SOON
 
 
-@pytest.fixture(scope="module")
-def slow_names(tmp_path_factory):
-    """Return an environment in which the resolution of names takes for ever."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("names") / "slow_names.so"
-    source = ROOT / "tests/python/slow_names.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
-    return {"LD_PRELOAD": str(library)}
-
-
 @pytest.mark.parametrize(
     "call", ["tensorizer.load('http://host/f')", "tensorizer.load('redis://host/f')"]
 )
-def test_the_resolution_of_a_name(slow_names, call):
-    assert interrupt(call, "", slow_names) < SOON
+def test_the_resolution_of_a_name(with_faults, call):
+    assert interrupt(call, "", with_faults(SLOW_NAMES=1)) < SOON
 
 
 def test_the_command(tmp_path):
     with silent() as address:
-        code = (
-            "import sys\nfrom tensorizer_cli.main import main\nprint(flush=True)\nsys.exit(main())"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEED_CTRL_C + code, "ls", f"http://{address}/f"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = start_python(
+            f"{HEED_CTRL_C}print(flush=True)\n{COMMAND}", "ls", f"http://{address}/f",
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
         process.stdout.readline()
         time.sleep(1)
         sent = time.monotonic()
@@ -246,13 +221,8 @@ print(hits, (rss() - before) >> 20)
 
 def test_nothing_is_left_of_a_load_that_was_interrupted_near_its_end(tmp_path):
     tensorizer.save({str(n): torch.ones(1 << 20) for n in range(16)}, tmp_path / "f")
-    done = subprocess.run(
-        [sys.executable, "-c", HEED_CTRL_C + OWNED, tmp_path / "f"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = run_python(HEED_CTRL_C + OWNED, tmp_path / "f")
+    assert done.returncode == 0, done.stderr
     hits, grown = map(int, done.stdout.split())
     assert hits > 5
     # A model takes 64 MiB.

@@ -199,7 +199,7 @@ iterator = tensorizer.iterate(sys.argv[1], "cpu", buffer_bytes=1 << 20)
 next(iterator)
 """
     for _ in range(6):
-        done = run_python(code, paths / "f.safetensors")
+        done = run_python(code, paths / "f.safetensors", finalize=True)
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,36 +1,24 @@
 """Saves over a saved object that are killed: at every moment one object is whole."""
 
+import errno
 import gzip
 import os
 import shutil
-import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, run_python
+from conftest import GOLDEN, run_python
 from pairs import load, save
 from tensorizer.torch_compat import PairMismatchError
 
 NAMES = ["state.pt", "state.pt.tensors"]
 
 
-@pytest.fixture(scope="module")
-def killing(tmp_path_factory):
-    """Return an environment in which the child of ``EVERYWHERE`` is killed."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("killing") / "killing.so"
-    source = ROOT / "tests/python/killing.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    return os.environ | {"LD_PRELOAD": str(library)}
-
-
 #: Copies a folder once for every step of a save, and has the save killed there.
 EVERYWHERE = """
-import os, shutil, signal, sys, torch
+import ctypes, os, shutil, signal, sys, torch
 from tensorizer.torch_compat import tensorizer_saving
 source, folder, value = sys.argv[1:]
 step = 0
@@ -39,7 +27,8 @@ while True:
     child = os.fork()
     if child == 0:
         os.chdir(f"{folder}/{step}")
-        os.environ["KILL_AT"] = str(step)
+        os.environ["FAULT_KILL_AT"] = str(step)
+        ctypes.CDLL(None).read_faults()
         with tensorizer_saving():
             torch.save({"weight": torch.full((1000,), float(value))}, "state.pt")
         os._exit(0)
@@ -105,8 +94,8 @@ def check(folders, before, after):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_a_save_over_a_pair(killing, tmp_path, links):
-    env = killing if links else killing | {"NO_LINKS": "1"}
+def test_a_save_over_a_pair(with_faults, tmp_path, links):
+    env = with_faults() if links else with_faults(LINK=errno.EPERM)
     (tmp_path / "first").mkdir()
     save({"weight": torch.full((1000,), 1.0)}, tmp_path / "first/state.pt")
     folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, env)
@@ -118,7 +107,7 @@ def test_a_save_over_a_pair(killing, tmp_path, links):
         assert check(folders, 1.0, 3.0)
 
 
-def test_a_save_over_a_pair_of_the_old_package(killing, tmp_path):
+def test_a_save_over_a_pair_of_the_old_package(with_faults, tmp_path):
     """Its halves state no identity: the pickle must be the one that the storages were kept for."""
     (tmp_path / "first").mkdir()
     pickled = (GOLDEN / "tc_storages.pt").read_bytes()
@@ -126,23 +115,23 @@ def test_a_save_over_a_pair_of_the_old_package(killing, tmp_path):
     side = gzip.decompress((GOLDEN / "tc_storages.pt.tensors.gz").read_bytes())
     (tmp_path / "first/state.pt.tensors").write_bytes(side)
     before, _ = value_in(tmp_path / "first")
-    folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, killing)
+    folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, with_faults())
     for folder in check(folders, before, 2.0):
         (folder / "state.pt").write_bytes(pickled)
         with pytest.raises(PairMismatchError, match="older release"):
             load(folder / "state.pt")
 
 
-def killed(killing, tmp_path):
+def killed(with_faults, tmp_path):
     """Return a folder whose pickle has the value 1 and needs a hidden file."""
     (tmp_path / "first").mkdir()
     save({"weight": torch.full((1000,), 1.0)}, tmp_path / "first/state.pt")
-    folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, killing)
+    folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, with_faults())
     return next(folder for folder in folders if value_in(folder)[1])
 
 
-def test_a_hidden_half_of_another_pair_is_not_used(killing, tmp_path):
-    folder = killed(killing, tmp_path)
+def test_a_hidden_half_of_another_pair_is_not_used(with_faults, tmp_path):
+    folder = killed(with_faults, tmp_path)
     (hidden,) = folder.glob(".*.before")
     save({"weight": torch.full((1000,), 9.0)}, tmp_path / "other.pt")
     os.replace(tmp_path / "other.pt.tensors", hidden)
@@ -150,12 +139,12 @@ def test_a_hidden_half_of_another_pair_is_not_used(killing, tmp_path):
         load(folder / "state.pt")
 
 
-def test_a_failed_save_keeps_the_only_half(killing, tmp_path):
+def test_a_failed_save_keeps_the_only_half(with_faults, tmp_path):
     class Fails:
         def __reduce__(self):
             raise ArithmeticError("cannot be pickled")
 
-    folder = killed(killing, tmp_path)
+    folder = killed(with_faults, tmp_path)
     before = sorted(os.listdir(folder))
     with pytest.raises(ArithmeticError):
         save({"a": torch.ones(3), "b": Fails()}, folder / "state.pt")
@@ -163,8 +152,8 @@ def test_a_failed_save_keeps_the_only_half(killing, tmp_path):
     assert value_in(folder)[0] == 1.0
 
 
-def test_what_belongs_to_others_stays(killing, tmp_path):
-    folder = killed(killing, tmp_path)
+def test_what_belongs_to_others_stays(with_faults, tmp_path):
+    folder = killed(with_faults, tmp_path)
     (hidden,) = folder.glob(".*.before")
     # Two pickles with the same file of storages.
     save({"weight": torch.full((1000,), 5.0)}, folder / "b.pt", file_obj=str(folder / NAMES[1]))
@@ -174,8 +163,8 @@ def test_what_belongs_to_others_stays(killing, tmp_path):
     assert sorted(os.listdir(folder)) == ["b.pt", *NAMES]
 
 
-def test_an_object_without_storages_cleans_up_too(killing, tmp_path):
-    folder = killed(killing, tmp_path)
+def test_an_object_without_storages_cleans_up_too(with_faults, tmp_path):
+    folder = killed(with_faults, tmp_path)
     save({"plain": 1}, folder / "state.pt")
     assert load(folder / "state.pt") == {"plain": 1}
     assert sorted(os.listdir(folder)) == NAMES

@@ -281,11 +281,11 @@ except ImportError as error:
 
 def test_both_libraries_in_one_process_is_a_sentence(tmp_path):
     lib = next((tmp_path.__class__(tensorizer.__file__).parent / "lib").glob("*.so"))
-    done = run_python(BOTH, tmp_path / "f", fresh=True)
+    done = run_python(BOTH, tmp_path / "f", imported=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "1.0"
     assert "not both" in done.stderr
-    done = run_python(OTHER_ORDER, tmp_path / "f", lib, fresh=True)
+    done = run_python(OTHER_ORDER, tmp_path / "f", lib, imported=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1.0\n")
     assert "load either the Python package or libtensorizer_torch.so, not both" in done.stdout

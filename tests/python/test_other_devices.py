@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import kept
 import pytest
 import torch
 from conftest import ROOT, run_python
@@ -109,19 +110,22 @@ print("all")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    folder = Path(torch.__file__).parent
-    library = tmp_path_factory.mktemp("device") / "other_device.so"
-    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-w"]
-    command += ["-I", folder / "include", "-I", folder / "include/torch/csrc/api/include"]
-    command += [ROOT / "tests/python/other_device.cpp", "-o", library]
-    command += ["-L", folder / "lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{folder / 'lib'}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+    source = ROOT / "tests/python/other_device.cpp"
+
+    def make(place):
+        folder = Path(torch.__file__).parent
+        command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-w"]
+        command += ["-I", folder / "include", "-I", folder / "include/torch/csrc/api/include"]
+        command += [source, "-o", place / "other_device.so"]
+        command += ["-L", folder / "lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{folder / 'lib'}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    return kept.made("other-device", [source], make) / "other_device.so"
 
 
 def test_every_way_to_load_and_save(library, tmp_path):

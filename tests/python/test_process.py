@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, run_python
+from conftest import HEED_CTRL_C, run_python, start_python
 
 INTERRUPTED = """
 import sys, time, torch, tensorizer
@@ -53,11 +52,7 @@ def large(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["class", "verify", "operator", "save"])
 def test_ctrl_c_stops_within_a_second(way, large):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEED_CTRL_C + INTERRUPTED, large, way],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_python(HEED_CTRL_C + INTERRUPTED, large, way, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)
@@ -69,9 +64,7 @@ def test_ctrl_c_stops_within_a_second(way, large):
         assert process.stdout.readline() == "usable\n"
         assert process.wait(60) == 0
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        process.close()
 
 
 FORK = """
@@ -139,7 +132,7 @@ print(json.dumps({
 
 def test_the_import_is_light():
     """What makes an import slow is what it imports: nothing that torch has not."""
-    done = run_python(IMPORT, fresh=True)
+    done = run_python(IMPORT, imported=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["cuda"]
@@ -166,7 +159,7 @@ import tensorizer
 
 
 def test_another_torch_than_the_one_built_against():
-    done = run_python(MINOR, fresh=True)
+    done = run_python(MINOR, imported=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     minor = ".".join(torch.__version__.split(".")[:2])

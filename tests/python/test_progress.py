@@ -3,12 +3,11 @@
 import logging
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
+from conftest import run_python, start_python
 from tensorizer import TensorDeserializer, stats
 
 MB = 1 << 20
@@ -142,17 +141,18 @@ def test_the_callable_is_called_on_the_callers_thread(folder):
 
 def test_a_bar_on_a_terminal_only(folder):
     program = "import sys, tensorizer; tensorizer.load(sys.argv[1], progress=True)"
-    command = [sys.executable, "-c", program, folder / "f.tensors"]
     ours, theirs = pty.openpty()
     try:
-        subprocess.run(command, stderr=theirs, check=True)
-        os.close(theirs)
+        with start_python(program, folder / "f.tensors", stderr=theirs) as process:
+            os.close(theirs)
+        assert process.returncode == 0
         shown = os.read(ours, 1 << 16).decode()
     finally:
         os.close(ours)
     assert "[##############################] 100% 100.7 MB" in shown
     assert shown.endswith("\n") and shown.count("\n") == 1
-    assert subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr == b""
+    done = run_python(program, folder / "f.tensors")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_statistics_of_every_call(folder, tmp_path):

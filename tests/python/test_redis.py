@@ -3,14 +3,12 @@
 import io
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import redis
 import tensorizer
 import torch
-from conftest import OLD_PYTHON, assert_same
+from conftest import OLD_PYTHON, assert_same, run_python
 from scripted import Forwarder
 from servers import Redis, free_port
 from tensorizer import TensorDeserializer
@@ -353,8 +351,7 @@ def test_secrets_are_not_shown(server, client):
         "except OSError as e: print(repr(e))"
     )
     address = f"redis://default:hidden-hu5hw0rd@127.0.0.1:{free_port()}/m?db=1"
-    done = subprocess.run(
-        [sys.executable, "-c", code, address], capture_output=True, text=True, check=True
-    )
+    done = run_python(code, address)
+    assert done.returncode == 0, done.stderr
     assert "127.0.0.1" in done.stdout
     assert "hidden" not in done.stdout + done.stderr

@@ -5,7 +5,6 @@ import re
 import shutil
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import OWN_MOUNTS, assert_same, run_python
 
 NEW = {"new": torch.arange(5)}
 ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
@@ -197,16 +196,15 @@ def test_a_writable_file_in_a_folder_mounted_read_only(tmp_path):
     folder.mkdir()
     file.write_bytes(b"old")
     (folder / "f").write_bytes(b"")
-    code = "import sys, torch, tensorizer\ntensorizer.save({'a': torch.ones(1)}, sys.argv[1])\n"
-    script = tmp_path / "save.py"
-    script.write_text(code)
-    command = (
-        f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && "
-        f"mount --bind {file} {folder}/f && {sys.executable} {script} {folder}/f"
-    )
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, check=False
-    )
+    code = """
+import tensorizer, torch
+folder, file = sys.argv[1:]
+mount("--bind", folder, folder)
+mount("-o", "remount,bind,ro", folder)
+mount("--bind", file, f"{folder}/f")
+tensorizer.save({"a": torch.ones(1)}, f"{folder}/f")
+"""
+    done = run_python(OWN_MOUNTS + code, folder, file)
     if "PermissionError" not in done.stderr and re.search("unshare|mount:", done.stderr):
         pytest.skip(f"nothing can be mounted here: {done.stderr}")
     assert f"PermissionError: [Errno 30] `{folder}/f` may be written, but not" in done.stderr

@@ -72,7 +72,7 @@ try:
 except ImportError:
     print("done")
 """
-    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors", fresh=True)
+    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors", imported=False)
     Path(f"/dev/shm/{os.getpid()}.safetensors").unlink()
     assert done.stdout == "done\n", done.stderr
 

@@ -9,7 +9,7 @@ import redis
 import tensorizer
 import torch
 from conftest import assert_same
-from emulators import Azurite, Google
+from emulators import Google
 from hub import Hub
 from packing import feeding
 from scripted import FaultServer
@@ -38,19 +38,17 @@ class Sources:
         self.redis = Redis(factory.mktemp("redis"))
         self.s3 = moto.client()
         self.clouds = {}
-        self.factory = factory
         self.count = 0
 
-    def cloud(self, kind):
-        """Return the server of a cloud, which is started for its first test."""
-        if kind not in self.clouds:
-            server = Google() if kind == "gs" else Azurite(self.factory.mktemp("azurite"))
-            self.clouds[kind] = server
-            if kind == "az":
-                server.make_containers()
-        return self.clouds[kind]
+    def start_cloud(self, kind, request):
+        """Start the server of a cloud for its first test."""
+        if kind == "gs" and kind not in self.clouds:
+            self.clouds[kind] = Google()
+        if kind == "az":
+            self.clouds[kind] = request.getfixturevalue("azurite")
 
     def stop(self):
+        self.clouds.pop("az", None)
         for server in (self.nginx, self.redis, *self.clouds.values()):
             server.stop()
 
@@ -86,7 +84,7 @@ class Sources:
             self.s3.put_object(Bucket="bucket", Key=name, Body=data)
             yield f"s3://bucket/{name}"
         elif kind in ("gs", "az"):
-            server = self.cloud(kind)
+            server = self.clouds[kind]
             server.put(name, data)
             with pytest.MonkeyPatch.context() as patch:
                 for variable, value in server.settings().items():
@@ -144,7 +142,8 @@ def check(loaded, names=WANTED):
 @pytest.mark.parametrize("kind", KINDS)
 class TestEverySource:
     @pytest.fixture(autouse=True)
-    def of_kind(self, kind, sources, data, tmp_path):
+    def of_kind(self, kind, sources, data, tmp_path, request):
+        sources.start_cloud(kind, request)
         self.kind, self.data = kind, data
         self.open = lambda data=data: sources.open(kind, data, tmp_path)
 

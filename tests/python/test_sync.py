@@ -2,36 +2,21 @@
 
 import errno
 import os
-import shutil
-import subprocess
 
 import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, run_python
+from conftest import run_python
 from dcp_planners import fails
 from tensorizer.distributed import Reader
 from tensorizer.torch_compat import tensorizer_loading
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory):
-    """Return an environment in which the n-th sync of a folder fails."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("sync") / "failing_sync.so"
-    source = ROOT / "tests/python/failing_sync.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    return lambda code, after=0: (
-        os.environ
-        | {
-            "LD_PRELOAD": str(library),
-            "FAIL_SYNC": str(code),
-            "FAIL_SYNC_AFTER": str(after),
-        }
-    )
+@pytest.fixture
+def failing(with_faults):
+    """Return an environment in which a sync of a folder fails after so many others."""
+    return lambda code, after=0: with_faults(SYNC=code, SYNC_AFTER=after)
 
 
 SAVE = """
@@ -99,12 +84,13 @@ def test_one_version_of_a_pair_is_whole(failing, after, holds, tmp_path):
 
 #: Has a later sync fail each time, in processes of their own.
 CHECKPOINTS = """
-import os, sys, torch, torch.distributed.checkpoint as dcp
+import ctypes, os, sys, torch, torch.distributed.checkpoint as dcp
 from tensorizer.distributed import Writer
 for after in range(5):
     child = os.fork()
     if child == 0:
-        os.environ["FAIL_SYNC_AFTER"] = str(after)
+        os.environ["FAULT_SYNC_AFTER"] = str(after)
+        ctypes.CDLL(None).read_faults()
         try:
             writer = Writer(f"{sys.argv[1]}/{after}/a")
             dcp.save({"new": torch.ones(5)}, storage_writer=writer)

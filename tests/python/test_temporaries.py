@@ -1,79 +1,27 @@
 """What a save has not published yet leaves nothing behind, whoever is killed when."""
 
+import contextlib
 import errno
 import fcntl
-import json
 import os
-import shutil
 import stat
 import subprocess
-import sys
 import time
-from dataclasses import dataclass
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, assert_same
+from conftest import assert_same, run_python, start_python
 
 NEW = {"new": torch.arange(5)}
 #: No file system makes files without names.
-NAMED = {"FAIL_TMPFILE": errno.EOPNOTSUPP}
+NAMED = {"TMPFILE": errno.EOPNOTSUPP}
 
 
-#: Runs what it is told in processes that are forked off it, which need not import torch again.
-FORKING = """
-import json, os, sys, tempfile, traceback, tensorizer, torch
-for line in sys.stdin:
-    code, sys.argv[1:], variables = json.loads(line)
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if child == 0:
-            os.environ.update(variables)
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            names, status = {}, 1
-            try:
-                exec(code, names)
-                names.clear()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
-    print(json.dumps([status, *said]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def interposed(tmp_path_factory):
-    """Return an environment in which variables make calls fail, or kill the process."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    library = tmp_path_factory.mktemp("files") / "failing_files.so"
-    source = ROOT / "tests/python/failing_files.c"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    return os.environ | {"LD_PRELOAD": str(library)}
-
-
-@pytest.fixture(scope="module")
-def run(interposed):
-    """Run code with arguments and such variables; return status, output and errors."""
-    command = [sys.executable, "-c", FORKING]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=interposed, **pipes) as process:
-
-        def run(code, *args, **variables):
-            given = {name: str(value) for name, value in variables.items()}
-            process.stdin.write(json.dumps([code, list(map(str, args)), given]) + "\n")
-            process.stdin.flush()
-            return Done(*json.loads(process.stdout.readline()))
-
-        yield run
-        process.stdin.close()
+@pytest.fixture
+def run(with_faults):
+    """Run code with arguments and faults; return what became of the process."""
+    return lambda code, *args, **faults: run_python(code, *args, env=with_faults(**faults))
 
 
 @pytest.fixture
@@ -83,15 +31,6 @@ def unnamed(tmp_path):
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
     except OSError as error:
         pytest.skip(f"{tmp_path} has no files without names: {error}")
-
-
-@dataclass
-class Done:
-    """What became of a process."""
-
-    status: int
-    output: str
-    errors: str
 
 
 def holds(path, tensors=NEW):
@@ -126,7 +65,7 @@ serializer.write_state_dict({"new": torch.arange(5)})
 @pytest.mark.parametrize("before", ["fsync", "linkat"])
 def test_a_killed_saver_leaves_nothing(unnamed, run, code, before, tmp_path):
     done = run(code, tmp_path / "f", KILL_BEFORE=before)
-    assert done.status == -9, done.errors
+    assert done.returncode == -9, done.stderr
     assert os.listdir(tmp_path) == []
 
 
@@ -136,11 +75,11 @@ def test_killed_between_its_two_names(unnamed, run, tmp_path):
     tensorizer.save({"old": torch.ones(2)}, path)
     for _ in range(2):  # the second saver removes what the first has left
         done = run(SAVE, path, KILL_BEFORE="rename")
-        assert done.status == -9, done.errors
+        assert done.returncode == -9, done.stderr
         holds(path, {"old": torch.ones(2)})
         assert len(hidden(tmp_path)) == 1
     done = run(SAVE, path, KILL_AFTER="linkat")
-    assert done.status == -9, done.errors
+    assert done.returncode == -9, done.stderr
     tensorizer.save(NEW, path)
     holds(path)
     assert os.listdir(tmp_path) == ["f"]
@@ -151,25 +90,25 @@ def test_a_hidden_name_goes_with_the_next_save(run, before, tmp_path):
     path = tmp_path / "f"
     for _ in range(2):
         done = run(SAVE, path, **NAMED, KILL_BEFORE=before)
-        assert done.status == -9, done.errors
+        assert done.returncode == -9, done.stderr
         assert len(hidden(tmp_path)) == 1
     done = run(SAVE, path, **NAMED)
-    assert done.status == 0, done.errors
+    assert done.returncode == 0, done.stderr
     holds(path)
     assert os.listdir(tmp_path) == ["f"]
 
 
 def test_a_hidden_name_stays_where_locks_do_not_work(run, tmp_path):
     path = tmp_path / "f"
-    unlockable = {**NAMED, "FAIL_FLOCK": errno.ENOLCK}
-    assert run(SAVE, path, **unlockable, KILL_BEFORE="fsync").status == -9
+    unlockable = {**NAMED, "FLOCK": errno.ENOLCK}
+    assert run(SAVE, path, **unlockable, KILL_BEFORE="fsync").returncode == -9
     (unlocked,) = hidden(tmp_path)
-    assert run(SAVE, path, **NAMED, KILL_BEFORE="fsync").status == -9
+    assert run(SAVE, path, **NAMED, KILL_BEFORE="fsync").returncode == -9
     both = sorted(hidden(tmp_path))
     assert len(both) == 2
     # Who cannot lock cannot tell, either.
     done = run(SAVE, path, **unlockable)
-    assert done.status == 0, done.errors
+    assert done.returncode == 0, done.stderr
     assert sorted(hidden(tmp_path)) == both
     # And who can does not know about one that was never locked.
     tensorizer.save(NEW, path)
@@ -192,40 +131,44 @@ serializer.close()
 """
 
 
-def start(interposed, *args):
-    command = [sys.executable, "-c", LIVING, *map(str, args)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    names = {name: str(value) for name, value in NAMED.items()}
-    process = subprocess.Popen(command, env=interposed | names, **pipes)
-    assert process.stdout.readline() == b"ready\n"
-    return process
+@pytest.fixture
+def living(with_faults):
+    """Start a saver that waits with a hidden name until its input is closed."""
+
+    @contextlib.contextmanager
+    def start(*args):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with start_python(LIVING, *args, env=with_faults(**NAMED), **pipes) as process:
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+
+    return start
 
 
-def test_a_living_saver_keeps_its_hidden_name(interposed, run, tmp_path):
+def test_a_living_saver_keeps_its_hidden_name(living, run, tmp_path):
     path = tmp_path / "f"
-    process = start(interposed, path)
-    (name,) = hidden(tmp_path)
-    tensorizer.save({"other": torch.ones(2)}, path)
-    done = run(SAVE, path, **NAMED)
-    assert done.status == 0, done.errors
-    assert hidden(tmp_path) == [name]
-    tensorizer.save({"other": torch.ones(2)}, path)
-    process.communicate()
-    assert process.returncode == 0
+    with living(path) as process:
+        (name,) = hidden(tmp_path)
+        tensorizer.save({"other": torch.ones(2)}, path)
+        done = run(SAVE, path, **NAMED)
+        assert done.returncode == 0, done.stderr
+        assert hidden(tmp_path) == [name]
+        tensorizer.save({"other": torch.ones(2)}, path)
+        process.communicate()
+        assert process.returncode == 0
     holds(path)
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_child_of_a_dead_saver_keeps_its_hidden_name(interposed, tmp_path):
+def test_a_child_of_a_dead_saver_keeps_its_hidden_name(living, tmp_path):
     path = tmp_path / "f"
-    process = start(interposed, path, "fork")
-    assert process.wait(60) == 0
-    tensorizer.save(NEW, path)
-    assert len(hidden(tmp_path)) == 1
-    process.stdin.close()
-    # The child has ended when its output has.
-    assert process.stdout.read() == b""
-    process.stdout.close()
+    with living(path, "fork") as process:
+        assert process.wait(60) == 0
+        tensorizer.save(NEW, path)
+        assert len(hidden(tmp_path)) == 1
+        process.stdin.close()
+        # The child has ended when its output has.
+        assert process.stdout.read() == b""
     tensorizer.save(NEW, path)
     assert os.listdir(tmp_path) == ["f"]
 
@@ -274,10 +217,10 @@ def plain_mode(folder):
 @pytest.mark.parametrize(
     "variables",
     [
-        {"FAIL_LINK": errno.ENOENT},
-        {"FAIL_LINK": errno.EXDEV, "FAIL_PROBE": 0},
-        {"FAIL_TMPFILE": errno.EISDIR},
-        {**NAMED, "FAIL_FLOCK": errno.EOPNOTSUPP},
+        {"LINK": errno.ENOENT},
+        {"LINK": errno.EXDEV, "SPARES_PROBES": 1},
+        {"TMPFILE": errno.EISDIR},
+        {**NAMED, "FLOCK": errno.EOPNOTSUPP},
     ],
     ids=["no links", "links fail late", "no such files", "no locks"],
 )
@@ -287,11 +230,11 @@ def test_file_systems_that_can_do_less(run, variables, exists, tmp_path):
         tensorizer.save({"old": torch.ones(2)}, path)
         path.chmod(0o640)
     done = run(SAVE, path, **variables)
-    assert done.status == 0, done.errors
+    assert done.returncode == 0, done.stderr
     holds(path)
     assert stat.S_IMODE(path.stat().st_mode) == (0o640 if exists else plain_mode(tmp_path))
     done = run(FORGET, path, **variables)
-    assert "f.unclosed" in done.errors
+    assert "f.unclosed" in done.stderr
     holds(tmp_path / "f.unclosed")
     assert sorted(os.listdir(tmp_path)) == ["f", "f.unclosed"]
 
@@ -348,7 +291,7 @@ for kill in range(100):
 @pytest.mark.parametrize("names", ["same", "new"])
 def test_a_hundred_kills(unnamed, run, names, tmp_path):
     done = run(KILLS, tmp_path, names)
-    assert done.status == 0, done.errors
+    assert done.returncode == 0, done.stderr
     if names == "new":
         assert hidden(tmp_path) == []
     assert len(hidden(tmp_path)) <= 1
@@ -379,6 +322,6 @@ print([os.waitpid(child, 0)[1] for child in children])
 @pytest.mark.parametrize("variables", [{}, NAMED], ids=["unnamed", "named"])
 def test_savers_of_one_name_do_not_disturb_each_other(run, variables, tmp_path):
     done = run(RACE, tmp_path / "f", **variables)
-    assert done.output.strip() == "[0, 0, 0, 0]", done.errors + done.output
+    assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr + done.stdout
     assert len(set(tensorizer.load(tmp_path / "f", verify_hash=True)["a"].tolist())) == 1
     assert os.listdir(tmp_path) == ["f"]

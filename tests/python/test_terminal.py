@@ -13,7 +13,7 @@ import time
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, run_python
+from conftest import COMMAND, HEED_CTRL_C, run_python, start_python
 from tensorizer_cli.main import main
 
 #: A name of each kind that a terminal would act on, and how it is shown.
@@ -122,15 +122,7 @@ def test_arguments(capsys):
 
 # Ctrl-C
 
-COMMAND = (
-    HEED_CTRL_C
-    + """
-import sys
-from tensorizer_cli.main import main
-print("ready", flush=True)
-sys.exit(main())
-"""
-)
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +133,16 @@ def large(tmp_path_factory):
 
 
 @pytest.fixture
-def start():
-    """Start a process; it is killed if it is there at the end of the test."""
+def ready():
+    """Wait until a process is ready; it is killed if it is there at the end of the test."""
     started = []
 
-    def run(*arguments, **kwargs):
-        process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **kwargs,
-        )
+    def wait(process):
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return process
 
-    yield run
+    yield wait
     for process in started:
         process.kill()
         process.communicate()
@@ -177,7 +162,7 @@ AS_JSON = (130, "", '{"error": {"type": "KeyboardInterrupt", "message": "interru
 
 
 @pytest.mark.parametrize("name", ["verify", "cp", "diff", "encrypt"])
-def test_ctrl_c_while_a_pipe_is_read(name, start, large, tmp_path):
+def test_ctrl_c_while_a_pipe_is_read(name, ready, large, tmp_path):
     """The tensors come slowly."""
     fifo, target = tmp_path / "fifo", tmp_path / "target"
     os.mkfifo(fifo)
@@ -188,7 +173,8 @@ def test_ctrl_c_while_a_pipe_is_read(name, start, large, tmp_path):
         "diff": [large],
         "encrypt": [target, "--key-file", tmp_path / "key"],
     }[name]
-    process = start("-c", COMMAND, *arguments)
+    code = f"{HEED_CTRL_C}print('ready', flush=True)\n{COMMAND}"
+    process = ready(start_python(code, *arguments, **PIPES))
     begun = threading.Event()
 
     def feed():
@@ -235,7 +221,7 @@ SLOW = "print('ready', flush=True)\nimport time\ntime.sleep(60)\n"
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("way", ["module", "script"])
-def test_ctrl_c_while_the_command_starts(way, options, start, tmp_path):
+def test_ctrl_c_while_the_command_starts(way, options, ready, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(SLOW)
     script = tmp_path / "tensorizer"
@@ -248,7 +234,8 @@ def test_ctrl_c_while_the_command_starts(way, options, start, tmp_path):
     if way == "script":
         # Of the folder of the script only the script is meant.
         script.write_text("import sys\nsys.path.pop(0)\n" + script.read_text())
-    process = start(*arguments, "ls", *options, "file", env=env)
+    command = [sys.executable, *arguments, "ls", *options, "file"]
+    process = ready(subprocess.Popen(command, env=env, **PIPES))
     assert interrupt(process) == (AS_JSON if options else INTERRUPTED)
 
 
@@ -260,7 +247,7 @@ def test_other_programs_keep_their_ctrl_c(name):
         "import tensorizer\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )
-    done = run_python(code, fresh=True)
+    done = run_python(code, imported=False)
     assert "KeyboardInterrupt" in done.stderr
     assert "tensorizer: interrupted" not in done.stderr
 

@@ -13,6 +13,8 @@ from archives import DATA, REFUSALS, Zip, load, records
 from tensorizer import FormatError
 
 ops = torch.ops.tensorizer
+#: What mutations are made by.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2, 3))]
 
 
 def test_the_archive_itself_is_right():
@@ -206,7 +208,7 @@ def test_byte_orders_and_versions(refuse):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_mutations(seed):
     """Whatever is changed, a file is refused in a known way, or gives bytes of its own."""
     chance = random.Random(seed)

@@ -7,14 +7,13 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import files, run_python
+from conftest import files, run_python, start_python
 from pairs import load, save
 from tensorizer.checkpoints import pairs
 
@@ -231,8 +230,8 @@ with tensorizer_saving():
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_saver_in_another_process(path, killed):
-    command = [sys.executable, "-c", PROCESS, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with start_python(PROCESS, path, **pipes) as process:
         try:
             assert process.stdout.readline() == b"stopped\n"
             saver = Saver(path, 3).begin()

@@ -171,7 +171,7 @@ EXCEPTION = AT_THE_END + 'raise RuntimeError("mine")\n'
 def test_the_end_of_the_interpreter(code, tmp_path):
     path = tmp_path / "f"
     tensorizer.save(OLD, path)
-    done = run_python(code, path)
+    done = run_python(code, path, finalize=True)
     assert "f.unclosed" in done.stderr, done.stderr
     holds(path, OLD)
     holds(tmp_path / "f.unclosed", NEW)

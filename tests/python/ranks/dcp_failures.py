@@ -8,6 +8,7 @@ import threading
 import time
 from unittest import mock
 
+import faults
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
@@ -39,7 +40,8 @@ def save(folder, value, columns=1000):
             threading.Timer(float(after), os.kill, (os.getpid(), signal.SIGKILL)).start()
         start = time.monotonic()
         dcp.save(state, storage_writer=Writer(folder))
-        os.environ.pop("KILL_AT", None)
+        os.environ.pop("FAULT_KILL_AT", None)
+        faults.read()
         return time.monotonic() - start
 
 
@@ -66,10 +68,15 @@ def full(folder, value):
         return found
 
 
+def of_passphrase(passphrase):
+    """Return parameters with the least work for the derivation of a key."""
+    return tensorizer.EncryptionParams.from_string(passphrase, opslimit=1, memlimit=1 << 13)
+
+
 def keys(folder):
     """Save with a key of each rank, of one passphrase; load with it, and with another on one."""
     with group() as (rank, world):
-        encryption = tensorizer.EncryptionParams.from_string("a passphrase-hu5hw0rd")
+        encryption = of_passphrase("a passphrase-hu5hw0rd")
         state = state_of(rank, world, 3)
         dcp.save(state, storage_writer=Writer(folder, encryption=encryption))
         decryption = tensorizer.DecryptionParams.from_string
@@ -161,9 +168,7 @@ def in_a_process(folder, value):
     with group() as (rank, world):
         future = dcp.async_save(
             state_of(rank, world, value),
-            storage_writer=Writer(
-                folder, encryption=tensorizer.EncryptionParams.from_string("p-hu5hw0rd")
-            ),
+            storage_writer=Writer(folder, encryption=of_passphrase("p-hu5hw0rd")),
             async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS,
         )
         future.result()

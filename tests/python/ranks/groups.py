@@ -21,8 +21,8 @@ from ranks.dtensors import of_format
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-#: Bytes of a batch: many for small files.
-BATCH = 1 << 12
+#: Bytes of a batch at most. Those of small files have an eighth of it, so that there are many.
+BATCH = 1 << 17
 
 
 def large():

@@ -17,12 +17,16 @@ from ranks.common import (
     tensorizer,
     torch,
 )
-from ranks.groups import BATCH, large
+from ranks.groups import large
 from tensorizer.file import together
 from tensorizer.group import meeting
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+#: Bytes of a batch at most: each rank has more than ten, so that it can be lost between them.
+BATCH = 1 << 15
+#: The same of a load that is interrupted somewhere, and takes some 50 ms.
+SHORT_BATCH = 1 << 12
 #: Seconds that ranks wait for each other where one does not come.
 WAIT = 10
 
@@ -44,8 +48,11 @@ def load(uri, **options):
 
 
 def works(uri):
-    """Tell whether the next call works."""
+    """Check that the next call works, with a batch of each rank."""
+    before = together.BATCH_BYTES
+    fetch_together(1 << 19)
     found, made = load(uri, names=["rows", "t0"]), large()
+    fetch_together(before)
     for name, tensor in found.items():
         assert_equal(tensor, made[name])
 
@@ -119,7 +126,6 @@ def servers_that_fail(folder, servers):
         for name, addresses in servers.items():
             fetch_together(1 << 20)
             found[name] = caught(lambda url=addresses[rank]: load(url))
-            fetch_together(BATCH)
             works(f"{folder}/g.tensors")
     return found
 
@@ -183,14 +189,13 @@ def killed_before(folder, how):
 
 def interrupted(folder, turns):
     """Ctrl-C at one rank after another, at any time: in the middle, and while it waits."""
-    fetch_together(BATCH)
+    fetch_together(SHORT_BATCH)
     uri = f"{folder}/g.tensors"
     found = []
     meet = meeting.meet
     with group(WAIT) as (rank, world):
         store = dist.distributed_c10d._get_default_store()
         for turn in range(turns):
-            # A load takes some 50 ms.
             kill = (0.002 + 0.008 * (turn // world), os.kill, (os.getpid(), signal.SIGINT))
             timer = threading.Timer(*kill)
 
