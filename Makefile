@@ -120,7 +120,7 @@ test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 test-cuda: $(STAMPS)/built $(STAMPS)/test
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 tests/cuda tests/python/gpu
+	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 $(WHICH) tests/cuda tests/python/gpu
 
 # Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
 # aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.

@@ -285,7 +285,14 @@ class GoogleXml(Relay):
 
     def answer(self, handler):
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        handler.rfile = io.BytesIO(body)
+        connection, handler.rfile = handler.rfile, io.BytesIO(body)
+        try:
+            self.answer_to(handler, body)
+        finally:
+            # Otherwise a body that was not asked for is taken for the next request.
+            handler.rfile = connection
+
+    def answer_to(self, handler, body):
         shown = handler.headers.get("Authorization", "")
         with self.lock:
             self.shown.append(shown)

@@ -20,7 +20,10 @@ MIB = 1 << 20
 SLACK = 14 * MIB
 #: Runs a call and prints how much the memory of the process grew at most.
 MEASURED = """
-import json, sys, time, torch, tensorizer
+import ctypes, json, sys, time, torch, tensorizer
+# What is freed goes back to the system at once: by default glibc keeps ever larger pieces for each
+# thread, and how many threads there are depends on the load of the machine. -3 is M_MMAP_THRESHOLD.
+ctypes.CDLL(None).mallopt(-3, 1 << 16)
 def status(name):
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

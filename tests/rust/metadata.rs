@@ -70,15 +70,18 @@ fn an_encrypted_file_has_them_only_if_that_is_said() {
 }
 
 #[test]
-fn metadata_alone_are_a_file_without_tensors() {
+fn metadata_without_tensors_are_refused_and_the_old_file_stays() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
+    std::fs::write(&path, b"old").unwrap();
     let metadata = Some(strings(&[("long", &"x".repeat(300_000))]));
     let options = SaveOptions { metadata, ..SaveOptions::default() };
     let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, options).unwrap();
-    writer.finish(&Never).unwrap();
-    let error = TensorFile::open(&path).map(drop).unwrap_err().to_string();
-    assert!(error.contains("index in the file is empty"), "{error}");
+    let error = writer.finish(&Never).unwrap_err().to_string();
+    assert!(error.contains("no tensors for"), "{error}");
+    drop(writer);
+    assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 #[test]
