@@ -326,8 +326,8 @@ void save(std::string uri, Dict tensors, Key key) {
   op.call(std::move(uri), std::move(names), std::move(values), std::move(key));
 }
 
-// True inside a call of a tracer, which sends its fake tensors to the kernels for Meta. Tensors that
-// really are of the meta device get there, too.
+// True inside a call of a tracer, which sends its fake tensors to the kernels for Meta. Tensors
+// that really are of the meta device get there, too.
 bool only_traced() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Meta); }
 
 void load_into_meta(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,

@@ -98,9 +98,9 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
 
 std::string missing_memory(const at::Tensor& tensor) {
   if (tensor.is_meta() || !tensor.has_storage() || tensor.numel() == 0) return {};
-  const auto needed = at::detail::computeStorageNbytes(
-      tensor.sizes(), tensor.strides(), tensor.itemsize(),
-      static_cast<std::size_t>(tensor.storage_offset()));
+  const auto needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                       static_cast<std::size_t>(tensor.storage_offset()));
   const auto found = tensor.storage().nbytes();
   if (found >= needed) return {};
   return c10::str("its storage has ", found, " bytes, expected at least ", needed,
