@@ -29,9 +29,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # An import that fails may be tried again.
+            execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            execute(module)
             _try(self.work, module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
