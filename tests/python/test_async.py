@@ -88,3 +88,45 @@ def test_a_process_that_ends_waits_for_its_saves(tmp_path):
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["f.tensors"]
     assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
+
+
+def test_a_forked_child_is_told_that_nobody_saves_there(tmp_path):
+    code = """
+import asyncio, concurrent.futures, io, os, sys, threading, tensorizer, torch
+go = threading.Event()
+class Slow(io.BytesIO):
+    def write(self, data):
+        go.wait()
+        return super().write(data)
+done = tensorizer.save_async({"a": torch.ones(3)}, sys.argv[1])
+done.result()
+running = tensorizer.save_async({"a": torch.ones(3)}, Slow())
+running.add_done_callback(lambda future: print("called back in", os.getpid() == parent))
+parent = os.getpid()
+child = os.fork()
+if child == 0:
+    async def wait():
+        await running
+    asked = (
+        running.result,
+        lambda: running.result(timeout=1),
+        lambda: asyncio.run(wait()),
+        lambda: concurrent.futures.wait([running], timeout=60).done.pop().result(),
+    )
+    for ask in asked:
+        try:
+            ask()
+        except RuntimeError as error:
+            print(error)
+    print(running.done(), type(running.exception()).__name__, done.result())
+    sys.stdout.flush()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+go.set()
+running.result()
+print(running.saved_bytes)
+"""
+    done = run_python(code, tmp_path / "f.tensors")
+    assert done.returncode == 0, done.stderr
+    told = "a save is awaited by the process that began it: this one was forked off it\n"
+    assert done.stdout == told * 4 + "True RuntimeError None\ncalled back in True\n12\n"

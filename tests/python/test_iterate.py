@@ -192,6 +192,16 @@ print(sum(1 for _ in iterator))
     ], done.stderr
 
 
+@pytest.mark.parametrize("ask", [next, lambda iterator: iterator.close()])
+def test_progress_cannot_use_its_own_iterator(paths, ask):
+    iterator = tensorizer.iterate(
+        paths / "f.tensors", "cpu", progress=lambda done, total: ask(iterator)
+    )
+    with pytest.raises(RuntimeError, match="a load that this iterator waits for"):
+        list(iterator)
+    assert list(iterator) == []
+
+
 def test_an_iterator_that_nobody_closes_ends_with_the_interpreter(paths):
     code = """
 import sys, tensorizer

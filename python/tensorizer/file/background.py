@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -28,7 +29,8 @@ class SaveFuture(Future[None]):
 
     ``result()`` waits for it and raises what it raised, and so does ``await`` in a coroutine;
     ``done()``, ``exception()`` and ``add_done_callback()`` are those of
-    :class:`concurrent.futures.Future`. It cannot be cancelled.
+    :class:`concurrent.futures.Future`. It cannot be cancelled. In a process that is forked off
+    while the save is under way it has failed with ``RuntimeError``: there, nobody saves.
 
     Attributes:
         total_bytes: Bytes of tensor data to be written.
@@ -39,7 +41,9 @@ class SaveFuture(Future[None]):
         super().__init__()
         self.total_bytes = total_bytes
         self._file = file
+        self._outcome: tuple[BaseException | None] | None = None
         self.set_running_or_notify_cancel()
+        _FUTURES.add(self)
 
     @property
     def saved_bytes(self) -> int:
@@ -56,9 +60,39 @@ class SaveFuture(Future[None]):
                 write(*named_leaves(tensors))
         except BaseException as error:
             logger.error("saving to %s failed: %s", uri, error)
-            self.set_exception(error)
+            self._end(error)
         else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._outcome = (error,)
+        if error is None:
             self.set_result(None)
+        else:
+            self.set_exception(error)
+
+    def _forked(self) -> None:
+        """Begin anew in a process that was forked off, with what is known there."""
+        outcome = self._outcome
+        # Locks may be held by threads that are not there, and callbacks are the parent's.
+        Future.__init__(self)
+        self.set_running_or_notify_cancel()
+        if outcome is None:
+            what = "a save is awaited by the process that began it: this one was forked off it"
+            outcome = (RuntimeError(what),)
+        self._end(*outcome)
+
+
+#: Those that somebody may still ask for the outcome.
+_FUTURES: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for future in list(_FUTURES):
+        future._forked()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def save_async(

@@ -65,8 +65,8 @@ def iterate(
         filter_func: Called with each tensor's name; those for which it returns something false are
             passed over.
         progress: Called with the bytes of tensor data that are loaded, and with how many there are;
-            on the thread that loads. What it raises is raised by the iterator. True shows a bar
-            where stderr is a terminal.
+            on the thread that loads, so that it cannot use the iterator (``RuntimeError``). What it
+            raises is raised by the iterator. True shows a bar where stderr is a terminal.
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
             ``docs/how-to/cache.md``.
@@ -139,6 +139,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     def __next__(self) -> tuple[Name, torch.Tensor]:
         if self._process != os.getpid():
             raise RuntimeError("this iterator belongs to the process that made it")
+        self._refuse_progress()
         with self._lock:
             return self._take()
 
@@ -188,6 +189,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
 
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""
+        self._refuse_progress()
         self._batches = iter(())
         self._next = None
         self._ready.clear()
@@ -196,6 +198,11 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         if thread is not None and self._process == os.getpid():
             thread.join()
         self._file.close()
+
+    def _refuse_progress(self) -> None:
+        """Refuse calls from ``progress=``: the load that calls it would wait for itself."""
+        if threading.current_thread() is self._thread and self._process == os.getpid():
+            raise RuntimeError("progress= was called by a load that this iterator waits for")
 
     def __del__(self) -> None:
         if hasattr(self, "_process"):

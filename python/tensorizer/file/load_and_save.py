@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._types import FilterFuncType, Head, Name
+from ..group import inherited  # noqa: F401  # looks at each fork
 from ..tensors import sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import os
 import pickle
 import threading
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .._errors import GroupError
-from . import leaving, meeting
+from . import inherited, leaving, meeting
 
 _T = TypeVar("_T")
 
@@ -70,6 +71,7 @@ class Members:
 
     Raises:
         ValueError: This process is none of them.
+        RuntimeError: It was forked off one of them.
 
     Attributes:
         rank: The number of this process among them.
@@ -83,6 +85,12 @@ class Members:
             raise ValueError("this process is no member of the group that makes this call")
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.on_device = "nccl" in dist.get_backend(like)
+        if dist.group.WORLD is inherited.default_group():
+            raise RuntimeError(
+                "torch.distributed was initialised by the process that this one was forked off: "
+                "initialise it here"
+            )
+        self._process = os.getpid()
         self._timeout = _timeout(like, self.on_device)
         self._interrupt: BaseException | None = None
         self._have_failed = False
@@ -121,6 +129,7 @@ class Members:
             GroupError: One of them was lost, or did not come.
 
         """
+        self._check_process()
         interruption = None
         self._have_left = False
         with self._or_lost():
@@ -154,6 +163,8 @@ class Members:
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""
+        if self._process != os.getpid():
+            return  # they are the parent's, which goes on
         first, self._have_left = not self._have_left, True
         groups = [one for one in (self._among_hosts, self._among_devices) if one is not None]
         if self._store is not None and (first or groups):
@@ -165,6 +176,12 @@ class Members:
         self._among_hosts = self._among_devices = None
         self._last.clear()
         leaving.let_go(groups)
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "these connections belong to the process that made them: this one was forked off it"
+            )
 
     # What happens at all of them
 
@@ -236,6 +253,7 @@ class Members:
 
     def broadcast(self, data: torch.Tensor, rank: int) -> Any:
         """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+        self._check_process()
         options = dist.BroadcastOptions()
         options.rootRank = rank
         with self._or_lost():
