@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::sys::brief::Brief;
@@ -41,9 +42,9 @@ pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
     }
 }
 
-/// An environment variable that holds a whole number. It is read once, at its first use.
+/// An environment variable that holds a number. It is read once, at its first use.
 pub struct Variable {
-    known: Brief<Option<Option<u64>>>,
+    known: Brief<Option<Known>>,
     /// Its name.
     pub name: &'static str,
     /// What holds without it.
@@ -52,23 +53,46 @@ pub struct Variable {
     pub meaning: &'static str,
 }
 
+/// What a variable is set to.
+#[derive(Clone, Copy)]
+struct Known {
+    /// None if it is no whole number.
+    whole: Option<u64>,
+    /// None if it is no time in seconds.
+    seconds: Option<Duration>,
+}
+
 impl Variable {
-    /// What it is set to, or its default; an error if that is no number.
+    /// What it is set to, or its default; an error if that is no whole number.
     pub fn value(&self) -> Result<u64> {
+        self.known().whole.ok_or_else(|| self.must_be("a whole number"))
+    }
+
+    /// The same as a time in seconds, which may have a fraction.
+    pub fn seconds(&self) -> Result<Duration> {
+        self.known().seconds.ok_or_else(|| self.must_be("a number of seconds"))
+    }
+
+    fn known(&self) -> Known {
         let before = *self.known.lock();
         // Read without the lock, which whoever holds the guard may wait for.
-        let read = || match reading(|| std::env::var_os(self.name)) {
-            None => Some(self.default),
-            Some(text) => text.to_str().and_then(|text| text.trim().parse().ok()),
+        let read = || {
+            let text = reading(|| std::env::var_os(self.name));
+            let text =
+                text.map_or_else(|| Some(self.default.to_string()), |t| t.into_string().ok());
+            let text = text.as_deref().unwrap_or("").trim();
+            let whole = text.parse().ok();
+            let fraction = || Duration::try_from_secs_f64(text.parse().ok()?).ok();
+            Known { whole, seconds: whole.map(Duration::from_secs).or_else(fraction) }
         };
-        let value = before.unwrap_or_else(read);
-        let value = *self.known.lock().get_or_insert(value);
-        value.ok_or_else(|| {
-            Error::InvalidArgument(format!(
-                "the environment variable {} must be a whole number: {}",
-                self.name, self.meaning
-            ))
-        })
+        let known = before.unwrap_or_else(read);
+        *self.known.lock().get_or_insert(known)
+    }
+
+    fn must_be(&self, what: &str) -> Error {
+        let Variable { name, meaning, .. } = self;
+        let what = format!("the environment variable {name} must be {what}: {meaning}");
+        Error::InvalidArgument(what)
     }
 }
 

@@ -297,7 +297,7 @@ def test_attempts_are_bounded(server, client, path, monkeypatch):
 
 
 def test_a_server_that_says_nothing(client, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_CONNECT_SECONDS", "1")
+    monkeypatch.setenv("TENSORIZER_CONNECT_SECONDS", "0.2")
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         tensorizer.load(f"redis://127.0.0.1:{silent.getsockname()[1]}/m", "cpu")

@@ -287,7 +287,7 @@ def test_servers_that_are_not_there(monkeypatch, moto):
     with pytest.raises(ConnectionError):
         tensorizer.save(SMALL, "s3://bucket/key")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{moto.host}")
-    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "1")
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "0.3")
     with Relay(moto.host, lambda *_: ("stall",)) as relay:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
         with pytest.raises(TimeoutError, match="said nothing"):

@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
+use crate::environment::{
+    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS, Variable,
+};
+use crate::error::Result;
 use crate::io::cache::Cache;
 
 /// Which certificates are believed.
@@ -21,7 +24,7 @@ pub enum Trust {
 
 impl Trust {
     /// The files with certificates; none if the system's count or all do. What is wrong is the error.
-    pub fn files(&self) -> std::result::Result<Vec<PathBuf>, String> {
+    pub fn files(&self) -> Result<Vec<PathBuf>, String> {
         let found = match self {
             Trust::System | Trust::Anything => return Ok(Vec::new()),
             Trust::File(path) => vec![path.clone()],
@@ -70,23 +73,28 @@ pub struct NetOptions {
     pub cache: Option<Cache>,
 }
 
-/// At least a second, and at most a month: whatever adds to it stays far from any overflow.
-fn seconds(value: u64) -> Duration {
-    Duration::from_secs(value.clamp(1, 31 * 24 * 60 * 60))
+/// At most a month: whatever adds to it stays far from any overflow. 0 is a second, as ever.
+fn time(variable: &Variable) -> Result<Duration> {
+    const LEAST: Duration = Duration::from_millis(10);
+    const MOST: Duration = Duration::from_secs(31 * 24 * 60 * 60);
+    match variable.seconds()? {
+        Duration::ZERO => Ok(Duration::from_secs(1)),
+        time => Ok(time.clamp(LEAST, MOST)),
+    }
 }
 
 impl NetOptions {
     /// The defaults, changed by the environment; an error for a variable that is no number.
-    pub fn from_environment() -> crate::error::Result<Self> {
+    pub fn from_environment() -> Result<Self> {
         Ok(NetOptions {
             headers: Vec::new(),
             trust: Trust::System,
             connections: usize::try_from(CONNECTIONS.value()?).ok().filter(|&number| number > 0),
             max_connections: 256,
             attempts: u32::try_from(ATTEMPTS.value()?.max(1)).unwrap_or(u32::MAX),
-            connect: seconds(CONNECT_SECONDS.value()?),
-            stall: seconds(STALL_SECONDS.value()?),
-            total: seconds(TOTAL_SECONDS.value()?),
+            connect: time(&CONNECT_SECONDS)?,
+            stall: time(&STALL_SECONDS)?,
+            total: time(&TOTAL_SECONDS)?,
             cache: Cache::from_environment()?,
         })
     }

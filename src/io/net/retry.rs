@@ -150,7 +150,7 @@ impl<'o> Tries<'o> {
         }
         let what = format!(
             "the request took more than the {} s that TENSORIZER_TOTAL_SECONDS allows",
-            self.options.total.as_secs()
+            self.options.total.as_secs_f64()
         );
         Err(Failure::lasting(io::ErrorKind::TimedOut, what))
     }

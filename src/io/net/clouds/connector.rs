@@ -129,7 +129,7 @@ impl OnDemand {
         let (response, body) = timer::timeout(options.stall, asked)
             .await
             .map_err(|_| {
-                let seconds = options.stall.as_secs();
+                let seconds = options.stall.as_secs_f64();
                 let what = format!("`{host}` did not answer within {seconds} s");
                 io::Error::new(ErrorKind::TimedOut, what)
             })?

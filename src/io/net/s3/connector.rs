@@ -105,7 +105,7 @@ impl HttpConnector for Connector {
         HttpConnectorFuture::new(async move {
             let answer = send(&client, request, Arc::clone(&sent));
             let silent = || {
-                let what = format!("the server said nothing for {} s", stall.as_secs());
+                let what = format!("the server said nothing for {} s", stall.as_secs_f64());
                 Err(failed(io::Error::new(ErrorKind::TimedOut, what)))
             };
             unless_silent(stall, &sent, answer).await.unwrap_or_else(silent)

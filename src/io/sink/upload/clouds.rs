@@ -266,7 +266,7 @@ impl CloudObject {
         }
         let stall = self.requests.options.stall.max(ask.patience);
         let silent = || {
-            let what = format!("the server said nothing for {} s", stall.as_secs());
+            let what = format!("the server said nothing for {} s", stall.as_secs_f64());
             Err(Failure::passing(ErrorKind::TimedOut, what))
         };
         unless_silent(stall, sent, answered(client, request)).await.unwrap_or_else(silent)

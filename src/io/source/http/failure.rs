@@ -13,7 +13,7 @@ pub async fn timed<T>(
     wait: impl Future<Output = T>,
 ) -> std::result::Result<T, Failure> {
     timer::timeout(stall, wait).await.map_err(|_| {
-        let what = format!("the server sent nothing for {} s", stall.as_secs());
+        let what = format!("the server sent nothing for {} s", stall.as_secs_f64());
         Failure::passing(ErrorKind::TimedOut, what)
     })
 }

@@ -104,7 +104,7 @@ impl Connections {
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
         };
         let made = timer::timeout(self.limit, made).await.map_err(|_| {
-            let what = format!("no connection within {} s", self.limit.as_secs());
+            let what = format!("no connection within {} s", self.limit.as_secs_f64());
             Failure::passing(ErrorKind::TimedOut, what)
         });
         let (connection, driver) = made??;
