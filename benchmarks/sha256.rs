@@ -24,7 +24,7 @@ fn main() {
             }
         });
         let paired = measure(&data, &|tensors| {
-            black_box(digest_all(tensors, true));
+            let _ = black_box(digest_all(tensors, true));
         });
         let more = (paired / single - 1.0) * 100.0;
         println!(

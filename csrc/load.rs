@@ -56,7 +56,7 @@ pub fn load_tensors(
     drop(Arc::clone(&device).stream(consumer)?);
 
     let planned = DeviceLoad::new(file, selection, to.apart)?;
-    let lens = planned.block_lens();
+    let lens = planned.block_lens()?;
     let list = torch::new_blocks(to.device, &lens)
         .map_err(|e| out_of_memory(&e).with_file("loading", file.uri()))?;
     let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
@@ -70,7 +70,7 @@ pub fn load_tensors(
     let (headers, streams) = run(file, &planned, to, options, counters, cancel)?;
     streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
     counters.publish("load", file.uri(), device.name(), selection.len());
-    let places = selection.iter().zip(planned.places()).map(|(&number, place)| {
+    let places = selection.iter().zip(planned.places()?).map(|(&number, place)| {
         let zeros = file.entry(number)?.is_meta();
         Ok(if zeros { Place::Zeros } else { Place::Block(place.block, place.offset) })
     });

@@ -54,6 +54,7 @@
 mod api;
 pub mod cancel;
 pub mod error;
+mod fallible;
 pub mod format;
 pub mod stats;
 mod sys;

@@ -4,12 +4,14 @@ use std::sync::{Arc, OnceLock};
 
 use super::file::TensorFile;
 use super::part::{Opening, Part, malformed, read_growing};
+use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::Extent;
 use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
@@ -68,7 +70,7 @@ pub fn read_archive(
             strided: false,
         })
     });
-    let entries = entries.collect::<Result<_>>()?;
+    let entries = collected(entries, LISTS)?;
     let format = Format::TorchZip;
     Ok(Part { source, format, head: None, entries, metadata: Vec::new() })
 }
@@ -120,9 +122,8 @@ fn read_headers(
         let data_offset = header_offset.saturating_add(record.header_len());
         Extent { file: 0, header_offset, data_offset, data_len: 0 }
     });
-    let extents: Vec<Extent> = extents.collect();
-    let mut found: Vec<OnceLock<u64>> = Vec::new();
-    found.resize_with(extents.len(), OnceLock::new);
+    let extents = listed(extents, LISTS)?;
+    let found = listed(extents.iter().map(|_| OnceLock::new()), LISTS)?;
     let headers = LocalHeaders { uri: source.uri(), base, records, found: &found };
     let reading = Reading {
         files: &[source],
@@ -139,7 +140,7 @@ fn read_headers(
             found.into_inner().ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
         Ok(base.saturating_add(at))
     });
-    positions.collect()
+    collected(positions, LISTS)
 }
 
 /// What the read engine asks about local headers.
@@ -191,7 +192,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<Pickled>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
-        self.with_entries(entries.collect::<Result<_>>()?).map_err(|error| match error {
+        self.with_entries(collected(entries, LISTS)?).map_err(|error| match error {
             Error::InvalidArgument(what) => malformed(self.uri(), what),
             other => other,
         })

@@ -6,7 +6,7 @@ use super::file::TensorFile;
 use super::headers::{Headers, try_key};
 use super::load::{load_counted, no_headers};
 use super::load_options::LoadOptions;
-use super::selection::Selection;
+use super::selection::{LISTS, Selection};
 use super::slices::{HELD, Plain, direct_runs, held_len};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -16,7 +16,8 @@ use crate::engine::plan::{Block, Extent, Large, Layout, Place};
 use crate::engine::read::{Reading, read};
 use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::fallible::{listed, out_of_memory, push, repeated, with_room};
 use crate::io::source::{MemorySource, ReadAt, borrowed};
 use crate::mem::device::{Consumer, Device, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
@@ -49,20 +50,21 @@ impl<'f> DeviceLoad<'f> {
         selection.check()?;
         let lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let layout = if apart {
-            Some(Layout::apart(lens))
+            Layout::apart(lens)
         } else {
-            let tensors: Vec<(Extent, u64)> = selection.extents().into_iter().zip(lens).collect();
+            let tensors = listed(selection.extents()?.into_iter().zip(lens), LISTS)?;
             Layout::new(&tensors, Large::Apart)
         };
-        let layout = layout.ok_or_else(|| Error::Bug("sizes beyond 64 bits".to_owned()))?;
+        let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
+        let layout = layout.ok_or_else(too_large)?;
         Ok(DeviceLoad { selection, layout })
     }
 
     /// A load of tensors into memory that exists: a block each, in the order of their numbers.
     pub fn into_blocks(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
-        let mut blocks = vec![Block { len: 0, image: None }; numbers.len()];
-        let mut places = Vec::with_capacity(numbers.len());
+        let mut blocks = repeated(Block { len: 0, image: None }, numbers.len(), LISTS)?;
+        let mut places = with_room(numbers.len(), LISTS)?;
         for (entry, &block) in selection.entries.iter().zip(selection.order()) {
             places.push(Place { block, offset: 0 });
             if let Some(slot) = blocks.get_mut(block) {
@@ -73,13 +75,13 @@ impl<'f> DeviceLoad<'f> {
     }
 
     /// Bytes of each block.
-    pub fn block_lens(&self) -> Vec<u64> {
-        self.layout.blocks.iter().map(|block| block.len).collect()
+    pub fn block_lens(&self) -> Result<Vec<u64>> {
+        listed(self.layout.blocks.iter().map(|block| block.len), LISTS)
     }
 
     /// The place of each tensor, in the order of their numbers.
-    pub fn places(&self) -> Vec<Place> {
-        self.selection.restore(self.layout.places.clone())
+    pub fn places(&self) -> Result<Vec<Place>> {
+        self.selection.restore(listed(self.layout.places.iter().copied(), LISTS)?)
     }
 
     /// Loads. Copies may still be under way when it returns; the consumer's stream waits for them once
@@ -96,19 +98,32 @@ impl<'f> DeviceLoad<'f> {
         selection.check()?;
         let verify = file.prove(options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
+        file.with_sound_copies(cancel, || self.load(to, options, counters, cancel))
+    }
+
+    /// The same for what was checked.
+    fn load(
+        &self,
+        to: &Destination<'_>,
+        options: &LoadOptions,
+        counters: &Counters,
+        cancel: &dyn Cancel,
+    ) -> Result<(Vec<KeptHeader>, Streams)> {
+        let selection = &self.selection;
+        let file = selection.file;
         let streams = Streams::open(to.device, to.consumer)?;
         if selection.is_sliced() {
             self.slices(to, &streams, options, counters, cancel)?;
-            return Ok((no_headers(selection), streams));
+            return Ok((no_headers(selection)?, streams));
         }
         try_key(selection, cancel)?;
-        let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
+        let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
         let headers = if headers.decrypts() && !file.is_seekable() {
             // It can be read only once, so that nothing may turn out to be impossible later.
-            let all: Vec<usize> = (0..selection.entries.len()).collect();
+            let all = listed(0..selection.entries.len(), LISTS)?;
             counters.fallback("decrypted in host memory: what comes front to back is read once");
             let kept = self.through_host(&all, to, &streams, options, counters, cancel)?;
-            selection.restore(kept)
+            selection.restore(kept)?
         } else {
             let left = self.read(&headers, to, &streams, options, counters, cancel)?;
             if !left.is_empty() {
@@ -142,13 +157,13 @@ impl<'f> DeviceLoad<'f> {
         for (tensor, (entry, place)) in tensors {
             if let Some(runs) = direct_runs(file, entry, options.verify)? {
                 for (extent, start) in runs {
-                    extents.push(extent);
+                    push(&mut extents, extent, LISTS)?;
                     let offset = place.offset + start;
-                    places.push(Place { offset, ..*place });
+                    push(&mut places, Place { offset, ..*place }, LISTS)?;
                 }
                 continue;
             }
-            others.push(tensor);
+            push(&mut others, tensor, LISTS)?;
         }
         let sources = file.sources();
         self.copy(&borrowed(&sources), &extents, &places, to, streams, options, counters, cancel)?;
@@ -237,7 +252,7 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<Vec<usize>> {
         let sources = self.selection.file.sources();
         let files = borrowed(&sources);
-        let extents = self.selection.extents();
+        let extents = self.selection.extents()?;
         let places = self.layout.places.as_slice();
         let local = files.iter().all(|source| source.file().is_some());
         let plain = options.verify == Verify::Nothing && !headers.decrypts();
@@ -291,29 +306,29 @@ impl<'f> DeviceLoad<'f> {
         cancel: &dyn Cancel,
     ) -> Result<Vec<KeptHeader>> {
         let all = self.selection.numbers();
-        let numbers: Vec<usize> = tensors.iter().filter_map(|&at| all.get(at).copied()).collect();
+        let numbers = listed(tensors.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
         let options = LoadOptions { map: false, ..*options };
         let loaded = load_counted(self.selection.file, &numbers, &options, counters, cancel)?;
         let data = loaded.iter().map(|tensor| match self.selection.file.entry(tensor.number()) {
             Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
             _ => &[],
         });
-        let sources: Vec<MemorySource<&[u8]>> =
-            data.map(|bytes| MemorySource::new(bytes, self.selection.file.uri())).collect();
-        let files: Vec<&dyn ReadAt> = sources.iter().map(|source| source as &dyn ReadAt).collect();
+        let uri = self.selection.file.uri();
+        let sources = listed(data.map(|bytes| MemorySource::new(bytes, uri)), LISTS)?;
+        let files = listed(sources.iter().map(|source| source as &dyn ReadAt), LISTS)?;
         let extents = files.iter().enumerate().map(|(file, source)| Extent {
             file,
             data_len: source.traits().len.unwrap_or(0),
             ..Extent::default()
         });
-        let extents: Vec<Extent> = extents.collect();
+        let extents = listed(extents, LISTS)?;
         let places = tensors.iter().filter_map(|&tensor| self.layout.places.get(tensor).copied());
-        let places: Vec<Place> = places.collect();
+        let places = listed(places, LISTS)?;
         // The bytes were counted when they were loaded.
         let uncounted = Counters::default();
         let options = &LoadOptions { readers: Some(1), ..options };
         self.copy(&files, &extents, &places, to, streams, options, &uncounted, cancel)?;
-        Ok(loaded.into_iter().map(|tensor| tensor.header).collect())
+        listed(loaded.into_iter().map(|tensor| tensor.header), LISTS)
     }
 }
 

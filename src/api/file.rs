@@ -4,9 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use super::selection::LISTS;
 use crate::cancel::{Cancel, Once};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result, Shown};
+use crate::fallible::{collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::pair::PairId;
@@ -121,13 +123,17 @@ impl TensorFile {
     }
 
     /// Remembers the seal, and what stands for each header.
-    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) {
+    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) -> Result<()> {
+        let mut by_name = HashMap::new();
+        let count = digests.len();
+        by_name.try_reserve(count).map_err(|_| out_of_memory(count as u64, LISTS))?;
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
-        let digests = names.zip(digests).collect();
+        by_name.extend(names.zip(digests));
         // Headers are read again with their data, and whoever sends them may send others then.
         if let Some(own) = &self.own {
-            own.sealed.get_or_init(|| (manifest, digests));
+            own.sealed.get_or_init(|| (manifest, by_name));
         }
+        Ok(())
     }
 
     /// Has loads decrypt; false if they do already.
@@ -270,7 +276,7 @@ impl TensorFile {
             return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
-        let entries = entries.collect::<Result<Vec<_>>>()?;
+        let entries = collected(entries, LISTS)?;
         let prologue = Prologue {
             tensor_bytes: entries
                 .iter()
@@ -283,9 +289,9 @@ impl TensorFile {
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors.
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
-        let metadata = metadata::encode(self.metadata()?).map_err(Error::InvalidArgument)?;
+        let metadata = metadata::encode(self.metadata()?, self.uri())?;
         behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
-        Ok(prologue.encode().into_iter().chain(block).collect())
+        listed(prologue.encode().into_iter().chain(block), "a head")
     }
 
     /// Bytes of the file as they are.

@@ -10,11 +10,12 @@ use super::part::{Opening, Part, malformed, read_growing, read_up_to};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
+use crate::fallible::{append, listed, zeroed};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::behind::{self, Behind};
-use crate::format::tensors::index::{self, Index};
+use crate::format::tensors::index::{self, Index, Start};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::torch_zip;
 use crate::io::source::{Prefixed, ReadAt};
@@ -66,11 +67,11 @@ impl Head {
             };
         }
         let mut bytes = self.bytes.clone();
-        let mut step = vec![0; 1 << 20];
+        let mut step = zeroed(1 << 20, || what.to_owned())?;
         while bytes.len() as u64 <= most {
             let at = self.base.saturating_add(bytes.len() as u64);
             let read = read_up_to(&*self.source, at, &mut step, cancel)?;
-            bytes.extend(step.iter().take(read));
+            append(&mut bytes, step.get(..read).unwrap_or(&step), what)?;
             if read < step.len() && bytes.len() as u64 <= most {
                 return Ok(bytes);
             }
@@ -135,7 +136,7 @@ impl Head {
         }
         let start = self.first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
-        let found = safetensors::parse(json, base, file).map_err(|e| e.of(uri))?;
+        let found = safetensors::parse(json, base, file, uri)?;
         if let Some(size) = traits.len.filter(|&size| size < found.end) {
             let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
             return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
@@ -186,8 +187,7 @@ impl Head {
             );
             return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
         }
-        let mut block = Vec::new();
-        read_growing(&*source, index_at, prologue.index_len, &mut block, "tensor index", cancel)?;
+        let block = read_index(&*source, index_at, &prologue, cancel)?;
         let Index { entries, names, len } =
             index::parse(&block, index_at, &prologue, file_len, uri)?;
         // All that a seal covers is needed again to check it.
@@ -199,7 +199,9 @@ impl Head {
         let own = Own {
             base,
             prologue,
-            head: sealed.then(|| bytes.into_iter().chain(block).collect()),
+            head: sealed
+                .then(|| listed(bytes.into_iter().chain(block), "a manifest"))
+                .transpose()?,
             pair_id,
             decryption: OnceLock::new(),
             sealed: OnceLock::new(),
@@ -208,5 +210,29 @@ impl Head {
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))
+    }
+}
+
+/// Reads an index block. Where nobody knows how long the file is, what has come of it is looked at
+/// before more is read: a server may send anything, and never end.
+fn read_index(
+    source: &dyn ReadAt,
+    at: u64,
+    prologue: &Prologue,
+    cancel: &dyn Cancel,
+) -> Result<Vec<u8>> {
+    const FIRST: u64 = 1 << 20;
+    let (uri, len) = (source.uri(), prologue.index_len);
+    let mut block = Vec::new();
+    let mut start = Start::default();
+    let mut until = if source.traits().len.is_some() { len } else { FIRST.min(len) };
+    loop {
+        let from = at.saturating_add(block.len() as u64);
+        read_growing(source, from, until, &mut block, "tensor index", cancel)?;
+        if until == len {
+            return Ok(block);
+        }
+        start.read(&block, at, prologue).map_err(|e| e.of(uri))?;
+        until = until.saturating_mul(2).min(len);
     }
 }

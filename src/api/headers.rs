@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::file::TensorFile;
-use super::selection::Selection;
+use super::selection::{LISTS, Selection};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
 use crate::codec::crypt::PIECE_LEN;
@@ -12,10 +12,11 @@ use crate::codec::hash::{Digests, Verify};
 use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
 use crate::io::source::{ReadAt, borrowed, read_exact_at};
-use crate::mem::{Buffers, zeroed};
+use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -33,17 +34,18 @@ pub struct Headers<'s> {
 
 impl<'s> Headers<'s> {
     /// For a load.
-    pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Self {
+    pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Result<Self> {
         let file = selection.file;
         let decryptor = file
             .decryption()
-            .map(|options| Decryptor::new(options, file.uri(), &selection.entries));
+            .map(|options| Decryptor::new(options, file.uri(), &selection.entries))
+            .transpose()?;
         let kept = selection.entries.iter().map(|entry| match entry.header_offset {
             at if at == entry.data_offset => OnceLock::from(KeptHeader::none()),
             _ => OnceLock::new(),
         });
-        let kept = kept.collect();
-        Headers { selection, verify, decryptor, kept, see }
+        let kept = listed(kept, LISTS)?;
+        Ok(Headers { selection, verify, decryptor, kept, see })
     }
 
     /// Whether data are decrypted.
@@ -80,7 +82,7 @@ impl<'s> Headers<'s> {
             let kept = kept.into_inner();
             kept.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
         });
-        Ok(self.selection.restore(kept.collect::<Result<_>>()?))
+        self.selection.restore(collected(kept, LISTS)?)
     }
 }
 
@@ -138,22 +140,23 @@ pub fn see_headers(
     see: See<'_>,
 ) -> Result<Vec<KeptHeader>> {
     let selection = Selection::new(file, numbers)?;
-    let headers = Headers::new(&selection, Verify::Nothing, see);
-    let mut extents = selection.extents();
+    let mut extents = selection.extents()?;
     extents.iter_mut().for_each(|extent| extent.data_len = 0);
     let sources = file.sources();
-    let reading = Reading {
-        files: &borrowed(&sources),
-        extents: &extents,
-        codec: &headers,
-        verify: Verify::Nothing,
-        decrypts: false,
-        readers: None,
-        memory: MemoryLimit::default(),
-    };
-    let counters = Counters::default();
-    read(&reading, &mut Host::new(Vec::new(), Vec::new()), &counters, cancel)?;
-    headers.into_kept()
+    file.with_sound_copies(cancel, || {
+        let headers = Headers::new(&selection, Verify::Nothing, see)?;
+        let reading = Reading {
+            files: &borrowed(&sources),
+            extents: &extents,
+            codec: &headers,
+            verify: Verify::Nothing,
+            decrypts: false,
+            readers: None,
+            memory: MemoryLimit::default(),
+        };
+        read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+        headers.into_kept()
+    })
 }
 
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::file::TensorFile;
 use super::headers::{Headers, try_key};
 use super::load_options::LoadOptions;
-use super::selection::Selection;
+use super::selection::{LISTS, Selection};
 use super::slices::load_slices;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
@@ -17,6 +17,7 @@ use crate::engine::read::{Reading, read};
 use crate::engine::target::host::{Host, Image, Span};
 use crate::engine::workers;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
 use crate::io::source::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
@@ -52,21 +53,34 @@ pub fn load_counted(
     let verify = file.prove(options, cancel)?;
     let sliced = selection.is_sliced();
     let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
-    let mut memory = Memory::new(&selection, options)?;
+    let load = || load_selected(&selection, numbers, options, counters, cancel);
+    file.with_sound_copies(cancel, load)
+}
+
+/// The same for what was checked.
+fn load_selected(
+    selection: &Selection<'_>,
+    numbers: &[usize],
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<Vec<Tensor>> {
+    let (file, sliced) = (selection.file, selection.is_sliced());
+    let mut memory = Memory::new(selection, options)?;
     let headers = if sliced {
-        let bytes = memory.bytes()?.into_iter().map(to_fill).collect();
-        load_slices(&selection, bytes, options, counters, cancel, &load_counted)?;
-        no_headers(&selection)
+        let bytes = listed(memory.bytes()?.into_iter().map(to_fill), LISTS)?;
+        load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
+        no_headers(selection)?
     } else {
-        memory.load(&selection, options, counters, cancel)?
+        memory.load(selection, options, counters, cancel)?
     };
-    let buffers = selection.restore(memory.freeze()?);
+    let buffers = selection.restore(memory.freeze()?)?;
     let loaded = numbers.iter().zip(headers).zip(buffers);
     let tensor = |((&number, header), memory)| {
         let entries = Arc::clone(file.shared_entries());
         Tensor { number, header, memory, entries }
     };
-    Ok(loaded.map(tensor).collect())
+    listed(loaded.map(tensor), LISTS)
 }
 
 /// Loads tensors, given by number, into memory that the caller has. Each destination must have
@@ -78,7 +92,7 @@ pub fn load_into(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
-    let destinations = destinations.into_iter().map(to_fill).collect();
+    let destinations = listed(destinations.into_iter().map(to_fill), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
@@ -101,7 +115,7 @@ pub fn load_into_uninit(
             destinations.len()
         )));
     }
-    let mut destinations = selection.sort(destinations);
+    let mut destinations = selection.sort(destinations)?;
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.memory_len() != Some(destination.len() as u64) {
             return Err(Error::InvalidArgument(format!(
@@ -121,19 +135,33 @@ pub fn load_into_uninit(
             destination.fill(MaybeUninit::new(0));
         }
     }
+    file.with_sound_copies(cancel, || {
+        let lent = destinations.iter_mut().map(|bytes| &mut **bytes);
+        fill(&selection, listed(lent, LISTS)?, options, counters, cancel)
+    })
+}
+
+/// Fills the memory of each tensor.
+fn fill(
+    selection: &Selection<'_>,
+    destinations: Vec<&mut [MaybeUninit<u8>]>,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
     if selection.is_sliced() {
-        load_slices(&selection, destinations, options, counters, cancel, &load_counted)?;
-        return Ok(no_headers(&selection));
+        load_slices(selection, destinations, options, counters, cancel, &load_counted)?;
+        return no_headers(selection);
     }
-    if file.decryption().is_none() {
+    if selection.file.decryption().is_none() {
         let target = Host::new(destinations, Vec::new());
-        return run(&selection, target, options, counters, cancel)?.0.into_kept();
+        return run(selection, target, options, counters, cancel)?.0.into_kept();
     }
-    let mut bytes: Vec<&mut [u8]> = destinations.into_iter().map(zero_filled).collect();
-    let lent = bytes.iter_mut().map(|bytes| to_fill(bytes)).collect();
-    let loaded = run(&selection, Host::new(lent, Vec::new()), options, counters, cancel);
+    let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
+    let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
+    let loaded = run(selection, Host::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, left)| {
-        let bytes = bytes.iter_mut().map(|bytes| &mut **bytes).collect();
+        let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
         whole(&headers, &left, bytes, counters, cancel)?;
         headers.into_kept()
     });
@@ -145,8 +173,8 @@ pub fn load_into_uninit(
 }
 
 /// Slices are loaded without headers.
-pub fn no_headers(selection: &Selection<'_>) -> Vec<KeptHeader> {
-    selection.entries.iter().map(|_| KeptHeader::none()).collect()
+pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<KeptHeader>> {
+    listed(selection.entries.iter().map(|_| KeptHeader::none()), LISTS)
 }
 
 /// Reads to host memory. Gives the tensors that are still to be decrypted as a whole.
@@ -158,11 +186,11 @@ fn run<'s>(
     cancel: &dyn Cancel,
 ) -> Result<(Headers<'s>, Vec<usize>)> {
     try_key(selection, cancel)?;
-    let headers = Headers::new(selection, options.verify, &|_, _| Ok(()));
+    let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
     let sources = selection.file.sources();
     let reading = Reading {
         files: &borrowed(&sources),
-        extents: &selection.extents(),
+        extents: &selection.extents()?,
         codec: &headers,
         verify: options.verify,
         decrypts: headers.decrypts(),
@@ -181,11 +209,9 @@ fn whole(
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let queue: Vec<(usize, &mut [u8])> = bytes
-        .into_iter()
-        .enumerate()
-        .filter(|(tensor, _)| left.binary_search(tensor).is_ok())
-        .collect();
+    let queue = bytes.into_iter().enumerate();
+    let queue = queue.filter(|(tensor, _)| left.binary_search(tensor).is_ok());
+    let queue = listed(queue, LISTS)?;
     let threads = crate::cpu_count().min(queue.len());
     let queue = Mutex::new(queue);
     workers::run(threads, cancel, |control| {
@@ -219,14 +245,10 @@ enum Spot {
 impl Memory {
     fn new(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
         let file = selection.file;
-        let too_large = || Error::OutOfMemory {
-            bytes: u64::MAX,
-            what: format!("the tensors of `{}`", file.uri()),
-            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-        };
-        let in_place = used_in_place(file, &selection.entries, options);
-        let mut own: Vec<(Extent, u64)> = Vec::with_capacity(in_place.len());
-        let extents = selection.extents();
+        let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
+        let in_place = used_in_place(file, &selection.entries, options)?;
+        let mut own: Vec<(Extent, u64)> = with_room(in_place.len(), LISTS)?;
+        let extents = selection.extents()?;
         for ((entry, extent), _) in
             selection.entries.iter().zip(extents).zip(&in_place).filter(|(_, in_place)| !**in_place)
         {
@@ -235,7 +257,7 @@ impl Memory {
         let layout = Layout::new(&own, Large::Together).ok_or_else(too_large)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
         let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
-        let blocks = blocks.collect::<Result<Vec<_>>>()?;
+        let blocks = collected(blocks, LISTS)?;
         let mut places = layout.places.iter().zip(&own);
         let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
             if *in_place {
@@ -247,7 +269,7 @@ impl Memory {
                 places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             Ok(Spot::Block { block: place.block, at: size(place.offset)?, len: size(*len)? })
         });
-        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        let tensors = collected(tensors, LISTS)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
         Ok(Memory { blocks, layout, mappings, tensors })
     }
@@ -269,7 +291,7 @@ impl Memory {
     /// The bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
         let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
-        cut(&self.tensors, blocks.collect())
+        cut(&self.tensors, listed(blocks, LISTS)?)
     }
 
     /// All of it, as the engine fills it.
@@ -282,11 +304,11 @@ impl Memory {
                 let Spot::Mapped { file, header, at, len } = *spot else { continue };
                 if file == number {
                     let memory = Span::Mapped(rest.cut(header, at + len - header)?);
-                    images.push(Image { file, position: header as u64, memory });
+                    push(&mut images, Image { file, position: header as u64, memory }, LISTS)?;
                 }
             }
         }
-        let mut blocks = Vec::with_capacity(self.blocks.len());
+        let mut blocks = with_room(self.blocks.len(), LISTS)?;
         for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
@@ -296,32 +318,33 @@ impl Memory {
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
             let memory = Span::Empty(to_fill(bytes));
-            images.push(Image { file: span.file, position: span.start, memory });
+            push(&mut images, Image { file: span.file, position: span.start, memory }, LISTS)?;
             blocks.push(None);
         }
-        images.sort_by_key(|image| (image.file, image.position));
+        images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = cut(&self.tensors, blocks)?;
-        Ok(Host::new(tensors.into_iter().map(to_fill).collect(), images))
+        Ok(Host::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
     }
 
     /// The buffers that tensors own from now on.
     fn freeze(self) -> Result<Vec<HostBuffer>> {
-        let mut ranges: Vec<Vec<(usize, usize)>> = self.blocks.iter().map(|_| Vec::new()).collect();
+        let mut ranges = listed(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for spot in &self.tensors {
             match *spot {
                 Spot::Mapped { file, at, len, .. } => {
-                    mapped.entry(file).or_default().push((at, len))
+                    push(mapped.entry(file).or_default(), (at, len), LISTS)?;
                 }
                 Spot::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
-                    ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?.push((at, len));
+                    let ranges = ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?;
+                    push(ranges, (at, len), LISTS)?;
                 }
             }
         }
         let blocks = self.blocks.into_iter().zip(&ranges);
         let blocks = blocks.map(|(block, ranges)| Ok(block.freeze(ranges)?.into_iter()));
-        let mut blocks = blocks.collect::<Result<Vec<_>>>()?;
+        let mut blocks = collected(blocks, LISTS)?;
         let mappings = self.mappings.into_iter().map(|(file, mapping)| {
             let ranges = mapped.get(&file).map_or(&[][..], Vec::as_slice);
             Ok((file, mapping.freeze(ranges)?.into_iter()))
@@ -334,7 +357,7 @@ impl Memory {
             };
             buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
         });
-        buffers.collect()
+        collected(buffers, LISTS)
     }
 }
 
@@ -345,10 +368,14 @@ fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'
         let rest = blocks.get_mut(block).and_then(Option::as_mut);
         rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
     });
-    bytes.collect()
+    collected(bytes, LISTS)
 }
 
-fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -> Vec<bool> {
+fn used_in_place(
+    file: &TensorFile,
+    entries: &[&Entry],
+    options: &LoadOptions,
+) -> Result<Vec<bool>> {
     let share = |pair: &[&Entry]| matches!(pair, [one, next] if one.file == next.file && one.end() > next.header_offset);
     let map = options.map && !file.is_encrypted() && !entries.windows(2).any(share);
     let sources = file.sources();
@@ -360,10 +387,10 @@ fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -
             && entry.data_len > 0
             && entry.data_offset.is_multiple_of(alignment)
     });
-    let could: Vec<bool> = could.collect();
+    let could = listed(could, LISTS)?;
     let total: u64 =
         entries.iter().zip(&could).filter(|(_, could)| **could).map(|(e, _)| e.data_len).sum();
-    if total < MAPPED_FROM { vec![false; entries.len()] } else { could }
+    if total < MAPPED_FROM { repeated(false, entries.len(), LISTS) } else { Ok(could) }
 }
 
 /// Maps files from their start to the end of the last tensor in them that is used in place.

@@ -1,6 +1,7 @@
 //! What programs call: open a file, load from it, save to one.
 
 pub mod archive;
+mod copies;
 pub mod device;
 pub mod file;
 mod folder;

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::copies::{opened, with_sound_copies};
 use super::file::TensorFile;
 use super::folder;
 use super::head::Head;
@@ -74,8 +75,10 @@ impl Opening<'_> {
 
     /// Opens a source, whose file begins at `base`.
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
-        let head = Head::read(source, base, self.cancel)?;
-        if shards::begins(head.bytes()) { open_parts(head, self) } else { head.open(self) }
+        with_sound_copies(&|error| opened(&source, error), self.cancel, || {
+            let head = Head::read(Arc::clone(&source), base, self.cancel)?;
+            if shards::begins(head.bytes()) { open_parts(head, self) } else { head.open(self) }
+        })
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::fallible::out_of_memory;
 use crate::format::catalog::{Entry, Format};
 use crate::io::source::{KnownHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
@@ -80,11 +81,9 @@ pub fn read_growing(
     while out.len() < len {
         let done = out.len();
         let more = STEP.max(done).min(len - done);
-        out.try_reserve(more).map_err(|_| Error::OutOfMemory {
-            bytes: (done + more) as u64,
-            what: format!("{what} of `{}`", source.uri()),
-            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-        })?;
+        let short =
+            |_| out_of_memory((done + more) as u64, format!("{what} of `{}`", source.uri()));
+        out.try_reserve(more).map_err(short)?;
         out.resize(done + more, 0);
         let fresh = out.get_mut(done..).unwrap_or(&mut []);
         let at = offset.saturating_add((done - before) as u64);

@@ -3,11 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::copies::{opened, with_sound_copies};
 use super::file::TensorFile;
 use super::head::Head;
 use super::part::{Opening, Part, malformed};
+use super::selection::LISTS;
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
+use crate::fallible::{collected, listed, more_room, with_room};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
@@ -26,7 +29,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let promised = promised(&index, &uri)?;
     let mut heads: Vec<KnownHead> = Vec::new();
     heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
-    let mut sources = Vec::with_capacity(parts.len());
+    let mut sources = with_room(parts.len(), LISTS)?;
     let mut entries: Vec<Entry> = Vec::new();
     let mut metadata: BTreeMap<String, String> = BTreeMap::new();
     let mut formats = parts.iter().map(|part| part.format);
@@ -40,6 +43,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
             let found = promised.get(entry.name.stored());
             format.names_tensors() && found.is_some_and(|&promised| promised != file)
         };
+        more_room(&mut entries, part.entries.len(), LISTS)?;
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
         metadata.extend(part.metadata);
         heads.extend(part.head);
@@ -54,7 +58,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
             malformed(&uri, what)
         })?;
     }
-    let metadata = Arc::new(Ok(metadata.into_iter().collect()));
+    let metadata = Arc::new(Ok(listed(metadata, LISTS)?));
     if format.names_tensors() {
         check_all_are_there(&promised, &index, &names, &uri)?;
     }
@@ -65,11 +69,13 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
 
 /// The file of each tensor that the index names, by the stored form of its name.
 fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
-    let tensors = index.tensors.iter().map(|(name, &file)| {
+    // One by one, each in a small piece of memory: `collect` would sort a list of all of them.
+    let mut promised = BTreeMap::new();
+    for (name, &file) in &index.tensors {
         let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;
-        Ok((name.stored().to_owned(), file))
-    });
-    tensors.collect()
+        promised.insert(name.stored().to_owned(), file);
+    }
+    Ok(promised)
 }
 
 fn check_all_are_there(
@@ -91,8 +97,7 @@ fn check_all_are_there(
 
 /// Opens all files, several at once, in the order of their numbers.
 fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Result<Vec<Part>> {
-    let mut slots: Vec<Option<Part>> = Vec::new();
-    slots.resize_with(index.files.len(), || None);
+    let slots = listed(index.files.iter().map(|_| None), LISTS)?;
     let parts = Mutex::new(slots);
     let queue = Mutex::new(index.files.iter().enumerate());
     let at_once = AT_ONCE.min(index.files.len());
@@ -107,7 +112,10 @@ fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Res
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };
-            let part = Head::read(source, 0, control)?.part((number, at_once), &opening)?;
+            let part = with_sound_copies(&|error| opened(&source, error), control, || {
+                let head = Head::read(Arc::clone(&source), 0, control)?;
+                head.part((number, at_once), &opening)
+            })?;
             let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = parts.get_mut(number) {
                 *slot = Some(part);
@@ -117,5 +125,5 @@ fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Res
     })?;
     let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
     let missing = || Error::Bug("a shard was not opened".to_owned());
-    parts.into_iter().map(|part| part.ok_or_else(missing)).collect()
+    collected(parts.into_iter().map(|part| part.ok_or_else(missing)), LISTS)
 }

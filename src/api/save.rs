@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use crate::api::save_options::{Pair, SaveOptions, SaveTensor};
+use crate::api::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
+use crate::fallible::{listed, more_room, with_room};
 use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::index::{self, end_of_index};
@@ -91,8 +93,7 @@ impl Writer {
                 sink.uri()
             )));
         }
-        let metadata = metadata::encode(pairs)
-            .map_err(|what| Error::InvalidArgument(format!("`{}`: {what}", sink.uri())))?;
+        let metadata = metadata::encode(pairs, sink.uri())?;
         Ok(Writer {
             maker: Maker::this(),
             uri: sink.uri().to_owned(),
@@ -163,24 +164,25 @@ impl Writer {
         }
         self.check_names(&tensors)?;
         self.failed = true;
-        let (placed, sources): (Vec<Placed>, Vec<(u16, Origin<'_>)>) = tensors
-            .into_iter()
-            .map(|tensor| {
-                let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
-                let meta = matches!(data, Origin::Meta);
-                (Placed { name, kind, dtype, shape, meta }, (module_index, data))
-            })
-            .unzip();
+        let mut placed = with_room(tensors.len(), LISTS)?;
+        let mut sources = with_room(tensors.len(), LISTS)?;
+        for tensor in tensors {
+            let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
+            let meta = matches!(data, Origin::Meta);
+            placed.push(Placed { name, kind, dtype, shape, meta });
+            sources.push((module_index, data));
+        }
+        more_room(&mut self.entries, placed.len(), LISTS)?;
+        more_room(&mut self.digests, placed.len(), LISTS)?;
         let layout = self.lay_out(placed, cancel)?;
         let sink = self.sink()?;
         let head = end_of_index(self.base, self.index_len);
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
-        let items: Vec<Item<'_>> = layout
-            .entries
-            .iter()
-            .zip(sources)
-            .map(|(entry, (module_index, origin))| Item { entry, module_index, origin })
-            .collect();
+        let items = layout.entries.iter().zip(sources);
+        let items = listed(
+            items.map(|(entry, (module_index, origin))| Item { entry, module_index, origin }),
+            LISTS,
+        )?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: Some(self.options.hashes),
@@ -289,7 +291,7 @@ impl Writer {
         let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
         let trial = place(
-            placed.clone(),
+            listed(placed.iter().cloned(), LISTS)?,
             self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
             alignment,
             hashes,

@@ -4,9 +4,11 @@ use std::io::IoSlice;
 
 use super::save::Writer;
 use super::save_options::SaveTensor;
+use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed};
 use crate::format::safetensors::{Layout, Placed};
 use crate::io::sink::write_all_at;
 
@@ -36,20 +38,19 @@ impl Writer {
             let (name, dtype) = (tensor.name.clone(), tensor.dtype);
             Ok(Placed { name, dtype, shape: tensor.shape.clone() })
         });
-        let placed = placed.collect::<Result<Vec<_>>>()?;
+        let placed = collected(placed, LISTS)?;
         let metadata = self.options.metadata.as_deref();
-        let layout = Layout::new(placed, metadata, self.base).map_err(Error::InvalidArgument)?;
+        let layout = Layout::new(placed, metadata, self.base)?;
         self.failed = true;
         self.foreign = true;
         self.end = layout.end;
-        let mut sources: Vec<Option<Origin<'_>>> =
-            tensors.into_iter().map(|tensor| Some(tensor.data)).collect();
+        let mut sources = listed(tensors.into_iter().map(|tensor| Some(tensor.data)), LISTS)?;
         let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
             let origin = sources.get_mut(number).and_then(Option::take);
             let origin = origin.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
             Ok(Item { entry, module_index: 0, origin })
         });
-        let items = items.collect::<Result<Vec<_>>>()?;
+        let items = collected(items, LISTS)?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: None,

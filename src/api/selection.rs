@@ -1,11 +1,13 @@
 //! The tensors of one call, in the order of the file.
 
-use std::collections::HashSet;
-
 use super::file::TensorFile;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
+use crate::fallible::{listed, repeated, with_room};
 use crate::format::catalog::Entry;
+
+/// What lists of what is loaded are in messages.
+pub const LISTS: &str = "lists of tensors";
 
 /// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
 pub struct Selection<'f> {
@@ -22,12 +24,12 @@ pub struct Selection<'f> {
 impl<'f> Selection<'f> {
     /// Tensors by number, none of them twice.
     pub fn new(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
-        let mut seen = HashSet::with_capacity(numbers.len());
         let in_order = numbers.is_sorted_by(|a, b| a < b);
-        let mut sorted = Vec::with_capacity(numbers.len());
+        let mut seen = repeated(false, if in_order { 0 } else { file.entries().len() }, LISTS)?;
+        let mut sorted = with_room(numbers.len(), LISTS)?;
         for (at, &number) in numbers.iter().enumerate() {
             let entry = file.entry(number)?;
-            if !in_order && !seen.insert(number) {
+            if seen.get_mut(number).is_some_and(|seen| std::mem::replace(seen, true)) {
                 let name = &entry.name;
                 return Err(Error::InvalidArgument(format!("tensor `{name}` is asked for twice")));
             }
@@ -41,9 +43,12 @@ impl<'f> Selection<'f> {
             sorted.push((entry, (number, at)));
         }
         // Without headers, empty tensors lie where others begin.
-        sorted.sort_by_key(|(entry, _)| (entry.file, entry.header_offset, entry.data_len));
-        let (entries, places): (_, Vec<_>) = sorted.into_iter().unzip();
-        let (numbers, order) = places.into_iter().unzip();
+        sorted.sort_unstable_by_key(|(entry, (_, at))| {
+            (entry.file, entry.header_offset, entry.data_len, *at)
+        });
+        let entries = listed(sorted.iter().map(|(entry, _)| *entry), LISTS)?;
+        let order = listed(sorted.iter().map(|(_, (_, at))| *at), LISTS)?;
+        let numbers = listed(sorted.into_iter().map(|(_, (number, _))| number), LISTS)?;
         Ok(Selection { file, entries, numbers, order })
     }
 
@@ -61,7 +66,7 @@ impl<'f> Selection<'f> {
     }
 
     /// Where the tensors lie in the file.
-    pub fn extents(&self) -> Vec<Extent> {
+    pub fn extents(&self) -> Result<Vec<Extent>> {
         let extents = self.entries.iter().map(|entry| Extent {
             file: entry.file,
             header_offset: entry.header_offset,
@@ -69,7 +74,7 @@ impl<'f> Selection<'f> {
             // What a slice needs is planned by itself.
             data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
-        extents.collect()
+        listed(extents, LISTS)
     }
 
     /// For each tensor its place in the caller's order.
@@ -88,20 +93,23 @@ impl<'f> Selection<'f> {
     }
 
     /// Puts one thing for each tensor into the caller's order.
-    pub fn restore<T>(&self, sorted: Vec<T>) -> Vec<T> {
-        let mut restored: Vec<Option<T>> = Vec::new();
-        restored.resize_with(sorted.len(), || None);
+    pub fn restore<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
+        let mut restored = listed(sorted.iter().map(|_| None), LISTS)?;
         for (thing, &at) in sorted.into_iter().zip(&self.order) {
             if let Some(slot) = restored.get_mut(at) {
                 *slot = Some(thing);
             }
         }
-        restored.into_iter().flatten().collect()
+        let mut out = with_room(restored.len(), LISTS)?;
+        out.extend(restored.into_iter().flatten());
+        Ok(out)
     }
 
     /// The same the other way round.
-    pub fn sort<T>(&self, given: Vec<T>) -> Vec<T> {
-        let mut given: Vec<Option<T>> = given.into_iter().map(Some).collect();
-        self.order.iter().filter_map(|&at| given.get_mut(at)?.take()).collect()
+    pub fn sort<T>(&self, given: Vec<T>) -> Result<Vec<T>> {
+        let mut given = listed(given.into_iter().map(Some), LISTS)?;
+        let mut out = with_room(given.len(), LISTS)?;
+        out.extend(self.order.iter().filter_map(|&at| given.get_mut(at)?.take()));
+        Ok(out)
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::file::TensorFile;
 use super::headers::see_headers;
 use super::load_options::LoadOptions;
-use super::selection::Selection;
+use super::selection::{LISTS, Selection};
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
@@ -23,6 +23,7 @@ use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::gather::{Gather, Span};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed, push};
 use crate::format::catalog::{Entry, Whole};
 use crate::io::source::{ReadAt, Traits, borrowed};
 use crate::stats::Counters;
@@ -64,7 +65,7 @@ impl TensorFile {
             let whole = Some(Arc::new(Whole { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
-        self.with_parts(entries.collect::<Result<Vec<_>>>()?)
+        self.with_parts(collected(entries, LISTS)?)
     }
 }
 
@@ -94,8 +95,7 @@ pub fn load_slices(
             *to = &mut [];
         }
     }
-    let runs: Vec<Runs> =
-        selection.entries.iter().map(|entry| runs_of(entry)).collect::<Result<_>>()?;
+    let runs = collected(selection.entries.iter().map(|entry| runs_of(entry)), LISTS)?;
     let verified = options.verify != Verify::Nothing;
     let once = file.decryption().is_some() && !file.is_seekable();
     if verified || once {
@@ -231,7 +231,7 @@ pub fn direct_runs(
     }
     let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
     let extents = runs.starts().map(|start| extent(entry, &(start..start + runs.run())));
-    Ok(Some(extents.zip(places).collect()))
+    Ok(Some(listed(extents.zip(places), LISTS)?))
 }
 
 /// A range of a tensor's data.
@@ -255,9 +255,9 @@ fn gather_decrypted(
     let Some(decryption) = file.decryption() else {
         return Err(Error::Bug("decryption without a key".to_owned()));
     };
-    let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries);
+    let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
     let wholes = wholes(selection)?;
-    let numbers: Vec<usize> = (0..wholes.entries().len()).collect();
+    let numbers = listed(0..wholes.entries().len(), LISTS)?;
     let in_chunks = AtomicBool::new(true);
     see_headers(&wholes, &numbers, cancel, &|tensor, header| {
         if !decryptor.header(tensor, header, cancel)? {
@@ -272,11 +272,11 @@ fn gather_decrypted(
     for (tensor, ((entry, runs), mut rest)) in
         selection.entries.iter().zip(runs).zip(destinations).enumerate()
     {
-        for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len) {
+        for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len)? {
             let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-            extents.push(extent(entry, &span));
-            of.push((tensor, span.start));
-            spans.push(Span { start: span.start, runs, to });
+            push(&mut extents, extent(entry, &span), LISTS)?;
+            push(&mut of, (tensor, span.start), LISTS)?;
+            push(&mut spans, Span { start: span.start, runs, to }, LISTS)?;
         }
     }
     let sources = file.sources();
@@ -293,17 +293,17 @@ fn gather_decrypted(
 }
 
 /// The pieces of encryption in which spans lie. Neighbours become one.
-fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Vec<Range<u64>> {
+fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
     for span in spans {
         let start = span.start - span.start % PIECE_LEN;
         let end = span.end.next_multiple_of(PIECE_LEN).min(data_len);
         match pieces.last_mut().filter(|last| start <= last.end) {
             Some(last) => last.end = end,
-            None => pieces.push(start..end),
+            None => push(&mut pieces, start..end, LISTS)?,
         }
     }
-    pieces
+    Ok(pieces)
 }
 
 /// The tensors of which slices are wanted, in the order of the file.
@@ -312,7 +312,7 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
         let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
         Entry { shape, whole: None, ..(*entry).clone() }
     });
-    selection.file.with_parts(entries.collect())
+    selection.file.with_parts(listed(entries, LISTS)?)
 }
 
 /// Loads whole tensors, some at a time, and takes from them what is wanted.
@@ -338,7 +338,7 @@ fn cut_wholes(
         let before = at.checked_sub(1).and_then(|before| wholes.entries().get(before));
         match counts.last_mut() {
             Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => *count += 1,
-            _ => counts.push((at, 1, held_len(entry))),
+            _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
         }
     }
     let mut wanted = runs.iter().zip(destinations);
@@ -350,7 +350,7 @@ fn cut_wholes(
             held <= most
         });
         let (now, later) = left.split_at(more.count().max(1));
-        let numbers: Vec<usize> = now.iter().map(|&(number, _, _)| number).collect();
+        let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
         let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
         for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
             for (runs, to) in wanted.by_ref().take(count) {

@@ -4,9 +4,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::file::TensorFile;
 use super::headers::see_headers;
+use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed, repeated};
 
 impl TensorFile {
     /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
@@ -60,8 +62,8 @@ impl TensorFile {
             derivation = found.into_inner().flatten();
         }
         let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
-        let numbers: Vec<usize> = (0..self.entries().len()).collect();
-        let digests = Mutex::new(vec![None; numbers.len()]);
+        let numbers = listed(0..self.entries().len(), LISTS)?;
+        let digests = Mutex::new(repeated(None, numbers.len(), LISTS)?);
         see_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
             let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,12 +73,12 @@ impl TensorFile {
             Ok(())
         })?;
         let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let digests: Option<Vec<HeaderTag>> = digests.into_iter().collect();
-        let digests = digests.ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
+        let missing = || Error::Bug("a header was not read".to_owned());
+        let digests = digests.into_iter().map(|digest| digest.ok_or_else(missing));
+        let digests: Vec<HeaderTag> = collected(digests, LISTS)?;
         if !manifest.verifies(prologue, index, &digests)? {
             return Err(self.unsealed());
         }
-        self.set_sealed(manifest, digests);
-        Ok(())
+        self.set_sealed(manifest, digests)
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, Key, PIECE_LEN, Pieces};
 use crate::error::{Error, Result};
+use crate::fallible::listed;
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
 
@@ -49,9 +50,14 @@ pub fn cipher(
 
 impl<'o> Decryptor<'o> {
     /// For these tensors.
-    pub fn new(options: &'o DecryptionOptions, uri: &'o str, entries: &'o [&'o Entry]) -> Self {
-        let ciphers = entries.iter().map(|_| OnceLock::new()).collect();
-        Decryptor { options, uri, entries, ciphers, came: (Mutex::new(()), Condvar::new()) }
+    pub fn new(
+        options: &'o DecryptionOptions,
+        uri: &'o str,
+        entries: &'o [&'o Entry],
+    ) -> Result<Self> {
+        let ciphers = listed(entries.iter().map(|_| OnceLock::new()), "keys of tensors")?;
+        let came = (Mutex::new(()), Condvar::new());
+        Ok(Decryptor { options, uri, entries, ciphers, came })
     }
 
     fn entry(&self, tensor: usize) -> Result<&'o Entry> {
@@ -180,7 +186,7 @@ mod tests {
                 .zip(sealed.chunks_mut(piece_len as usize))
                 .map(|(number, piece)| seal(piece, &nonce, number, &key))
                 .collect();
-            let block = crypt_info::encode(None, piece_len, &nonce, &macs);
+            let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
             let entry = bytes_entry(len as u64, block.len() as u64);
             let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
             let raw = draft.finish(0, &[0; 32], &block);
@@ -190,7 +196,7 @@ mod tests {
             }
             let options = DecryptionOptions::new(Secret::Key(key));
             let entries = [&entry];
-            let decryptor = Decryptor::new(&options, "f", &entries);
+            let decryptor = Decryptor::new(&options, "f", &entries).unwrap();
             let in_chunks = decryptor.header(0, &header, &Never).unwrap();
             let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
             prop_assert_eq!(in_chunks, fits);

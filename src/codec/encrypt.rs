@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::codec::crypt::{self, EncryptionOptions, NONCE_LEN, PIECE_LEN};
 use crate::error::{Error, Result};
+use crate::fallible::{repeated, with_room};
 use crate::format::tensors::crypt_info::{self, MAC_LEN};
 
 /// A tensor's nonce, and the tags of its pieces.
@@ -22,7 +23,7 @@ impl<'p> Seal<'p> {
         let len = crypt_info::encoded_len(options.derivation.is_some(), count as u64);
         let encoded_len =
             usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
-        let macs = Mutex::new(vec![[0; MAC_LEN]; count]);
+        let macs = Mutex::new(repeated([0; MAC_LEN], count, "tags of encrypted pieces")?);
         Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
@@ -30,7 +31,8 @@ impl<'p> Seal<'p> {
     /// themselves are not touched.
     pub fn seal(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
-        let mut sealed = data.to_vec();
+        let mut sealed = with_room(data.len(), "an encrypted copy")?;
+        sealed.extend_from_slice(data);
         for (number, piece) in (start / PIECE_LEN..).zip(sealed.chunks_mut(step)) {
             let mac = crypt::seal(piece, &self.nonce, number, &self.options.key);
             let mut macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -46,7 +48,7 @@ impl<'p> Seal<'p> {
     }
 
     /// The header's block, complete once all data were sealed.
-    pub fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Result<Vec<u8>> {
         let macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
         crypt_info::encode(self.options.derivation.as_ref(), PIECE_LEN, &self.nonce, &macs)
     }

@@ -3,6 +3,7 @@
 use super::sha256::Sha256;
 use crate::cancel::Cancel;
 use crate::error::Result;
+use crate::fallible::{listed, repeated};
 
 /// Both hashes of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,11 +41,12 @@ pub const SMALL: u64 = 1024 << 10;
 const STEP: usize = 8 << 20;
 
 /// Hashes headers' covered bytes with their data, two at a time; without `sha`, that hash is left out.
-pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
+pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>> {
     if !sha {
-        return tensors.iter().map(|(header, data)| digest(header, data, false)).collect();
+        let digests = tensors.iter().map(|(header, data)| digest(header, data, false));
+        return listed(digests, "hashes of tensors");
     }
-    let mut shas: Vec<Option<[u8; 32]>> = vec![None; tensors.len()];
+    let mut shas: Vec<Option<[u8; 32]>> = repeated(None, tensors.len(), "hashes of tensors")?;
     let mut pair: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
     let mut queue = tensors.iter().enumerate();
     loop {
@@ -81,11 +83,11 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
         crc.update(data);
         crc.finalize()
     };
-    tensors
+    let digests = tensors
         .iter()
         .zip(shas)
-        .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or([0; 32]) })
-        .collect()
+        .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or([0; 32]) });
+    listed(digests, "hashes of tensors")
 }
 
 /// Hashes one tensor; without `sha`, that hash is left out.
@@ -162,7 +164,7 @@ mod tests {
                 .map(|(h, d)| (h.as_slice(), d.as_slice()))
                 .collect();
             let expected: Vec<Digests> = tensors.iter().map(|(h, d)| digest(h, d, true)).collect();
-            assert_eq!(digest_all(&tensors, true), expected);
+            assert_eq!(digest_all(&tensors, true).unwrap(), expected);
         }
         assert_eq!(digest(b"ab", b"c", false).crc, crc32fast::hash(b"abc"));
     }

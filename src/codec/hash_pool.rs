@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use super::hash::Digests;
 use super::sha256::Sha256;
+use crate::error::Result;
+use crate::fallible::listed;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Bytes hashed before the queue is looked at again.
@@ -89,7 +91,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     /// A pool for tensors with these numbers of bytes; those of `None` are not hashed here.
     ///
     /// Without `sha`, only the CRC-32 is computed, and nothing is left for a queue to do.
-    pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
+    pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Result<Self> {
         let mut unfinished = 0;
         let states = data_lens.map(|data_len| {
             let data_len = data_len?;
@@ -102,9 +104,9 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 next: 0,
             })))
         });
-        let states = states.collect();
+        let states = listed(states, "hashes of tensors")?;
         let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
-        HashPool { states, queue, changed: Condvar::new(), sha }
+        Ok(HashPool { states, queue, changed: Condvar::new(), sha })
     }
 
     fn state(&self, tensor: usize) -> Option<&Mutex<State<B>>> {
@@ -274,7 +276,7 @@ mod tests {
             .collect();
         for threads in 1..4 {
             let pool: HashPool<&[u8]> =
-                HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true);
+                HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true).unwrap();
             let mut jobs: Vec<(usize, usize)> = Vec::new();
             for (tensor, data) in tensors.iter().enumerate() {
                 jobs.extend((0..data.len()).step_by(700_000).map(|start| (tensor, start)));

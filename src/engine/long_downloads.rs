@@ -99,7 +99,7 @@ fn download(line: f64, signing: &mut Signing) -> Took {
     let traits = http::traits(Some(extents.last().unwrap().end()), &options);
     let crew = Crew::of(&traits, None);
     let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, crew, total, false);
-    let batches = partition(&extents, &limits);
+    let batches = partition(&extents, &limits).unwrap();
     assert_eq!(batches.iter().map(|batch| batch.len()).sum::<u64>(), total);
 
     let mut pace = Pace::new(crew.first, crew.most, 16);

@@ -1,8 +1,9 @@
 //! In which order batches are read.
 
-use super::plan::{Batch, Extent, SegmentKind};
+use super::plan::{Batch, Extent, PLAN, SegmentKind};
 use super::target::Target;
 use crate::error::Result;
+use crate::fallible::{collected, listed, with_room};
 
 /// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
 /// shared out, and would otherwise be waited for at the end.
@@ -19,23 +20,23 @@ pub fn jobs<T: Target>(
     (step, whole): (u64, u64),
     large_first: bool,
 ) -> Result<Vec<Job<T>>> {
-    let mut jobs = Vec::with_capacity(batches.len());
+    let mut jobs = with_room(batches.len(), PLAN)?;
     for batch in batches {
         let largest = batch.segments.iter().filter_map(|segment| match segment.kind {
             SegmentKind::Data { tensor, .. } => extents.get(tensor).map(|extent| extent.data_len),
             _ => None,
         });
         let first = largest.max().filter(|&len| large_first && len >= LARGE);
-        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, whole) };
+        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, whole)? };
         let steps = steps.into_iter().map(|batch| {
             let job = target.plan(&batch)?;
             Ok((batch, job))
         });
-        jobs.push((first, steps.collect::<Result<Job<T>>>()?));
+        jobs.push((first, collected(steps, PLAN)?));
     }
     // Targets plan in file order; only then are jobs put into their own.
     jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
-    Ok(jobs.into_iter().map(|(_, job)| job).collect())
+    listed(jobs.into_iter().map(|(_, job)| job), PLAN)
 }
 
 /// The tensor that all of a job is of, header and data; None if it is of several.

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::crew;
 use super::order::{Job, LARGE, jobs, only_tensor};
-use super::plan::{Batch, Extent, Segment, SegmentKind, WorkQueue, partition};
+use super::plan::{Batch, Extent, PLAN, Segment, SegmentKind, WorkQueue, partition};
 use super::target::direct::Direct;
 use super::target::{Chunk, Lease, Target};
 use super::way::Way;
@@ -20,8 +20,9 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Digests, Verify, digest_all};
 use crate::codec::{HashPool, Taken};
 use crate::error::{Error, Result};
+use crate::fallible::{listed, push, zeroed};
 use crate::io::source::{ReadAt, Traits, read_exact_at};
-use crate::mem::{Buffers, zeroed};
+use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
@@ -106,7 +107,7 @@ pub fn read<T: Target>(
     // nor for the header to decrypt them, which may come later then.
     let large_first = sha && traits.max_readers > 1 && !what.decrypts && target.takes_steps();
     let jobs =
-        jobs(what.extents, partition(what.extents, &limits), target, (step, whole), large_first)?;
+        jobs(what.extents, partition(what.extents, &limits)?, target, (step, whole), large_first)?;
     // Many answers that are waited for take longer than their bytes, however few.
     let inline = total < INLINE_LEN && traits.request_len <= LONG_REQUEST;
     let crew = crew.at_most(if inline { 1 } else { jobs.len() });
@@ -119,9 +120,9 @@ pub fn read<T: Target>(
         counters,
         whole,
         room,
-        hashes: pool(what, whole),
-        left: what.extents.iter().map(|_| AtomicBool::new(false)).collect(),
-        queue: WorkQueue::new(jobs, if own { crew.first } else { 1 }),
+        hashes: pool(what, whole)?,
+        left: listed(what.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
+        queue: WorkQueue::new(jobs, if own { crew.first } else { 1 })?,
         turn: Mutex::new(()),
     };
     let started = AtomicUsize::new(1);
@@ -159,7 +160,7 @@ fn step(what: &Reading<'_>, source: &Traits) -> u64 {
 }
 
 /// The hashes of tensors that come in more than one chunk.
-fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> HashPool<B> {
+fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> Result<HashPool<B>> {
     let lens = what.extents.iter().map(|extent| {
         let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
         pooled.then_some(extent.data_len)
@@ -285,12 +286,14 @@ impl<T: Target> Pass<'_, T> {
             match chunk.kind {
                 SegmentKind::Gap => {}
                 SegmentKind::Header { tensor } => {
-                    wholes.extend(self.header(tensor, chunk.bytes, control)?);
+                    if let Some(whole) = self.header(tensor, chunk.bytes, control)? {
+                        push(&mut wholes, whole, PLAN)?;
+                    }
                 }
                 SegmentKind::Data { tensor, start } => {
                     let len = chunk.bytes.len() as u64;
                     if !self.decrypt(tensor, start, chunk, control)? {
-                        sealed.push(tensor);
+                        push(&mut sealed, tensor, PLAN)?;
                         continue;
                     }
                     data_len += len;
@@ -299,7 +302,7 @@ impl<T: Target> Pass<'_, T> {
                     }
                     match wholes.last_mut().filter(|whole: &&mut Whole| whole.tensor == tensor) {
                         Some(whole) => whole.chunk = Some(number),
-                        None => pooled.push((number, tensor, start)),
+                        None => push(&mut pooled, (number, tensor, start), PLAN)?,
                     }
                 }
             }
@@ -352,11 +355,10 @@ impl<T: Target> Pass<'_, T> {
     /// Hashes the bytes of a batch, or leaves them to the pool.
     fn verify(&self, bytes: Vec<T::Bytes>, wholes: &[Whole], pooled: Vec<Pooled>) -> Result<()> {
         let of = |whole: &Whole| whole.chunk.and_then(|chunk| bytes.get(chunk));
-        let inputs: Vec<(&[u8], &[u8])> = wholes
+        let inputs = wholes
             .iter()
-            .map(|whole| (whole.covered.as_slice(), of(whole).map_or(&[][..], T::Bytes::as_ref)))
-            .collect();
-        let digests = digest_all(&inputs, self.what.verify == Verify::All);
+            .map(|whole| (whole.covered.as_slice(), of(whole).map_or(&[][..], T::Bytes::as_ref)));
+        let digests = digest_all(&listed(inputs, PLAN)?, self.what.verify == Verify::All)?;
         for (whole, digests) in wholes.iter().zip(digests) {
             self.what.codec.compare(whole.tensor, &digests)?;
         }

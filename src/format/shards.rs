@@ -7,7 +7,8 @@ use serde::Deserialize;
 
 use super::json::Scalar;
 use super::safetensors::{self, Strings};
-use crate::error::{Brief, Malformed};
+use crate::error::{Brief, Error, Malformed};
+use crate::fallible::with_room;
 
 /// Bytes of the longest index that is read, as of a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
@@ -44,8 +45,12 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
     let raw: Raw =
         serde_json::from_str(text).map_err(|e| malformed(Brief(&e.to_string()).to_string()))?;
-    let names: BTreeSet<&String> = raw.weight_map.0.iter().map(|(_, file)| file).collect();
-    let mut files = Vec::with_capacity(names.len());
+    let mut names = BTreeSet::new();
+    for file in raw.weight_map.0.values() {
+        names.insert(file);
+    }
+    let short = |error: Error| malformed(error.to_string());
+    let mut files = with_room(names.len(), "an index of shards").map_err(short)?;
     for name in names {
         if let Some(what) = what_is_wrong_with(name) {
             return Err(malformed(format!("the file name `{}` {what}", Brief(name))));
@@ -56,8 +61,10 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
         return Err(malformed("it names no tensors".to_owned()));
     }
     let number = |name: String| files.binary_search(&name).unwrap_or(usize::MAX);
-    let tensors = raw.weight_map.0.into_iter().map(|(tensor, file)| (tensor, number(file)));
-    let tensors = tensors.collect();
+    let mut tensors = BTreeMap::new();
+    for (tensor, file) in raw.weight_map.0 {
+        tensors.insert(tensor, number(file));
+    }
     let metadata = raw.metadata.into_iter().flatten();
     let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
     Ok(Index { metadata: metadata.collect(), files, tensors })

@@ -17,6 +17,7 @@ use memmap2::{Advice, MmapMut, MmapOptions};
 
 use super::mapped::InUse;
 use crate::error::{Error, Result};
+use crate::fallible::{listed, repeated};
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
 const HUGE_PAGE: usize = 2 << 20;
@@ -64,7 +65,7 @@ impl Arena {
         let out_of_memory =
             |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
         if len < RELEASE_FROM {
-            let blocks = vec![Block([0; ALIGNMENT]); len.div_ceil(ALIGNMENT)];
+            let blocks = repeated(Block([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
             return Ok(Arena { memory: Memory::Heap(blocks), start: 0, len });
         }
         let huge = len >= HUGE_PAGE;
@@ -116,7 +117,7 @@ impl Arena {
     /// within the block; overlapping ranges or ranges beyond it are an error.
     pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
         let len = self.len;
-        let mut order = ranges.to_vec();
+        let mut order = listed(ranges.iter().copied(), "lists of tensors")?;
         order.sort_unstable();
         let mut end = 0;
         for (offset, size) in order {
@@ -129,15 +130,13 @@ impl Arena {
         }
         let base = NonNull::from(self.bytes_mut()).cast::<u8>();
         let owner = Arc::new(Owner(self.memory));
-        Ok(ranges
-            .iter()
-            .map(|&(offset, len)| HostBuffer {
-                // SAFETY: `offset` lies within the block that `base` begins, as checked above.
-                start: unsafe { base.add(offset) },
-                len,
-                _owner: Some(Arc::clone(&owner)),
-            })
-            .collect())
+        let buffers = ranges.iter().map(|&(offset, len)| HostBuffer {
+            // SAFETY: `offset` lies within the block that `base` begins, as checked above.
+            start: unsafe { base.add(offset) },
+            len,
+            _owner: Some(Arc::clone(&owner)),
+        });
+        listed(buffers, "lists of tensors")
     }
 }
 

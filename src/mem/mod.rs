@@ -5,10 +5,8 @@ pub mod device;
 pub mod mapped;
 pub mod pinned;
 mod rest;
-mod zeroed;
 
 pub(crate) use crate::sys::to_fill;
 pub use crate::sys::{Buffers, Lent, filled, zero_filled};
 pub use arena::{ALIGNMENT, Arena, HostBuffer};
 pub use rest::Rest;
-pub use zeroed::zeroed;

@@ -7,6 +7,9 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::error;
+use crate::fallible::{more_room, with_room};
+
 /// Buffers that are filled front to back. Nobody reads their bytes before they were written, and how
 /// many were is counted here.
 #[derive(Default)]
@@ -182,13 +185,14 @@ pub enum Lent<'a, 's> {
 
 /// Has memory filled front to back, and gives back the bytes of what is kept. `fill` either fills all
 /// of it or fails.
-pub fn filled<'a, E>(
+pub fn filled<'a>(
     mut memory: Vec<Lent<'a, '_>>,
-    fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
-    short: impl FnOnce() -> E,
-) -> Result<Vec<&'a mut [u8]>, E> {
+    fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
+) -> error::Result<Vec<&'a mut [u8]>> {
+    const WHAT: &str = "a list of buffers";
     let written = AtomicUsize::new(0);
     let mut buffers = Buffers { written: Some(&written), ..Buffers::default() };
+    more_room(&mut buffers.ranges, memory.len(), WHAT)?;
     for lent in &mut memory {
         match lent {
             Lent::Kept(bytes) => buffers.push(bytes),
@@ -198,15 +202,17 @@ pub fn filled<'a, E>(
     let total = buffers.left();
     fill(&mut buffers)?;
     if written.into_inner() != total {
-        return Err(short());
+        return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
+    let mut out = with_room(memory.len(), WHAT)?;
     let kept = memory.into_iter().filter_map(|lent| match lent {
         // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
         // caller promises it, raise the count, and nobody else has it.
         Lent::Kept(bytes) => Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }),
         Lent::Passing(_) => None,
     });
-    Ok(kept.collect())
+    out.extend(kept);
+    Ok(out)
 }
 
 /// Memory as bytes, which are all zero.
@@ -237,9 +243,9 @@ mod tests {
             assert_eq!(buffers.put(b"ab"), 2);
             assert_eq!(buffers.ranges(8).len(), 2);
             assert_eq!(buffers.put(b"cdefghijk"), 7);
-            Ok::<(), ()>(())
+            Ok(())
         };
-        let bytes = filled(vec![Lent::Kept(one), Lent::Kept(two)], put, || ()).unwrap();
+        let bytes = filled(vec![Lent::Kept(one), Lent::Kept(two)], put).unwrap();
         assert_eq!(bytes, [&b"abcd"[..], b"efghi"]);
     }
 
@@ -276,7 +282,8 @@ mod tests {
             buffers.put(b"abc");
             Ok(())
         };
-        assert_eq!(filled(vec![Lent::Kept(&mut memory)], some, || "short"), Err("short"));
+        let short = filled(vec![Lent::Kept(&mut memory)], some).unwrap_err();
+        assert!(matches!(short, error::Error::Bug(_)));
     }
 
     #[test]

@@ -9,5 +9,6 @@ mod golden;
 mod metadata;
 mod plan;
 mod roundtrip;
+mod short_memory;
 mod support;
 mod typed;

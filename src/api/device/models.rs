@@ -78,8 +78,12 @@ fn load(interrupted: bool) {
     let opened = TensorFile::from_source(Arc::new(Distant(file())), 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
     let planned = DeviceLoad::new(&opened, &numbers, true).unwrap();
-    let mut memory: Vec<Vec<u8>> =
-        planned.block_lens().iter().map(|&len| vec![0; usize::try_from(len).unwrap()]).collect();
+    let mut memory: Vec<Vec<u8>> = planned
+        .block_lens()
+        .unwrap()
+        .iter()
+        .map(|&len| vec![0; usize::try_from(len).unwrap()])
+        .collect();
     // SAFETY: their own bytes, which are looked at after the load only.
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
@@ -109,7 +113,7 @@ fn load(interrupted: bool) {
         outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
     }
     drop(blocks);
-    for (number, place) in planned.places().into_iter().enumerate() {
+    for (number, place) in planned.places().unwrap().into_iter().enumerate() {
         assert_eq!(memory[place.block], tensor(number), "tensor {number}");
     }
 }

@@ -13,6 +13,7 @@ use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
+use crate::error::Error;
 use crate::io::source::{FileSource, PipeSource};
 use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
@@ -124,7 +125,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
     let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
-    let mut memory = Memory::new(&planned.block_lens());
+    let mut memory = Memory::new(&planned.block_lens().unwrap());
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
     let device: Arc<dyn Device> = fake.clone();
     let pool = Pool::new(schedule.buffer_len, schedule.units, 16);
@@ -163,7 +164,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
     memory.blocks.clear();
-    for (&number, place) in schedule.selection.iter().zip(planned.places()) {
+    for (&number, place) in schedule.selection.iter().zip(planned.places().unwrap()) {
         let start = memory.starts[place.block] + place.offset as usize;
         let expected = &files.tensors[number];
         let same = memory.bytes[start..][..expected.len()] == *expected;
@@ -276,7 +277,7 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
     let planned = DeviceLoad::new(&opened, &all, false).unwrap();
-    let memory = Memory::new(&planned.block_lens());
+    let memory = Memory::new(&planned.block_lens().unwrap());
     assert_eq!(memory.blocks.len(), 1, "an image");
     let pool = Pool::new(64 << 10, 8, 16);
     let to = Destination {
@@ -301,7 +302,7 @@ fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let planned = DeviceLoad::new(&opened, &[0, 1, 2], false).unwrap();
-    let memory = Memory::new(&planned.block_lens());
+    let memory = Memory::new(&planned.block_lens().unwrap());
     let pool = Pool::new(256 << 10, 8, 16);
     let to = Destination {
         device: &device,

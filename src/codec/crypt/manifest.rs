@@ -8,6 +8,7 @@
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
+use crate::fallible::{listed, with_room};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 8] = *b"TZSEAL01";
@@ -66,14 +67,15 @@ impl Manifest {
     /// Whether the seal of an index block is right.
     pub fn verifies(&self, prologue: &[u8], index: &[u8], headers: &[HeaderTag]) -> Result<bool> {
         let Some(found) = index.last_chunk::<32>() else { return Ok(false) };
-        let headers: Vec<[u8; 32]> = headers.iter().map(|tag| tag.0).collect();
+        let headers = listed(headers.iter().map(|tag| tag.0), "what a manifest covers")?;
         Ok(Self::is_in(index) && sodium::same(found, &self.tag(prologue, index, &headers)?))
     }
 
     fn tag(&self, prologue: &[u8], index: &[u8], headers: &[[u8; 32]]) -> Result<[u8; 32]> {
         let entries = index.len().checked_sub(MANIFEST_LEN).and_then(|end| index.get(..end));
         let entries = entries.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
-        let mut text = Vec::with_capacity(prologue.len() + entries.len() + headers.len() * 32);
+        let len = prologue.len() + entries.len() + headers.len() * 32;
+        let mut text = with_room(len, "what a manifest covers")?;
         text.extend_from_slice(prologue);
         text.extend_from_slice(entries);
         for digest in headers {

@@ -76,9 +76,11 @@ pub struct Layout {
 
 impl Layout {
     /// A layout for tensors, each of one extent and with its bytes in memory, in rising order of
-    /// files and positions. None where sizes do not fit into 64 bits.
+    /// files and positions. None where sizes do not fit into 64 bits, or
+    /// the layout itself does not fit into memory.
     pub fn new(tensors: &[(Extent, u64)], large: Large) -> Option<Self> {
         let mut layout = Layout::default();
+        layout.places.try_reserve_exact(tensors.len()).ok()?;
         let mut rest = tensors;
         let mut read = (0, 0);
         while !rest.is_empty() {
@@ -97,12 +99,13 @@ impl Layout {
     }
 
     /// A block for each tensor of so many bytes.
-    pub fn apart(lens: impl Iterator<Item = u64>) -> Self {
+    pub fn apart(lens: impl Iterator<Item = u64>) -> Option<Self> {
         let mut layout = Layout::default();
         for len in lens {
-            layout.alone(len);
+            layout.places.try_reserve(1).ok()?;
+            layout.alone(len)?;
         }
-        layout
+        Some(layout)
     }
 
     /// A layout in blocks that exist.
@@ -110,17 +113,18 @@ impl Layout {
         Layout { blocks, places, ..Layout::default() }
     }
 
-    fn alone(&mut self, len: u64) -> usize {
+    fn alone(&mut self, len: u64) -> Option<usize> {
         let block = self.blocks.len();
+        self.blocks.try_reserve(1).ok()?;
         self.blocks.push(Block { len, image: None });
         self.places.push(Place { block, offset: 0 });
-        block
+        Some(block)
     }
 
     fn large(&mut self, len: u64, large: Large) -> Option<()> {
         match self.large.filter(|_| large == Large::Together) {
             Some(block) => self.behind(block, len)?,
-            None => self.large = Some(self.alone(len)),
+            None => self.large = Some(self.alone(len)?),
         }
         Some(())
     }
@@ -130,7 +134,7 @@ impl Layout {
         let fits = |block: &usize| used(*block).saturating_add(len) <= BLOCK_LEN - ALIGNMENT as u64;
         match self.small.filter(fits) {
             Some(block) => self.behind(block, len)?,
-            None => self.small = Some(self.alone(len)),
+            None => self.small = Some(self.alone(len)?),
         }
         Some(())
     }
@@ -149,6 +153,7 @@ impl Layout {
         let (start, skip) = (first.header_offset, first.header_offset % ALIGNMENT as u64);
         let block = self.blocks.len();
         let len = last.end().checked_sub(start)?.checked_add(skip)?;
+        self.blocks.try_reserve(1).ok()?;
         self.blocks.push(Block { len, image: Some(Span { file: first.file, start, skip }) });
         let offset = |extent: &Extent| extent.data_offset.saturating_sub(start) + skip;
         let places = tensors.iter().map(|(extent, _)| Place { block, offset: offset(extent) });

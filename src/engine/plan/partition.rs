@@ -1,6 +1,12 @@
 //! Cuts the extents of tensors in files into batches of about equal size, each one contiguous range
 //! that one reader or writer moves with one call.
 
+use crate::error::Result;
+use crate::fallible::push;
+
+/// What lists of batches are in messages.
+pub const PLAN: &str = "the plan of a load or a save";
+
 /// Data of a tensor that lie together in a file, behind the tensor's header if there is one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extent {
@@ -85,21 +91,23 @@ impl Batch {
 
     /// The same in shorter steps, so that the hash of each finds its bytes in the cache. Only data of
     /// more than `whole` bytes are cut; others stay with their header.
-    pub fn steps(self, step: u64, whole: u64) -> Vec<Batch> {
+    pub fn steps(self, step: u64, whole: u64) -> Result<Vec<Batch>> {
         let mut steps: Vec<Batch> = Vec::new();
         let (mut offset, mut len) = (self.offset, 0);
-        let mut push = |segment: Segment, joined: bool| {
+        let mut add = |segment: Segment, joined: bool| -> Result<()> {
             match steps.last_mut().filter(|_| joined || len < step) {
                 Some(last) => {
-                    last.segments.push(segment);
+                    push(&mut last.segments, segment, PLAN)?;
                     len += segment.len;
                 }
                 None => {
-                    steps.push(Batch { file: self.file, offset, segments: vec![segment] });
+                    let segments = vec![segment];
+                    push(&mut steps, Batch { file: self.file, offset, segments }, PLAN)?;
                     len = segment.len;
                 }
             }
             offset += segment.len;
+            Ok(())
         };
         let mut behind_header = false;
         for segment in self.segments {
@@ -109,15 +117,15 @@ impl Batch {
                     while done < segment.len {
                         let len = step.max(1).min(segment.len - done);
                         let kind = SegmentKind::Data { tensor, start: start + done };
-                        push(Segment { kind, len }, false);
+                        add(Segment { kind, len }, false)?;
                         done += len;
                     }
                 }
-                _ => push(segment, behind_header),
+                _ => add(segment, behind_header)?,
             }
             behind_header = matches!(segment.kind, SegmentKind::Header { .. });
         }
-        steps
+        Ok(steps)
     }
 }
 
@@ -148,7 +156,7 @@ pub struct Limits {
 /// the first of its data.
 ///
 /// Extents are in rising order of files and positions, and do not overlap.
-pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
+pub fn partition(extents: &[Extent], limits: &Limits) -> Result<Vec<Batch>> {
     let mut making = Making::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
         if extent.end() <= extent.header_offset {
@@ -156,12 +164,12 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
         }
         let apart = extent.data_len >= limits.apart;
         if apart || !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
-            making.close();
+            making.close()?;
         }
         let open = making.open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
-        open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end));
+        open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end))?;
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
-        open.push(SegmentKind::Header { tensor }, header_len);
+        open.push(SegmentKind::Header { tensor }, header_len)?;
         let mut start = 0;
         while start < extent.data_len {
             let position = extent.data_offset + start;
@@ -172,18 +180,18 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Vec<Batch> {
                 extent.data_len,
                 extent.data_len - start,
             );
-            open.push(SegmentKind::Data { tensor, start }, len);
+            open.push(SegmentKind::Data { tensor, start }, len)?;
             start += len;
             if start < extent.data_len {
-                making.close();
+                making.close()?;
             }
         }
         if apart {
-            making.close();
+            making.close()?;
         }
     }
-    making.close();
-    making.batches
+    making.close()?;
+    Ok(making.batches)
 }
 
 /// Below this part of what suits the source, a request costs more than its bytes.
@@ -219,12 +227,13 @@ impl Making {
         }
     }
 
-    fn close(&mut self) {
+    fn close(&mut self) -> Result<()> {
         if let Some(Open { batch, end, .. }) = self.open.take() {
             self.left = self.left.saturating_sub(end - batch.offset);
-            self.batches.push(batch);
+            push(&mut self.batches, batch, PLAN)?;
             self.taper();
         }
+        Ok(())
     }
 }
 
@@ -257,14 +266,15 @@ impl Open {
         self.end - self.batch.offset
     }
 
-    fn push(&mut self, kind: SegmentKind, len: u64) {
+    fn push(&mut self, kind: SegmentKind, len: u64) -> Result<()> {
         if len > 0 {
-            self.batch.segments.push(Segment { kind, len });
+            push(&mut self.batch.segments, Segment { kind, len }, PLAN)?;
             self.end += len;
             if !matches!(kind, SegmentKind::Data { .. }) {
                 self.passing = self.passing.saturating_add(len);
             }
         }
+        Ok(())
     }
 
     /// Whether the next extent belongs to this batch.

@@ -3,6 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
+use super::partition::PLAN;
+use crate::error::Result;
+use crate::fallible::{collected, with_room};
 use crate::sys::sync::Mutex;
 
 /// Shares of neighbours, so that a reader reads on where it was. A kernel then reads ahead for each
@@ -14,14 +17,16 @@ pub struct WorkQueue<T> {
 
 impl<T> WorkQueue<T> {
     /// Divides work; with one share all readers take turns.
-    pub fn new(work: Vec<T>, shares: usize) -> Self {
+    pub fn new(work: Vec<T>, shares: usize) -> Result<Self> {
         let (total, count) = (work.len(), shares.max(1));
         let mut work = work.into_iter();
         let shares = (0..count).map(|share| {
             let len = total * (share + 1) / count - total * share / count;
-            work.by_ref().take(len).collect()
+            let mut own = with_room(len, PLAN)?;
+            own.extend(work.by_ref().take(len));
+            Ok(own.into())
         });
-        WorkQueue { shares: Mutex::new(shares.collect()) }
+        Ok(WorkQueue { shares: Mutex::new(collected(shares, PLAN)?) })
     }
 
     /// The next work of one reader; they are counted from 0 as they come. Where all take turns, the
@@ -58,7 +63,7 @@ mod tests {
 
     #[test]
     fn readers_read_on_and_help_at_the_end() {
-        let shares = WorkQueue::new((0..10).collect(), 3);
+        let shares = WorkQueue::new((0..10).collect(), 3).unwrap();
         assert_eq!(
             [0, 1, 2, 0].map(|reader| shares.next(reader, |_| false).unwrap()),
             [0, 3, 6, 1]
@@ -70,7 +75,7 @@ mod tests {
 
     #[test]
     fn what_is_put_off_comes_where_there_is_nothing_else() {
-        let work = WorkQueue::new((0..6).collect(), 1);
+        let work = WorkQueue::new((0..6).collect(), 1).unwrap();
         let next = || work.next(0, |number| number % 2 == 0);
         let order: Vec<i32> = std::iter::from_fn(next).collect();
         assert_eq!(order, [1, 3, 5, 0, 2, 4]);
@@ -79,7 +84,7 @@ mod tests {
     proptest! {
         #[test]
         fn all_is_done_once(total in 0usize..50, count in 0usize..9, order in proptest::collection::vec(0usize..20, 0..60)) {
-            let shares = WorkQueue::new((0..total).collect(), count);
+            let shares = WorkQueue::new((0..total).collect(), count).unwrap();
             let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r, |_| false)).collect();
             done.extend(std::iter::from_fn(|| shares.next(0, |_| false)));
             if count <= 1 {

@@ -15,10 +15,11 @@ use crate::engine::plan::{
 };
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
+use crate::fallible::zeroed;
 use crate::io::source::{ReadAt, Traits};
 use crate::mem::device::{DeviceMemory, Streams};
 use crate::mem::pinned::{self, Pool, Share, Ticket};
-use crate::mem::{Buffers, Rest, to_fill, zeroed};
+use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// Requests of more bytes than this are those of sources that wait for an answer.

@@ -11,8 +11,9 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
+use crate::fallible::zeroed;
 use crate::io::source::{ReadAt, Traits};
-use crate::mem::{Buffers, zeroed};
+use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The most bytes of a batch: each reader has one in memory.

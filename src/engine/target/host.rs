@@ -5,11 +5,13 @@ use std::mem::MaybeUninit;
 use super::{Chunk, Lease, Target};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
+use crate::engine::plan::PLAN;
 use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
+use crate::fallible::{listed, with_room, zeroed};
 use crate::io::source::{ReadAt, Traits};
-use crate::mem::{Buffers, Lent, filled, zeroed};
+use crate::mem::{Buffers, Lent, filled};
 
 /// Less than this is not worth a batch.
 const MIN_BATCH: u64 = 1 << 20;
@@ -164,7 +166,7 @@ impl<'a> Target for Host<'a> {
 
     fn plan(&mut self, batch: &Batch) -> Result<Vec<Run<'a>>> {
         let bug = || Error::Bug("a batch without destinations".to_owned());
-        let mut runs = Vec::new();
+        let mut runs = with_room(batch.segments.len(), PLAN)?;
         let mut position = batch.offset;
         let mut segments = batch.segments.iter().peekable();
         while let Some(segment) = segments.next() {
@@ -224,7 +226,7 @@ impl<'a> Target for Host<'a> {
         if !keep {
             return Ok(Vec::new());
         }
-        let mut bytes: Vec<&'a [u8]> = Vec::with_capacity(lease.segments.len());
+        let mut bytes: Vec<&'a [u8]> = with_room(lease.segments.len(), PLAN)?;
         let mut segments = lease.segments.iter();
         for run in lease.runs {
             let mut rest: &'a [u8] = match run.memory {
@@ -268,7 +270,7 @@ impl Lease for HostLease<'_> {
     fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
         let bug = || Error::Bug("a chunk without memory".to_owned());
         let mut passing = &mut *self.passing;
-        let mut chunks = Vec::with_capacity(self.segments.len());
+        let mut chunks = with_room(self.segments.len(), PLAN)?;
         let mut segments = self.segments.iter();
         for run in &mut self.runs {
             let mut rest: &mut [u8] = match &mut run.memory {
@@ -299,7 +301,7 @@ fn fill(
     passing: &mut &mut [u8],
     read: impl FnOnce(&mut Buffers<'_>) -> Result<()>,
 ) -> Result<()> {
-    let mut lent = Vec::with_capacity(runs.len());
+    let mut lent = with_room(runs.len(), PLAN)?;
     for run in &mut *runs {
         match std::mem::replace(&mut run.memory, Memory::Passing(0)) {
             Memory::Empty(bytes) => lent.push(Lent::Kept(bytes)),
@@ -313,9 +315,8 @@ fn fill(
             }
         }
     }
-    let kept: Vec<bool> = lent.iter().map(|lent| matches!(lent, Lent::Kept(_))).collect();
-    let short = || Error::Bug("a batch was not filled".to_owned());
-    let mut full = filled(lent, read, short)?.into_iter();
+    let kept = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
+    let mut full = filled(lent, read)?.into_iter();
     for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
         run.memory = Memory::Full(full.next().unwrap_or(&mut []));
     }

@@ -22,7 +22,8 @@ fn each_piece_of_work_is_done_once_by_however_many() {
     check(Rules { patience: TICK, refusals: true }, || {
         const PIECES: usize = 8;
         let crew = any_crew();
-        let queue = WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=crew.first));
+        let queue =
+            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=crew.first)).unwrap();
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let outcome = run_adapting(crew, &Never, |control, number| {
@@ -49,7 +50,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
 #[test]
 fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
     check(Rules { patience: Duration::ZERO, refusals: true }, || {
-        let queue = WorkQueue::new((0..3).collect(), 2);
+        let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
         let outcome = run_adapting(Crew::fixed(3), &Never, |_, number| {
             while queue.next(number, |_| false).is_some() {

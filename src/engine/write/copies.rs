@@ -3,6 +3,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use crate::error::Result;
+use crate::fallible::append;
+
 /// Bytes of shorter copies are not worth to be kept.
 const SHORT: usize = 64 << 10;
 
@@ -20,11 +23,11 @@ pub struct Copy<'c> {
 
 impl Copies {
     /// Copies bytes.
-    pub fn of(&self, bytes: &[u8]) -> Copy<'_> {
+    pub fn of(&self, bytes: &[u8]) -> Result<Copy<'_>> {
         let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
         copy.clear();
-        copy.extend_from_slice(bytes);
-        Copy { bytes: copy, of: self }
+        append(&mut copy, bytes, "a copy of what is saved")?;
+        Ok(Copy { bytes: copy, of: self })
     }
 
     fn free(&self) -> Vec<u8> {

@@ -11,8 +11,10 @@ use super::origin::{HostCopy, Origin};
 use super::pass::Pass;
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
+use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed};
 use crate::mem::device::{OnDevice, StreamsByDevice};
 use crate::mem::pinned::Share;
 
@@ -45,9 +47,9 @@ impl<'p> Feeder<'_, 'p> {
             };
             let range = range(item, start, len)?;
             let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
-            Ok(Chunk { tensor, start, bytes: Bytes::Copied(self.copies.of(bytes)) })
+            Ok(Chunk { tensor, start, bytes: Bytes::Copied(self.copies.of(bytes)?) })
         });
-        self.pass.put(chunks.collect::<Result<_>>()?, control)
+        self.pass.put(collected(chunks, PLAN)?, control)
     }
 
     /// Each thread holds one copy at most, so it hashes until its own was let go.
@@ -61,13 +63,13 @@ impl<'p> Feeder<'_, 'p> {
         if (*copy).as_ref().len() as u64 != item.entry.data_len {
             return Err(changed(item));
         }
-        for spans in batches(self.pass.items, tensor..tensor + 1) {
+        for spans in batches(self.pass.items, tensor..tensor + 1)? {
             self.pass.hash_backlog(control)?;
             let chunks = spans.iter().map(|&Span { start, len, .. }| {
                 let bytes = Bytes::Shared(Arc::clone(&copy), range(item, start, len)?);
                 Ok(Chunk { tensor, start, bytes })
             });
-            self.pass.put(chunks.collect::<Result<_>>()?, control)?;
+            self.pass.put(collected(chunks, PLAN)?, control)?;
         }
         let let_go = || Arc::strong_count(&copy) == 1;
         while !let_go() && self.pass.hash(&let_go, control)? {}
@@ -89,7 +91,7 @@ impl<'p> Feeder<'_, 'p> {
 
     fn device_group(&self, tensors: Range<usize>, control: &Control<'_>) -> Result<()> {
         let from = tensors.clone().map(|tensor| self.on_device(tensor));
-        let from = from.collect::<Result<Vec<_>>>()?;
+        let from = collected(from, PLAN)?;
         let Some(first) = from.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
         let hash = || self.pass.hash_all_ready(control);
@@ -99,7 +101,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = Bytes::Shared(Arc::clone(&all), range);
             Chunk { tensor, start: 0, bytes }
         });
-        self.pass.put(chunks.collect(), control)
+        self.pass.put(listed(chunks, PLAN)?, control)
     }
 
     fn on_device(&self, tensor: usize) -> Result<&'p OnDevice> {

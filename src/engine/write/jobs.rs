@@ -6,7 +6,9 @@ use std::ops::Range;
 use super::item::Item;
 use super::origin::Origin;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, Extent, Limits, SegmentKind, partition};
+use crate::engine::plan::{Batch, Extent, Limits, PLAN, SegmentKind, partition};
+use crate::error::Result;
+use crate::fallible::{collected, listed, more_room, push};
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
 const BATCH_LEN: u64 = 4 << 20;
@@ -41,9 +43,9 @@ pub enum Job {
 /// Cuts runs of tensors in memory into batches; the others are jobs of their own. In file order,
 /// except that so many large tensors take turns. Batches of each tensor stay in order. A device's
 /// staging buffers have `staging` bytes.
-pub fn jobs(items: &[Item<'_>], in_turns: usize, staging: usize) -> Vec<Job> {
+pub fn jobs(items: &[Item<'_>], in_turns: usize, staging: usize) -> Result<Vec<Job>> {
     let mut jobs = Turns { in_turns, begun: Vec::new(), jobs: Vec::new() };
-    let in_memory = |tensors| batches(items, tensors).map(Job::Memory);
+    let in_memory = |tensors| listed(batches(items, tensors)?.into_iter().map(Job::Memory), PLAN);
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
         // A tensor that was grouped with those before.
@@ -55,20 +57,20 @@ pub fn jobs(items: &[Item<'_>], in_turns: usize, staging: usize) -> Vec<Job> {
             Origin::Device(bytes) if bytes.memory.size() > staging => Job::Device(tensor),
             Origin::Device(_) => Job::DeviceGroup(tensor..group_end(items, tensor, staging)),
             Origin::Bytes(_) if in_turns > 1 && item.entry.data_len >= TURN_LEN => {
-                jobs.jobs.extend(in_memory(first..tensor));
-                jobs.begin(in_memory(tensor..tensor + 1).collect());
+                jobs.then(in_memory(first..tensor)?)?;
+                jobs.begin(in_memory(tensor..tensor + 1)?)?;
                 first = tensor + 1;
                 continue;
             }
             Origin::Bytes(_) | Origin::Meta => continue,
         };
-        jobs.jobs.extend(in_memory(first..tensor));
+        jobs.then(in_memory(first..tensor)?)?;
         first = if let Job::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
-        jobs.jobs.push(alone);
+        push(&mut jobs.jobs, alone, PLAN)?;
     }
-    jobs.jobs.extend(in_memory(first..items.len()));
-    jobs.take_turns();
-    jobs.jobs
+    jobs.then(in_memory(first..items.len())?)?;
+    jobs.take_turns()?;
+    Ok(jobs.jobs)
 }
 
 const LIMITS: Limits = Limits {
@@ -82,22 +84,21 @@ const LIMITS: Limits = Limits {
 };
 
 /// The data of neighbours in the file, in batches.
-pub fn batches(items: &[Item<'_>], tensors: Range<usize>) -> impl Iterator<Item = Vec<Span>> {
+pub fn batches(items: &[Item<'_>], tensors: Range<usize>) -> Result<Vec<Vec<Span>>> {
     let first = tensors.start;
     let run = items.get(tensors).unwrap_or(&[]).iter();
-    let extents: Vec<Extent> = run
-        .map(|item| Extent {
-            file: 0,
-            header_offset: item.entry.header_offset,
-            data_offset: item.entry.data_offset,
-            data_len: item.entry.data_len,
-        })
-        .collect();
-    let batches = partition(&extents, &LIMITS);
-    batches.into_iter().map(move |batch| spans(&batch, &extents, first))
+    let extents = run.map(|item| Extent {
+        file: 0,
+        header_offset: item.entry.header_offset,
+        data_offset: item.entry.data_offset,
+        data_len: item.entry.data_len,
+    });
+    let extents = listed(extents, PLAN)?;
+    let batches = partition(&extents, &LIMITS)?;
+    collected(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
 }
 
-fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Vec<Span> {
+fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Span>> {
     let empty = |tensor: usize| extents.get(tensor).is_some_and(|extent| extent.data_len == 0);
     let spans = batch.segments.iter().filter_map(|segment| match segment.kind {
         SegmentKind::Data { tensor, start } => {
@@ -108,7 +109,7 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Vec<Span> {
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
-    spans.collect()
+    listed(spans, PLAN)
 }
 
 /// Where the tensors end that are downloaded together with one that fits into a staging buffer:
@@ -138,17 +139,23 @@ struct Turns {
 }
 
 impl Turns {
-    fn begin(&mut self, tensor: VecDeque<Job>) {
-        self.begun.push(tensor);
-        if self.begun.len() == self.in_turns {
-            self.take_turns();
-        }
+    fn then(&mut self, jobs: Vec<Job>) -> Result<()> {
+        more_room(&mut self.jobs, jobs.len(), PLAN)?;
+        self.jobs.extend(jobs);
+        Ok(())
     }
 
-    fn take_turns(&mut self) {
+    fn begin(&mut self, tensor: Vec<Job>) -> Result<()> {
+        self.begun.push(tensor.into());
+        if self.begun.len() == self.in_turns { self.take_turns() } else { Ok(()) }
+    }
+
+    fn take_turns(&mut self) -> Result<()> {
         while !self.begun.is_empty() {
+            more_room(&mut self.jobs, self.begun.len(), PLAN)?;
             self.jobs.extend(self.begun.iter_mut().filter_map(VecDeque::pop_front));
             self.begun.retain(|tensor| !tensor.is_empty());
         }
+        Ok(())
     }
 }

@@ -11,8 +11,10 @@ use crate::codec::crypt::Manifest;
 use crate::codec::encrypt::Seal;
 use crate::codec::hash::{Digests, digest_all, sha256};
 use crate::codec::{HashPool, Taken};
+use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
+use crate::fallible::{collected, listed, push};
 use crate::format::tensors::header::{Draft, Hashes};
 use crate::io::sink::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
@@ -59,7 +61,7 @@ impl<'p> Pass<'p> {
     /// first, and its header goes with it. The chunks of a large one may come in any order; its
     /// header is written when the pool has hashed all of them.
     pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
-        let sealed = chunks.iter().map(|chunk| self.sealed(chunk)).collect::<Result<Vec<_>>>()?;
+        let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
@@ -68,10 +70,10 @@ impl<'p> Pass<'p> {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                append(&mut runs, item.entry.header_offset, header);
+                append(&mut runs, item.entry.header_offset, header)?;
             }
             let bytes = sealed.as_deref().unwrap_or(chunk.bytes.as_ref());
-            append(&mut runs, item.entry.data_offset + chunk.start, bytes);
+            append(&mut runs, item.entry.data_offset + chunk.start, bytes)?;
         }
         for run in &mut runs {
             self.write(run.offset, &mut run.buffers, control)?;
@@ -139,16 +141,18 @@ impl<'p> Pass<'p> {
         let mut drafts = Vec::new();
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
-                drafts.push((chunk, self.draft(chunk.tensor)?));
+                push(&mut drafts, (chunk, self.draft(chunk.tensor)?), PLAN)?;
             }
         }
-        let inputs: Vec<(&[u8], &[u8])> = drafts
-            .iter()
-            .map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()))
-            .collect();
-        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
+        let inputs =
+            drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
+        let inputs = listed(inputs, PLAN)?;
+        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
-        drafts.map(|((chunk, draft), digests)| self.finish(chunk.tensor, draft, &digests)).collect()
+        let finish = |((chunk, draft), digests): ((&Chunk<'p>, _), _)| {
+            self.finish(chunk.tensor, draft, &digests)
+        };
+        collected(drafts.map(finish), PLAN)
     }
 
     fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
@@ -174,7 +178,7 @@ impl<'p> Pass<'p> {
 
     /// A header with everything in it. Its data were encrypted before.
     fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
-        let crypt = self.seal(tensor)?.map_or(Vec::new(), Seal::encode);
+        let crypt = self.seal(tensor)?.map(Seal::encode).transpose()?.unwrap_or(Vec::new());
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
             Some(manifest) => Some(manifest.digest(&header).into()),
@@ -198,13 +202,14 @@ impl<'p> Pass<'p> {
     }
 }
 
-fn append<'a>(runs: &mut Vec<Run<'a>>, offset: u64, bytes: &'a [u8]) {
+fn append<'a>(runs: &mut Vec<Run<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
     let end = offset + bytes.len() as u64;
     match runs.last_mut().filter(|run| run.end == offset) {
         Some(run) => {
-            run.buffers.push(IoSlice::new(bytes));
+            push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
             run.end = end;
         }
-        None => runs.push(Run { offset, end, buffers: vec![IoSlice::new(bytes)] }),
+        None => push(runs, Run { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
     }
+    Ok(())
 }

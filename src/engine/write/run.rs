@@ -16,6 +16,7 @@ use crate::codec::crypt::{EncryptionOptions, Manifest};
 use crate::codec::encrypt::Seal;
 use crate::engine::workers;
 use crate::error::Result;
+use crate::fallible::{collected, repeated};
 use crate::format::tensors::header::Hashes;
 use crate::io::sink::WriteAt;
 use crate::mem::device::StreamsByDevice;
@@ -62,7 +63,7 @@ pub fn write_tensors(
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
-    let jobs = jobs(items, in_turns, buffer_len()?);
+    let jobs = jobs(items, in_turns, buffer_len()?)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (copies, backlog) = (Copies::default(), Backlog::new(threads, shares.waiting));
@@ -74,9 +75,9 @@ pub fn write_tensors(
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
-        pool: pool(items, options.hashes),
+        pool: pool(items, options.hashes)?,
         backlog: &backlog,
-        digests: Mutex::new(vec![[0; 32]; items.len()]),
+        digests: Mutex::new(repeated([0; 32], items.len(), "digests of headers")?),
         progress,
         counters: Counters::default(),
     };
@@ -140,11 +141,11 @@ fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Optio
     let seal = |item: &Item<'_>| {
         options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
     };
-    items.iter().map(seal).collect()
+    collected(items.iter().map(seal), "tags of encrypted pieces")
 }
 
 /// The hashes of tensors that are written in several chunks; none without headers.
-fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> HashPool<B> {
+fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
     let large =
         |item: &Item<'_>| (hashes.is_some() && item.is_large()).then_some(item.entry.data_len);
     HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))

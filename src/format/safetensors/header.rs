@@ -1,13 +1,15 @@
 //! Headers as they are read.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::{LENGTH_LEN, METADATA};
-use crate::error::{Brief, Malformed};
+use crate::error::{Brief, Malformed, Result};
+use crate::fallible::{listed, with_room};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
@@ -25,21 +27,28 @@ pub struct Header {
     pub end: u64,
 }
 
-/// Reads a header that lies at `base + 8` of file number `file`.
-pub fn parse(json: &[u8], base: u64, file: usize) -> Result<Header, Malformed> {
+/// Reads a header that lies at `base + 8` of `uri`, which is file number `file`.
+pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
+    const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
-    let failed =
-        |what: &str| Malformed::new(at, format!("the safetensors header: {}", Brief(what)));
+    let malformed = |what: String| Malformed::new(at, what).of(uri);
+    let failed = |what: &str| malformed(format!("the safetensors header: {}", Brief(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
-    let raw: Raw<'_> = serde_json::from_str(text).map_err(|e| failed(&e.to_string()))?;
+    // A tensor has a colon behind its name at least.
+    let most = json.iter().filter(|&&byte| byte == b':').count();
+    let mut raw = Raw { tensors: with_room(most, WHAT)?, metadata: BTreeMap::new() };
+    let mut from = serde_json::Deserializer::from_str(text);
+    let read = from.deserialize_map(Keys(&mut raw)).and_then(|()| from.end());
+    read.map_err(|e| failed(&e.to_string()))?;
     let data_at = at.saturating_add(json.len() as u64);
     let mut tensors = raw.tensors;
-    tensors.sort_by_key(|(_, info)| info.data_offsets);
-    let mut entries: Vec<Entry> = Vec::with_capacity(tensors.len());
+    tensors
+        .sort_unstable_by(|(a, one), (b, two)| (one.data_offsets, a).cmp(&(two.data_offsets, b)));
+    let mut entries: Vec<Entry> = with_room(tensors.len(), WHAT)?;
     let mut end = 0;
     for (key, info) in tensors {
-        let name = Name::from_key(&key).map_err(|what| Malformed::new(at, what))?;
-        let fail = |what: String| Malformed::new(at, format!("tensor `{name}`: {what}"));
+        let name = Name::from_key(&key).map_err(malformed)?;
+        let fail = |what: String| malformed(format!("tensor `{name}`: {what}"));
         let (dtype, shape) = info.placed(end).map_err(fail)?;
         let (from, to) = info.data_offsets;
         end = to;
@@ -60,13 +69,14 @@ pub fn parse(json: &[u8], base: u64, file: usize) -> Result<Header, Malformed> {
         });
     }
     let end = data_at.saturating_add(end);
-    Ok(Header { entries, metadata: raw.metadata, end })
+    Ok(Header { entries, metadata: listed(raw.metadata, WHAT)?, end })
 }
 
 /// A header as it is written.
 struct Raw<'j> {
+    /// With room for all of them.
     tensors: Vec<(Cow<'j, str>, Info<'j>)>,
-    metadata: Vec<(String, String)>,
+    metadata: BTreeMap<String, String>,
 }
 
 /// What it says of a tensor.
@@ -192,35 +202,31 @@ impl<'de> Deserialize<'de> for Shape {
     }
 }
 
-impl<'de: 'j, 'j> Deserialize<'de> for Raw<'j> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Keys;
-        impl<'de> Visitor<'de> for Keys {
-            type Value = Raw<'de>;
+/// Reads all that a header says.
+struct Keys<'r, 'j>(&'r mut Raw<'j>);
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensors")
-            }
+impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
+    type Value = ();
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Raw<'de>, A::Error> {
-                let mut raw = Raw { tensors: Vec::new(), metadata: Vec::new() };
-                let mut told = false;
-                while let Some(Text(key)) = map.next_key()? {
-                    if key != METADATA {
-                        // A name that comes twice is found when all of them are put together.
-                        raw.tensors.push((key, map.next_value()?));
-                        continue;
-                    }
-                    if std::mem::replace(&mut told, true) {
-                        return Err(de::Error::duplicate_field(METADATA));
-                    }
-                    raw.metadata =
-                        map.next_value::<Option<Strings>>()?.map_or_else(Vec::new, |s| s.0);
-                }
-                Ok(raw)
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let Keys(raw) = self;
+        let mut told = false;
+        while let Some(Text(key)) = map.next_key()? {
+            if key != METADATA {
+                // A name that comes twice is found when all of them are put together.
+                raw.tensors.push((key, map.next_value()?));
+                continue;
             }
+            if std::mem::replace(&mut told, true) {
+                return Err(de::Error::duplicate_field(METADATA));
+            }
+            raw.metadata = map.next_value::<Option<Strings>>()?.map_or_else(BTreeMap::new, |s| s.0);
         }
-        from.deserialize_map(Keys)
+        Ok(())
     }
 }
 
@@ -229,7 +235,7 @@ impl<'de: 'j, 'j> Deserialize<'de> for Raw<'j> {
 struct Text<'j>(#[serde(borrow)] Cow<'j, str>);
 
 /// Names and values, no name twice.
-pub(in crate::format) struct Strings(pub Vec<(String, String)>);
+pub(in crate::format) struct Strings(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Strings {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
@@ -242,7 +248,7 @@ impl<'de> Deserialize<'de> for Strings {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
-                let mut pairs = std::collections::BTreeMap::new();
+                let mut pairs = BTreeMap::new();
                 while let Some((name, value)) = map.next_entry::<String, String>()? {
                     if pairs.contains_key(&name) {
                         let what = format!("`{}` comes twice", Brief(&name));
@@ -250,7 +256,7 @@ impl<'de> Deserialize<'de> for Strings {
                     }
                     pairs.insert(name, value);
                 }
-                Ok(Strings(pairs.into_iter().collect()))
+                Ok(Strings(pairs))
             }
         }
         from.deserialize_map(Pairs)
@@ -275,7 +281,7 @@ mod tests {
             let mut json = br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1],"x":"#.to_vec();
             json.extend(field);
             json.extend(b"}}");
-            parse(&json, 0, 0).map(|_| ())
+            parse(&json, 0, 0, "f").map(|_| ())
         };
         with(br#"{"a":[null,true,1.5e3,"b"]}"#).unwrap();
         let deep = [vec![b'['; 5_000], vec![b']'; 5_000]].concat();
@@ -315,7 +321,7 @@ mod tests {
             }
             let text = Value::Object(header.clone()).to_string();
             let data_at = 100 + LENGTH_LEN + text.len() as u64;
-            let found = parse(text.as_bytes(), 100, 3);
+            let found = parse(text.as_bytes(), 100, 3, "f");
             prop_assert_eq!(found.is_err(), changed, "{}", text);
             if let Ok(header) = found {
                 prop_assert_eq!(header.end, data_at + end);

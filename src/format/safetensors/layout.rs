@@ -4,10 +4,19 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{MAX_HEADER_LEN, METADATA};
+use crate::error::{Error, Result};
+use crate::fallible::{listed, push_str, with_room};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
+
+/// What is written, in messages.
+const WHAT: &str = "a safetensors header";
+
+fn refused(what: String) -> Error {
+    Error::InvalidArgument(what)
+}
 
 /// A tensor about to be placed.
 #[derive(Debug, Clone)]
@@ -21,18 +30,18 @@ pub struct Placed {
 }
 
 impl Placed {
-    fn too_large(&self) -> String {
+    fn too_large(&self) -> Error {
         let Placed { name, dtype, shape } = self;
-        format!("tensor `{name}`: shape {shape:?} of {dtype} is too large")
+        refused(format!("tensor `{name}`: shape {shape:?} of {dtype} is too large"))
     }
 
-    fn len(&self) -> Result<u64, String> {
+    fn len(&self) -> Result<u64> {
         checked_len(self.dtype, &self.shape).ok_or_else(|| self.too_large())
     }
 
     /// What the header says of it.
-    fn described(&self, start: u64, end: u64) -> Result<String, String> {
-        let none = || format!("tensor `{}`: safetensors has no {}", self.name, self.dtype);
+    fn described(&self, start: u64, end: u64) -> Result<String> {
+        let none = || refused(format!("tensor `{}`: safetensors has no {}", self.name, self.dtype));
         let (dtype, values) = self.dtype.safetensors().ok_or_else(none)?;
         let mut shape = self.shape.clone();
         if values > 1 {
@@ -45,22 +54,22 @@ impl Placed {
 }
 
 /// Tensors with their names and numbers, in the order of a file.
-fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>, String> {
-    let mut sorted = Vec::with_capacity(tensors.len());
+fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>> {
+    let mut sorted = with_room(tensors.len(), WHAT)?;
     for (number, tensor) in tensors.into_iter().enumerate() {
         let (name, dtype) = (&tensor.name, tensor.dtype);
-        let key = name.key().ok_or_else(|| {
-            format!("tensor `{name}`: names of nested structures have no place in safetensors")
-        })?;
+        let nested = "names of nested structures have no place in safetensors";
+        let key = name.key().ok_or_else(|| refused(format!("tensor `{name}`: {nested}")))?;
         if key == METADATA {
-            return Err(format!("`{METADATA}` is no name for a tensor in safetensors"));
+            return Err(refused(format!("`{METADATA}` is no name for a tensor in safetensors")));
         }
         let rank = dtype.rank_in_safetensors();
-        let rank = rank.ok_or_else(|| format!("tensor `{name}`: safetensors has no {dtype}"))?;
+        let none = || refused(format!("tensor `{name}`: safetensors has no {dtype}"));
+        let rank = rank.ok_or_else(none)?;
         sorted.push((Reverse(rank), key, number, tensor));
     }
-    sorted.sort_by(|one, other| (one.0, &one.1).cmp(&(other.0, &other.1)));
-    Ok(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)).collect())
+    sorted.sort_unstable_by(|one, other| (one.0, &one.1, one.2).cmp(&(other.0, &other.1, other.2)));
+    listed(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)), WHAT)
 }
 
 /// A file about to be written.
@@ -83,23 +92,30 @@ impl Layout {
         tensors: Vec<Placed>,
         metadata: Option<&[(String, String)]>,
         base: u64,
-    ) -> Result<Self, String> {
+    ) -> Result<Self> {
         let sorted = sorted(tensors)?;
         let mut json = String::from("{");
         if let Some(metadata) = metadata {
-            let metadata: BTreeMap<&String, &String> =
-                metadata.iter().map(|(name, value)| (name, value)).collect();
-            json += &format!("{}:{},", to_json(METADATA)?, to_json(&metadata)?);
+            let mut sorted = BTreeMap::new();
+            for (name, value) in metadata {
+                sorted.insert(name, value);
+            }
+            for text in [&to_json(METADATA)?, ":", &to_json(&sorted)?, ","] {
+                push_str(&mut json, text, WHAT)?;
+            }
         }
-        let (mut entries, mut order, mut end) = (Vec::new(), Vec::new(), 0u64);
+        let mut entries = with_room(sorted.len(), WHAT)?;
+        let mut order = with_room(sorted.len(), WHAT)?;
+        let mut end = 0u64;
         let mut names = BTreeSet::new();
         for (key, number, tensor) in sorted {
             let (start, len) = (end, tensor.len()?);
             end = end.checked_add(len).ok_or_else(|| tensor.too_large())?;
-            json += &format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
+            let one = format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
+            push_str(&mut json, &one, WHAT)?;
             let Placed { name, dtype, shape } = tensor;
             if !names.insert(key) {
-                return Err(format!("tensor `{name}` is given twice"));
+                return Err(refused(format!("tensor `{name}` is given twice")));
             }
             order.push(number);
             entries.push(Entry {
@@ -123,9 +139,11 @@ impl Layout {
         // Data begin at a multiple of eight bytes.
         let len = json.len().next_multiple_of(size_of::<u64>());
         if len as u64 > MAX_HEADER_LEN {
-            return Err(format!("names and shapes need a header of {len} bytes: too long"));
+            let what = format!("names and shapes need a header of {len} bytes: too long");
+            return Err(refused(what));
         }
-        let mut head = (len as u64).to_le_bytes().to_vec();
+        let mut head = with_room(len + size_of::<u64>(), WHAT)?;
+        head.extend((len as u64).to_le_bytes());
         head.extend(json.into_bytes());
         head.resize(len + size_of::<u64>(), b' ');
         let data_at = base.saturating_add(head.len() as u64);
@@ -135,12 +153,12 @@ impl Layout {
         }
         let end = data_at.saturating_add(end);
         if i64::try_from(end).is_err() {
-            return Err(format!("{end} bytes are too many for a file"));
+            return Err(refused(format!("{end} bytes are too many for a file")));
         }
         Ok(Layout { head, entries, order, end })
     }
 }
 
-fn to_json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String, String> {
-    serde_json::to_string(value).map_err(|e| e.to_string())
+fn to_json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String> {
+    serde_json::to_string(value).map_err(|e| refused(e.to_string()))
 }

@@ -59,7 +59,7 @@ mod tests {
         let metadata = vec![("b".to_owned(), "1".to_owned()), ("a".to_owned(), String::new())];
         for pair_id in [None, Some([7; 16])] {
             for metadata in [vec![], metadata.clone()] {
-                let bytes = metadata::encode(&metadata).unwrap();
+                let bytes = metadata::encode(&metadata, "f").unwrap();
                 let needed = len(&bytes, pair_id.is_some());
                 for free in [0, 1, 100] {
                     let mut space = vec![0; needed + free];

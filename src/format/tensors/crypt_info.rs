@@ -2,7 +2,8 @@
 //!
 //! Only its bytes are known here; `crate::crypt` encrypts and decrypts.
 
-use crate::error::Malformed;
+use crate::error::{Malformed, Result};
+use crate::fallible::with_room;
 use crate::format::bytes::Cursor;
 
 const CHUNK_KEY_DERIVATION: u16 = 1;
@@ -130,7 +131,9 @@ pub fn encode(
     piece_len: u64,
     nonce: &[u8; 24],
     macs: &[[u8; MAC_LEN]],
-) -> Vec<u8> {
+) -> Result<Vec<u8>> {
+    let len = encoded_len(derivation.is_some(), macs.len() as u64);
+    let room = || with_room(usize::try_from(len).unwrap_or(usize::MAX), "a header");
     let mut chunks: Vec<Vec<u8>> = Vec::new();
     if let Some(derivation) = derivation.filter(|_| !macs.is_empty()) {
         let mut chunk = CHUNK_KEY_DERIVATION.to_le_bytes().to_vec();
@@ -143,7 +146,8 @@ pub fn encode(
         chunks.push(chunk);
     }
     if !macs.is_empty() {
-        let mut chunk = CHUNK_PARALLEL.to_le_bytes().to_vec();
+        let mut chunk = room()?;
+        chunk.extend(CHUNK_PARALLEL.to_le_bytes());
         chunk.extend(piece_len.to_le_bytes());
         chunk.extend(nonce);
         chunk.extend((macs.len() as u64).to_le_bytes());
@@ -151,14 +155,16 @@ pub fn encode(
         chunks.push(chunk);
     }
     let count = if chunks.len() == 2 { 2u16 } else { u16::from(!chunks.is_empty()) };
-    let mut body = count.to_le_bytes().to_vec();
+    let mut body = room()?;
+    body.extend(count.to_le_bytes());
     for chunk in chunks {
         body.extend((chunk.len() as u64).to_le_bytes());
         body.extend(chunk);
     }
-    let mut out = (body.len() as u64).to_le_bytes().to_vec();
+    let mut out = room()?;
+    out.extend((body.len() as u64).to_le_bytes());
     out.extend(body);
-    out
+    Ok(out)
 }
 
 fn set_once<T>(

@@ -7,6 +7,7 @@ use super::index::{
     dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
 use crate::error::{Error, Malformed, Result};
+use crate::fallible::with_room;
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::Entry;
@@ -297,7 +298,7 @@ impl Draft {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
         let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
             .map_err(|_| bug("too long"))?;
-        let mut out = Vec::with_capacity(len);
+        let mut out = with_room(len, "a header")?;
         out.extend_from_slice(&(len as u64).to_le_bytes());
         out.extend_from_slice(&module_index.to_le_bytes());
         out.push(entry.kind as u8);

@@ -2,6 +2,7 @@
 
 use super::prologue::{PROLOGUE_LEN, Prologue};
 use crate::error::{Error, Malformed, Result};
+use crate::fallible::{listed, with_room};
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
@@ -15,6 +16,8 @@ const TAG_SHORT: u32 = 1;
 const TAG_LONG: u32 = 5;
 /// Bytes of the shortest possible entry: name, dtype and shape of nothing.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
+/// Bytes that an entry takes at least beside itself: a name, and its place among the names.
+const MORE_FOR_ENTRY: usize = 64;
 
 impl Entry {
     /// Appends the entry; `tagged` writes the version tag.
@@ -151,7 +154,10 @@ pub fn parse(
                 ))
                 .of(uri)
         })?;
-    let mut entries = Vec::with_capacity(count);
+    let mut entries = with_room(count, "an index")?;
+    // Names and shapes have memory of their own, in pieces that no error could be made of: it is
+    // looked whether there is enough for them, before they are begun.
+    with_room::<[u8; MORE_FOR_ENTRY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {
         let at = cursor.offset();
@@ -168,6 +174,40 @@ pub fn parse(
 /// Bytes of the longest index that is read: room for 60,000 names of full length, or for tens of
 /// millions of usual ones.
 pub const MAX_LEN: u64 = 4 << 30;
+
+/// Bytes of the longest entry: tag, name, kind, dtype, dimensions, positions.
+const LONGEST_ENTRY: usize = 4 + (2 + 0xffff) + 1 + (1 + 0xff) + (1 + 8 * MAX_DIMS) + 24;
+/// Bytes behind the entries that are read where nobody knows how long the file is: metadata, and room
+/// for more tensors.
+const MOST_BEHIND: u64 = 256 << 20;
+
+/// How far the beginning of an index was looked at.
+#[derive(Default)]
+pub struct Start {
+    entries: u64,
+    position: usize,
+}
+
+impl Start {
+    /// Reads on in what has come of a block that lies at `base`, but no entry that may go on behind it.
+    pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {
+        let at = base.saturating_add(self.position as u64);
+        let mut cursor = Cursor::new(block.get(self.position..).unwrap_or(&[]), at, "tensor index");
+        while self.entries < prologue.count && cursor.rest().len() >= LONGEST_ENTRY {
+            parse_entry(&mut cursor, prologue)?;
+            self.entries += 1;
+        }
+        self.position += cursor.position();
+        let behind = prologue.index_len.saturating_sub(self.position as u64);
+        if self.entries == prologue.count && behind > MOST_BEHIND {
+            return Err(cursor.error(format!(
+                "expected at most {MOST_BEHIND} bytes behind the entries of an index that is read \
+                 front to back, found {behind}"
+            )));
+        }
+        Ok(())
+    }
+}
 
 fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Malformed> {
     let long = if prologue.versioned_entries {
@@ -247,7 +287,7 @@ const fn longest_header(data_len: u64) -> u64 {
 }
 
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
-    let mut order: Vec<&Entry> = entries.iter().collect();
+    let mut order = listed(entries.iter(), "an index")?;
     order.sort_unstable_by_key(|entry| entry.header_offset);
     let mut end = first;
     for entry in order {
@@ -300,7 +340,7 @@ pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>
     let len = usize::try_from(index_len).map_err(|_| {
         Error::InvalidArgument(format!("an index of {index_len} bytes is too large"))
     })?;
-    let mut out = Vec::with_capacity(len);
+    let mut out = with_room(len, "an index")?;
     for entry in entries {
         entry.encode(tagged, &mut out)?;
     }

@@ -1,6 +1,7 @@
 //! Where a save puts each tensor.
 
 use crate::error::{Error, Result};
+use crate::fallible::with_room;
 use crate::format::TensorKind;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -55,7 +56,7 @@ pub fn place(
 ) -> Result<FileLayout> {
     let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
     let mut layout =
-        FileLayout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
+        FileLayout { entries: with_room(tensors.len(), "an index")?, end: start, version: plain };
     for tensor in tensors {
         let Placed { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {

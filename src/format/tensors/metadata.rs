@@ -9,9 +9,10 @@
 //! u32        CRC-32 of all pairs
 //! ```
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 
-use crate::error::{Brief, Malformed};
+use crate::error::{Brief, Error, Malformed, Result};
+use crate::fallible::{more_room, owned, push};
 use crate::format::bytes::Cursor;
 
 /// What tells them from unused space.
@@ -22,34 +23,37 @@ const END_LEN: usize = MAGIC.len() + 2 * size_of::<u32>();
 pub const MAX_LEN: usize = 100_000_000;
 /// Names, each of which takes memory of its own.
 const MAX_PAIRS: usize = 1_000_000;
+/// What they are in messages.
+const WHAT: &str = "metadata";
 
-/// The bytes of names and values, in their order; none if there are none. Says what is not possible.
-pub fn encode(pairs: &[(String, String)]) -> Result<Vec<u8>, String> {
+/// The bytes of names and values for `uri`, in their order; none if there are none.
+pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
+    let refused = |what: String| Error::InvalidArgument(format!("`{uri}`: {what}"));
     if pairs.is_empty() {
         return Ok(Vec::new());
     }
     let mut out = Vec::new();
-    let mut names = HashSet::new();
+    let mut names = BTreeSet::new();
     if pairs.len() > MAX_PAIRS {
-        return Err(format!(
-            "expected metadata of at most {MAX_PAIRS} names, found {}",
-            pairs.len()
-        ));
+        let found = pairs.len();
+        let what = format!("expected metadata of at most {MAX_PAIRS} names, found {found}");
+        return Err(refused(what));
     }
     for (name, value) in pairs {
         if !names.insert(name) {
-            return Err(format!("metadata have `{}` twice", Brief(name)));
+            return Err(refused(format!("metadata have `{}` twice", Brief(name))));
         }
         for text in [name, value] {
             // Sums that are too long are refused below.
             let len = u32::try_from(text.len()).unwrap_or(u32::MAX);
+            more_room(&mut out, size_of::<u32>() + text.len() + END_LEN, WHAT)?;
             out.extend_from_slice(&len.to_le_bytes());
             out.extend_from_slice(text.as_bytes());
         }
     }
     let len = u32::try_from(out.len()).ok().filter(|_| out.len() <= MAX_LEN);
     let len = len.ok_or_else(|| {
-        format!("expected metadata of at most {MAX_LEN} bytes, found {}", out.len())
+        refused(format!("expected metadata of at most {MAX_LEN} bytes, found {}", out.len()))
     })?;
     let crc = crc32fast::hash(&out);
     out.extend_from_slice(&MAGIC);
@@ -85,7 +89,7 @@ pub fn find(space: &[u8], at: u64) -> Result<Vec<(String, String)>, Malformed> {
 }
 
 fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
-    let (mut pairs, mut names) = (Vec::new(), HashSet::new());
+    let (mut pairs, mut names) = (Vec::new(), BTreeSet::new());
     while !cursor.rest().is_empty() {
         let at = cursor.offset();
         let (name, value) = (text(&mut cursor, "name")?, text(&mut cursor, "value")?);
@@ -97,7 +101,9 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
             let what = format!("expected metadata of at most {MAX_PAIRS} names, found more");
             return Err(Malformed::new(at, what));
         }
-        pairs.push((name.to_owned(), value.to_owned()));
+        let short = |error: Error| Malformed::new(at, error.to_string());
+        let pair = owned(name, WHAT).and_then(|name| Ok((name, owned(value, WHAT)?)));
+        pair.and_then(|pair| push(&mut pairs, pair, WHAT)).map_err(short)?;
     }
     Ok(pairs)
 }
@@ -138,29 +144,29 @@ mod tests {
     #[test]
     fn they_come_back_in_their_order() {
         let pairs = [pair("z", "ü\n\0"), pair("", ""), pair("a", &"x".repeat(70_000))];
-        let bytes = encode(&pairs).unwrap();
+        let bytes = encode(&pairs, "f").unwrap();
         for free in [0, 1, 50] {
             let space = [vec![0xff; free], bytes.clone()].concat();
             assert_eq!(find(&space, 7).unwrap(), pairs);
         }
-        assert_eq!(encode(&[]).unwrap(), b"");
+        assert_eq!(encode(&[], "f").unwrap(), b"");
         assert_eq!(find(&[0; 300], 0).unwrap(), []);
         assert_eq!(find(b"", 0).unwrap(), []);
     }
 
     #[test]
     fn what_cannot_be_written_is_refused() {
-        let twice = encode(&[pair("a", "1"), pair("b", "2"), pair("a", "3")]).unwrap_err();
-        assert!(twice.contains("`a` twice"), "{twice}");
+        let twice = encode(&[pair("a", "1"), pair("b", "2"), pair("a", "3")], "f").unwrap_err();
+        assert!(twice.to_string().contains("`a` twice"), "{twice}");
         let most = MAX_LEN - 8 - 1;
-        assert_eq!(encode(&[pair("a", &"x".repeat(most))]).unwrap().len(), MAX_LEN + END_LEN);
-        let long = encode(&[pair("a", &"x".repeat(most + 1))]).unwrap_err();
-        assert!(long.contains("at most 100000000 bytes, found 100000001"), "{long}");
+        assert_eq!(encode(&[pair("a", &"x".repeat(most))], "f").unwrap().len(), MAX_LEN + END_LEN);
+        let long = encode(&[pair("a", &"x".repeat(most + 1))], "f").unwrap_err();
+        assert!(long.to_string().contains("at most 100000000 bytes, found 100000001"), "{long}");
     }
 
     #[test]
     fn damage_is_named_with_its_place() {
-        let good = encode(&[pair("name", "value")]).unwrap();
+        let good = encode(&[pair("name", "value")], "f").unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 0x10;
@@ -200,7 +206,7 @@ mod tests {
             free in proptest::collection::vec(any::<u8>(), 0..40),
         ) {
             let pairs: Vec<_> = pairs.into_iter().rev().collect();
-            let space = [free, encode(&pairs).unwrap()].concat();
+            let space = [free, encode(&pairs, "f").unwrap()].concat();
             let found = find(&space, 0);
             prop_assert!(pairs.is_empty() || found.unwrap() == pairs);
         }
@@ -209,7 +215,7 @@ mod tests {
         fn any_pairs_are_read_or_refused(pairs in proptest::collection::vec(0u8..6, 0..80)) {
             // What is read is what would be written.
             if let Ok(found) = find(&ended(&pairs), 0) {
-                prop_assert!(pairs.is_empty() || encode(&found).unwrap() == ended(&pairs));
+                prop_assert!(pairs.is_empty() || encode(&found, "f").unwrap() == ended(&pairs));
             }
         }
     }

@@ -21,6 +21,7 @@ use crate::io::source::ReadAt;
 use crate::sys;
 pub use entry::Cached;
 use entry::{Entry, Identity};
+use source::Origin;
 
 /// What the names of its files end with.
 const ENDING: &str = ".cached";
@@ -79,7 +80,8 @@ impl Cache {
         let opened = self.open(&identity, cancel);
         cancel.check()?;
         let Ok(Some(entry)) = opened else { return Ok(source) };
-        Ok(source::before(source, entry, patience))
+        let origin = Origin { server: source, cache: self.clone(), name: name.into(), patience };
+        Ok(source::before(origin, entry))
     }
 
     fn failed(&self, error: io::Error) -> Error {

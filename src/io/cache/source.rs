@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::Cache;
 use super::entry::{Entry, Found};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
@@ -21,42 +23,78 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Bytes that are here are read here. Others are asked for, and kept; or waited for, while another
 /// process brings them.
 struct CachedSource {
-    server: Arc<dyn ReadAt>,
+    origin: Origin,
     entry: Entry,
-    /// How long another process may take for what is waited for.
-    patience: Duration,
     /// One has taken longer: nobody is waited for any more.
     impatient: AtomicBool,
+    /// What is read instead, once the entry is not trusted any more.
+    anew: OnceLock<Arc<dyn ReadAt>>,
+}
+
+/// Where the bytes of an entry come from.
+pub struct Origin {
+    pub server: Arc<dyn ReadAt>,
+    pub cache: Cache,
+    /// The name of the file in the cache.
+    pub name: Box<str>,
+    /// How long another process may take for what is waited for.
+    pub patience: Duration,
+}
+
+impl Origin {
+    /// Removes the entry of an open file, and gives a source that fills a new one.
+    fn afresh(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
+        remove_own(path, file);
+        let made = self.cache.before(Arc::clone(&self.server), &self.name, self.patience, cancel);
+        made.unwrap_or_else(|_| Arc::clone(&self.server))
+    }
+}
+
+/// Removes an entry, if it still is that of an open file. Who reads it goes on with what it was.
+fn remove_own(path: &Path, file: &File) {
+    let id = |about: std::fs::Metadata| (about.dev(), about.ino());
+    let there = std::fs::symlink_metadata(path).map(id);
+    if there.is_ok_and(|there| file.metadata().is_ok_and(|own| id(own) == there)) {
+        // Where that fails, the next opening finds it again.
+        let _ = std::fs::remove_file(path);
+    }
 }
 
 /// Puts an entry before the source that fills it: as a local file if all of it is here.
-pub fn before(server: Arc<dyn ReadAt>, entry: Entry, patience: Duration) -> Arc<dyn ReadAt> {
+pub fn before(origin: Origin, entry: Entry) -> Arc<dyn ReadAt> {
     // A duplicate keeps the entry in use.
     if entry.is_complete()
         && let Ok(file) = entry.file().try_clone()
     {
-        let here = FileSource::beginning(file, server.uri().to_owned(), entry.len());
-        let path = entry.path().into();
-        return Arc::new(WholeSource { here: Box::new(here), path, server });
+        let here = FileSource::beginning(file, origin.server.uri().to_owned(), entry.len());
+        let shared = Arc::new(Whole { origin, entry, anew: OnceLock::new() });
+        return Arc::new(WholeSource { here: Box::new(here), shared });
     }
-    Arc::new(CachedSource { server, entry, patience, impatient: AtomicBool::new(false) })
+    let (impatient, anew) = (AtomicBool::new(false), OnceLock::new());
+    Arc::new(CachedSource { origin, entry, impatient, anew })
 }
 
 /// A server's file that is here as a whole. What the disk does not give comes from the server.
 struct WholeSource {
     here: Box<dyn ReadAt>,
-    /// The entry of the cache.
-    path: Arc<Path>,
-    server: Arc<dyn ReadAt>,
+    shared: Arc<Whole>,
+}
+
+/// What its readers share.
+struct Whole {
+    origin: Origin,
+    entry: Entry,
+    /// What is read instead, once the entry is not trusted any more.
+    anew: OnceLock<Arc<dyn ReadAt>>,
 }
 
 impl ReadAt for WholeSource {
     fn uri(&self) -> &str {
-        self.server.uri()
+        self.shared.origin.server.uri()
     }
 
     fn traits(&self) -> Traits {
-        self.here.traits()
+        self.shared.anew.get().map_or_else(|| self.here.traits(), |anew| anew.traits())
     }
 
     fn read_at(
@@ -65,36 +103,48 @@ impl ReadAt for WholeSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
+        if let Some(anew) = self.shared.anew.get() {
+            return anew.read_at(offset, buffers, cancel);
+        }
         match self.here.read_at(offset, buffers, cancel) {
-            Err(Error::Io { .. }) | Ok(0) => self.server.read_at(offset, buffers, cancel),
+            Err(Error::Io { .. }) | Ok(0) => {
+                self.shared.origin.server.read_at(offset, buffers, cancel)
+            }
             read => read,
         }
     }
 
     fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+        if let Some(anew) = self.shared.anew.get() {
+            return anew.for_one_reader();
+        }
         let here = self.here.for_one_reader()?;
-        let (path, server) = (Arc::clone(&self.path), Arc::clone(&self.server));
-        Some(Box::new(WholeSource { here, path, server }))
+        Some(Box::new(WholeSource { here, shared: Arc::clone(&self.shared) }))
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.server.beside(name, cancel)
+        self.shared.origin.server.beside(name, cancel)
     }
 
     fn headers(&self) -> &[(String, String)] {
-        self.server.headers()
+        self.shared.origin.server.headers()
     }
 
     fn known_head(&self) -> Option<KnownHead> {
-        self.server.known_head()
+        self.shared.origin.server.known_head()
     }
 
     fn copy(&self) -> Option<PathBuf> {
-        Some(self.path.to_path_buf())
+        self.shared.anew.get().is_none().then(|| self.shared.entry.path().to_owned())
+    }
+
+    fn distrust_copy(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+        let Whole { origin, entry, anew } = &*self.shared;
+        distrust(origin, entry, anew, remove, cancel)
     }
 
     fn file(&self) -> Option<&File> {
-        self.here.file()
+        self.here.file().filter(|_| self.shared.anew.get().is_none())
     }
 }
 
@@ -133,11 +183,34 @@ impl CachedSource {
                 cancel,
             };
             let what = || "tensors".to_owned();
-            let read = read_exact_at(&*self.server, whole.start, part, &what, &keeping);
+            let read = read_exact_at(&*self.origin.server, whole.start, part, &what, &keeping);
             keeping.keep(1);
             read
         })
     }
+}
+
+/// Has an entry read no more; gives its path the first time.
+fn distrust(
+    origin: &Origin,
+    entry: &Entry,
+    anew: &OnceLock<Arc<dyn ReadAt>>,
+    remove: bool,
+    cancel: &dyn Cancel,
+) -> Option<PathBuf> {
+    let mut first = false;
+    anew.get_or_init(|| {
+        first = true;
+        if remove {
+            origin.afresh(entry.path(), entry.file(), cancel)
+        } else {
+            Arc::clone(&origin.server)
+        }
+    });
+    if remove && !first {
+        remove_own(entry.path(), entry.file());
+    }
+    first.then(|| entry.path().to_owned())
 }
 
 /// Bytes are kept while they arrive: the connection goes on meanwhile.
@@ -186,15 +259,15 @@ fn len(range: &Range<u64>) -> usize {
 
 impl ReadAt for CachedSource {
     fn uri(&self) -> &str {
-        self.server.uri()
+        self.origin.server.uri()
     }
 
     fn traits(&self) -> Traits {
-        self.server.traits()
+        self.origin.server.traits()
     }
 
     fn limit_memory(&self, limit: MemoryLimit) {
-        self.server.limit_memory(limit);
+        self.origin.server.limit_memory(limit);
     }
 
     fn read_at(
@@ -206,6 +279,9 @@ impl ReadAt for CachedSource {
         let end = offset.saturating_add(buffers.left() as u64).min(self.entry.len());
         if end <= offset {
             return Ok(0);
+        }
+        if let Some(anew) = self.anew.get() {
+            return anew.read_at(offset, buffers, cancel);
         }
         let begun = Instant::now();
         while !self.entry.is_given_up() {
@@ -221,7 +297,7 @@ impl ReadAt for CachedSource {
             // Who cannot claim, or has waited for long, asks for it although others may.
             let claimed = match self.entry.claim(&missing) {
                 Ok(None) if !self.impatient.load(Ordering::Relaxed) => {
-                    let late = begun.elapsed() >= self.patience;
+                    let late = begun.elapsed() >= self.origin.patience;
                     self.impatient.fetch_or(late, Ordering::Relaxed);
                     cancel::sleep(LOOK, cancel)?;
                     continue;
@@ -241,22 +317,27 @@ impl ReadAt for CachedSource {
             return read;
         }
         self.entry.give_up();
-        self.server.read_at(offset, buffers, cancel)
+        self.origin.server.read_at(offset, buffers, cancel)
     }
 
     fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.server.beside(name, cancel)
+        self.origin.server.beside(name, cancel)
     }
 
     fn headers(&self) -> &[(String, String)] {
-        self.server.headers()
+        self.origin.server.headers()
     }
 
     fn known_head(&self) -> Option<KnownHead> {
-        self.server.known_head()
+        self.origin.server.known_head()
     }
 
     fn copy(&self) -> Option<PathBuf> {
-        (!self.entry.is_given_up()).then(|| self.entry.path().to_owned())
+        let read = !self.entry.is_given_up() && self.anew.get().is_none();
+        read.then(|| self.entry.path().to_owned())
+    }
+
+    fn distrust_copy(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+        distrust(&self.origin, &self.entry, &self.anew, remove, cancel)
     }
 }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::fallible::more_room;
 
 /// Bytes moved at a time to make room.
 const MOVE_STEP: u64 = 8 << 20;
@@ -66,7 +67,10 @@ pub trait WriteAt: Send + Sync {
         let mut buffer = Vec::new();
         while end > at {
             let from = end.saturating_sub(MOVE_STEP).max(at);
-            buffer.resize(usize::try_from(end - from).unwrap_or(usize::MAX), 0);
+            let size = usize::try_from(end - from).unwrap_or(usize::MAX);
+            let more = size.saturating_sub(buffer.len());
+            more_room(&mut buffer, more, "data that are moved")?;
+            buffer.resize(size, 0);
             self.read_back(from, &mut buffer)?;
             write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
             end = from;

@@ -139,6 +139,12 @@ pub trait ReadAt: Send + Sync {
         None
     }
 
+    /// Has it read from its server only, as a local copy of its bytes may be damaged. Gives the copy if
+    /// it was read until now; with `remove` it is removed, also later.
+    fn distrust_copy(&self, _remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
+        None
+    }
+
     /// The file behind it, where it is a local regular file that can be mapped.
     fn file(&self) -> Option<&std::fs::File> {
         None

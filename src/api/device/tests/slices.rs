@@ -108,7 +108,7 @@ impl Saved {
 fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
     let planned = DeviceLoad::new(file, &numbers, apart).unwrap();
-    let mut memory = Memory::new(&planned.block_lens());
+    let mut memory = Memory::new(&planned.block_lens().unwrap());
     let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
     let pool = Pool::new(4 << 20, 8, 16);
     let to = Destination {
@@ -121,7 +121,7 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
     let (_, streams) = planned.run(&to, options, &Counters::default(), &Never).unwrap();
     streams.hand_over().unwrap();
     memory.blocks.clear();
-    let places = planned.places();
+    let places = planned.places().unwrap();
     let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
         let start = memory.starts[place.block] + place.offset as usize;
         memory.bytes[start..][..entry.loaded_len() as usize].to_vec()

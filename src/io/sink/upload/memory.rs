@@ -5,6 +5,7 @@ use std::sync::PoisonError;
 use crate::cancel::POLL;
 use crate::environment::UPLOAD_MB;
 use crate::error::Result;
+use crate::fallible::repeated;
 use crate::io::net::NetOptions;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
@@ -125,7 +126,11 @@ impl Memory {
         loop {
             if let Some(free) = held.take(len, limit) {
                 drop(held);
-                return Ok(if free.is_empty() { vec![0; len] } else { free });
+                return if free.is_empty() {
+                    repeated(0, len, "a part of an upload")
+                } else {
+                    Ok(free)
+                };
             }
             drop(held);
             send()?;

@@ -31,6 +31,7 @@ use bytes::Bytes;
 use super::{Unclosed, WriteAt};
 use crate::cancel::{Cancel, Never, detached};
 use crate::error::{Error, Result};
+use crate::fallible::{append, more_room};
 use crate::io::net::NetOptions;
 #[cfg(feature = "clouds")]
 use crate::io::net::clouds::Cloud;
@@ -235,6 +236,8 @@ impl Upload {
         let room = usize::try_from(head_len - at).map_err(too_large)?;
         let len = bytes.len().min(room);
         if state.head.len() < start + len {
+            let more = start + len - state.head.len();
+            more_room(&mut state.head, more, "the head of an upload")?;
             state.head.resize(start + len, 0);
         }
         state.head[start..start + len].copy_from_slice(&bytes[..len]);
@@ -319,7 +322,7 @@ impl Upload {
         if !sent {
             let mut all = head;
             for (_, tail) in tails {
-                all.extend_from_slice(&tail);
+                append(&mut all, &tail, "what is uploaded")?;
             }
             return self.seen(self.object.put(&Bytes::from(all), cancel));
         }

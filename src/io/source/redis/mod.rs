@@ -15,6 +15,7 @@ use redis::{Pipeline, Value, cmd};
 use super::{ReadAt, Traits};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result, Shown};
+use crate::fallible::{push, with_room};
 use crate::io::net::{Failure, NetOptions, Tries};
 use crate::mem::Buffers;
 use crate::memory_limit::{CONNECTION, MemoryLimit};
@@ -29,14 +30,19 @@ const BATCH_COMMANDS: usize = 1024;
 const REQUEST_LEN: u64 = 32 << 20;
 /// Connections beyond which one server, which works on one thread, gave nothing more.
 const CONNECTIONS: usize = 4;
-/// Bytes of the answer to one step of a scan: of some thousand keys.
-const SCAN_LEN: u64 = 16 << 20;
+/// Bytes of the answer to one step of a scan. What the client makes of it takes up to 56 for 4 of them:
+/// an empty list has no more.
+const SCAN_LEN: u64 = 2 << 20;
 /// Bytes of an answer beside its data: a length or a number, and ends of lines.
 const ANSWER_LEN: u64 = 64;
-/// Bytes that the keys of one file may take: of some ten million tensors.
-const MOST_KEY_BYTES: usize = 1 << 30;
+/// Bytes that the keys of one file may take: of some hundred thousand tensors, each of which has two.
+const MOST_KEY_BYTES: usize = 64 << 20;
+/// What lists of keys are in messages.
+const KEYS: &str = "the keys of a file";
 /// Keys that a step of a scan looks at, and that one batch asks about.
 const SCAN_COUNT: usize = 1000;
+/// A step whose answer was too long is done again for so many times fewer keys.
+const FEWER: usize = 32;
 
 /// Where a key's value is in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,11 +128,21 @@ impl RedisSource {
         let mut keys = Vec::new();
         let mut key_bytes = 0;
         let mut cursor = b"0".to_vec();
+        let mut count = SCAN_COUNT;
         loop {
             let mut scan = Pipeline::new();
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
-            scan.arg("COUNT").arg(SCAN_COUNT);
-            let answers = self.ask(&scan, SCAN_LEN, 0, tries())?;
+            scan.arg("COUNT").arg(count);
+            let answers = match self.ask(&scan, SCAN_LEN, 0, tries()) {
+                // Long names: fewer of them fit into an answer.
+                Err(Error::Io { error, .. })
+                    if error.kind() == ErrorKind::InvalidData && count > 1 =>
+                {
+                    count = (count / FEWER).max(1);
+                    continue;
+                }
+                answers => answers?,
+            };
             let answer = match answers.into_iter().next() {
                 Some(Value::Array(answer)) => answer,
                 other => return Err(self.odd("SCAN", format!("{other:?}"))),
@@ -145,7 +161,7 @@ impl RedisSource {
                             let what = format!("keys of more than {MOST_KEY_BYTES} bytes");
                             return Err(self.odd("SCAN", what));
                         }
-                        keys.push(key);
+                        push(&mut keys, key, KEYS)?;
                     }
                     other => return Err(self.odd("SCAN", format!("the key {other:?}"))),
                 }
@@ -163,7 +179,7 @@ impl RedisSource {
         keys: &[(u64, Vec<u8>)],
         tries: &dyn Fn() -> Tries<'t>,
     ) -> Result<Vec<Held>> {
-        let mut held = Vec::with_capacity(keys.len());
+        let mut held = with_room(keys.len(), KEYS)?;
         for batch in keys.chunks(SCAN_COUNT) {
             let mut lengths = Pipeline::new();
             for (_, key) in batch {

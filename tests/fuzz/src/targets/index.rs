@@ -37,7 +37,7 @@ pub fn run(bytes: &[u8]) {
     assert!(again.is_ok_and(|again| again.entries.len() == found.entries.len()));
     let said = behind::find(&block[found.len..], at + found.len as u64);
     if let Ok(pairs) = said.metadata {
-        let written = metadata::encode(&pairs).unwrap();
+        let written = metadata::encode(&pairs, "f").unwrap();
         assert_eq!(metadata::find(&written, 0).unwrap(), pairs);
     }
 }

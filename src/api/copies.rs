@@ -1,0 +1,99 @@
+//! Bytes of a server that come from a copy on this disk, which may be damaged.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::file::TensorFile;
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::source::ReadAt;
+
+impl TensorFile {
+    /// Does some work with bytes of its files. See [`with_sound_copies`].
+    pub(super) fn with_sound_copies<T>(
+        &self,
+        cancel: &dyn Cancel,
+        work: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
+        with_sound_copies(&|error| self.suspects(error), cancel, work)
+    }
+
+    /// The files whose bytes an error is about.
+    fn suspects(&self, error: &Error) -> Vec<Arc<dyn ReadAt>> {
+        let sources = self.sources();
+        let number = match error {
+            Error::Format { uri, .. } | Error::Truncated { uri, .. } => {
+                sources.iter().position(|source| source.uri() == uri)
+            }
+            Error::HashMismatch { name, .. } => {
+                let entry = self.entries().iter().find(|entry| entry.name.to_string() == *name);
+                entry.map(|entry| entry.file)
+            }
+            _ => None,
+        };
+        match number {
+            Some(number) => sources.get(number).cloned().into_iter().collect(),
+            None => sources.to_vec(),
+        }
+    }
+}
+
+/// Does some work. Where it fails because bytes are damaged that came from copies of what servers have,
+/// these copies are removed, and it is done once more with bytes of the servers.
+pub fn with_sound_copies<T>(
+    suspects: &dyn Fn(&Error) -> Vec<Arc<dyn ReadAt>>,
+    cancel: &dyn Cancel,
+    mut work: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    let error = match work() {
+        Err(error) if may_be_damage(&error) => error,
+        done => return done,
+    };
+    // A wrong key looks like damage: which of them it is shows with the server's own bytes.
+    let sure = !matches!(error, Error::Crypt(_));
+    let sources = suspects(&error);
+    let distrust = |remove| sources.iter().filter_map(move |s| s.distrust_copy(remove, cancel));
+    let copies: Vec<PathBuf> = distrust(sure).collect();
+    if copies.is_empty() {
+        return Err(error);
+    }
+    let again = work();
+    if again.is_ok() && !sure {
+        distrust(true).for_each(drop);
+    }
+    again.map_err(
+        |again| {
+            if may_be_damage(&again) { again } else { not_fetched(&copies, &error, again) }
+        },
+    )
+}
+
+/// The file that is opened, if an error is about it and not about another one that it names.
+pub fn opened(source: &Arc<dyn ReadAt>, error: &Error) -> Vec<Arc<dyn ReadAt>> {
+    let other = match error {
+        Error::Format { uri, .. } | Error::Truncated { uri, .. } => uri != source.uri(),
+        _ => false,
+    };
+    if other { Vec::new() } else { vec![Arc::clone(source)] }
+}
+
+fn may_be_damage(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::HashMismatch { .. }
+            | Error::Format { .. }
+            | Error::Truncated { .. }
+            | Error::Crypt(_)
+    )
+}
+
+/// What was damaged, and that it could not be had anew.
+fn not_fetched(copies: &[PathBuf], damage: &Error, again: Error) -> Error {
+    let Error::Io { action, uri, error } = again else { return again };
+    let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();
+    let what = format!(
+        "{error}; the copy in the cache, {}, was damaged and is removed: {damage}",
+        copies.join(", ")
+    );
+    Error::io(action, &uri, std::io::Error::new(error.kind(), what))
+}

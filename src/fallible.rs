@@ -1,0 +1,108 @@
+//! Memory whose size data, a file or a server give. Where it cannot be had, the call ends with an error
+//! that says what it was for; Rust's own collections would end the process.
+
+use crate::error::{Error, Result};
+
+/// What is said where so many bytes cannot be had.
+pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
+    let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
+    Error::OutOfMemory { bytes, what: what.into(), error }
+}
+
+/// So many zeros.
+pub fn zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
+    bytes.resize(len, 0);
+    Ok(bytes.into_boxed_slice())
+}
+
+/// An empty vector with room for so many.
+pub fn with_room<T>(count: usize, what: &str) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    out.try_reserve_exact(count).map_err(|_| out_of_memory(bytes_of::<T>(count), what))?;
+    Ok(out)
+}
+
+/// The same value so many times.
+pub fn repeated<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>> {
+    let mut out = with_room(count, what)?;
+    out.resize(count, value);
+    Ok(out)
+}
+
+/// Room for so many more. It at least doubles, so that adding one by one takes few steps.
+pub fn more_room<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
+    let bytes = || bytes_of::<T>(out.len().saturating_add(more));
+    let bytes = bytes();
+    out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
+}
+
+/// One more.
+pub fn push<T>(out: &mut Vec<T>, item: T, what: &str) -> Result<()> {
+    more_room(out, 1, what)?;
+    out.push(item);
+    Ok(())
+}
+
+/// These too.
+pub fn append<T: Clone>(out: &mut Vec<T>, items: &[T], what: &str) -> Result<()> {
+    more_room(out, items.len(), what)?;
+    out.extend_from_slice(items);
+    Ok(())
+}
+
+/// All of an iterator, until the first error.
+pub fn collected<T>(items: impl IntoIterator<Item = Result<T>>, what: &str) -> Result<Vec<T>> {
+    let items = items.into_iter();
+    let mut out = with_room(items.size_hint().0, what)?;
+    for item in items {
+        push(&mut out, item?, what)?;
+    }
+    Ok(out)
+}
+
+/// All of an iterator.
+pub fn listed<T>(items: impl IntoIterator<Item = T>, what: &str) -> Result<Vec<T>> {
+    collected(items.into_iter().map(Ok), what)
+}
+
+/// A copy of a text.
+pub fn owned(text: &str, what: &str) -> Result<String> {
+    let mut out = String::new();
+    out.try_reserve_exact(text.len()).map_err(|_| out_of_memory(text.len() as u64, what))?;
+    out.push_str(text);
+    Ok(out)
+}
+
+/// A text behind another one.
+pub fn push_str(out: &mut String, text: &str, what: &str) -> Result<()> {
+    let bytes = out.len().saturating_add(text.len());
+    out.try_reserve(text.len()).map_err(|_| out_of_memory(bytes as u64, what))?;
+    out.push_str(text);
+    Ok(())
+}
+
+fn bytes_of<T>(count: usize) -> u64 {
+    (count as u64).saturating_mul(size_of::<T>() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
+    fn lengths_beyond_memory_are_errors() {
+        let most = isize::MAX.unsigned_abs();
+        let error = zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
+        assert!(error.is_some_and(|error| error.contains("for a header")));
+        assert_eq!(zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));
+        assert!(with_room::<u64>(usize::MAX, "entries").is_err());
+        assert!(repeated(7u8, most, "flags").is_err());
+        let (mut few, many) = (vec![1, 2], std::iter::repeat_n(0u64, most));
+        assert!(more_room(&mut few, most, "more").is_err());
+        assert!(listed(many, "too many").is_err());
+        assert_eq!(few, [1, 2]);
+    }
+}
