@@ -159,8 +159,8 @@ fn account(object: &Object, given: &Given<'_>, place: &Place) -> Result<(String,
     let name = named.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
     let name = name.filter(|name| is_word(name)).ok_or_else(|| {
         Error::InvalidArgument(format!(
-            "`{}`: whose container? Set AZURE_STORAGE_ACCOUNT_NAME to the name of the account, or \
-             name it in the address: abfss://container@account.dfs.core.windows.net/name",
+            "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
+             abfss://container@account.dfs.core.windows.net/name",
             object.shown
         ))
     })?;
