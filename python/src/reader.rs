@@ -241,8 +241,8 @@ impl Reader {
 
     /// What it says beside its tensors; an error where that is damaged.
     #[getter]
-    fn metadata(&self) -> Answer<Vec<(String, String)>> {
-        Ok(self.file.metadata()?.to_vec())
+    fn metadata(&self) -> Answer<Option<Vec<(String, String)>>> {
+        Ok(self.file.metadata()?.map(<[_]>::to_vec))
     }
 
     /// The path or address of each of its files.

@@ -82,7 +82,7 @@ class Facts:
         self.metadata: dict[str, str] | None = None
         self.damage = ""
         try:
-            self.metadata = dict(file.reader.metadata)
+            self.metadata = dict(file.reader.metadata or ())
         except FormatError as error:
             self.damage = str(error)
 

@@ -79,7 +79,7 @@ class File:
             FormatError: They are damaged.
 
         """
-        found = dict(self.reader.metadata)
+        found = dict(self.reader.metadata or ())
         if self.reader.files() != [self.reader.uri]:
             found.pop("total_size", None)
         return found

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def _metadata(file: File, report: Report) -> dict[str, str] | None:
     """List and return metadata; None if they are damaged."""
     try:
-        found = dict(file.reader.metadata)
+        found = dict(file.reader.metadata or ())
     except FormatError as error:
         report.finding(f"metadata  {error}")
         return None

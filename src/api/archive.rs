@@ -72,7 +72,7 @@ pub fn read_archive(
     });
     let entries = collected(entries, LISTS)?;
     let format = Format::TorchZip;
-    Ok(Part { source, format, head: None, entries, metadata: Vec::new() })
+    Ok(Part { source, format, head: None, entries, metadata: None })
 }
 
 fn bytes_dtype() -> Result<DType> {

@@ -215,12 +215,13 @@ impl TensorFile {
         self.catalog.format
     }
 
-    /// What the file says beside its tensors, as names and values. Those of a `.tensors` file are
+    /// What the file says beside its tensors, as names and values; None if it states none, which a
+    /// safetensors file tells from an empty list. Those of a `.tensors` file are
     /// authenticated where it is sealed by a manifest, once it was opened with a key, and else not.
     /// Where they are damaged this is the error, and tensors can be loaded all the same.
-    pub fn metadata(&self) -> Result<&[(String, String)]> {
+    pub fn metadata(&self) -> Result<Option<&[(String, String)]>> {
         match &*self.catalog.metadata {
-            Ok(pairs) => Ok(pairs),
+            Ok(pairs) => Ok(pairs.as_deref()),
             Err(damage) => Err(damage.clone().of(&self.uri)),
         }
     }
@@ -289,7 +290,8 @@ impl TensorFile {
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors.
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
-        let metadata = metadata::encode(self.metadata()?, self.uri())?;
+        let pairs = self.metadata()?.unwrap_or(&[]);
+        let metadata = metadata::encode(pairs, self.uri())?;
         behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
         listed(prologue.encode().into_iter().chain(block), "a head")
     }

@@ -207,6 +207,7 @@ impl Head {
             sealed: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
+        let metadata = metadata.map(|pairs| (!pairs.is_empty()).then_some(pairs));
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
         let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))

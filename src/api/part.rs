@@ -38,8 +38,8 @@ pub struct Part {
     pub head: Option<KnownHead>,
     /// Its tensors, by position.
     pub entries: Vec<Entry>,
-    /// Names and values.
-    pub metadata: Vec<(String, String)>,
+    /// Names and values; None if it states none.
+    pub metadata: Option<Vec<(String, String)>>,
 }
 
 /// An error about a file as a whole.

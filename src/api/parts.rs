@@ -31,7 +31,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
     let mut sources = with_room(parts.len(), LISTS)?;
     let mut entries: Vec<Entry> = Vec::new();
-    let mut metadata: BTreeMap<String, String> = BTreeMap::new();
+    let mut metadata: Option<BTreeMap<String, String>> = None;
     let mut formats = parts.iter().map(|part| part.format);
     let format = formats.next().ok_or_else(|| malformed(&uri, "it names no files".to_owned()))?;
     if formats.any(|other| other != format) {
@@ -45,11 +45,15 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
         };
         more_room(&mut entries, part.entries.len(), LISTS)?;
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
-        metadata.extend(part.metadata);
+        if let Some(pairs) = part.metadata {
+            metadata.get_or_insert_default().extend(pairs);
+        }
         heads.extend(part.head);
         sources.push(part.source);
     }
-    metadata.extend(index.metadata.iter().cloned());
+    if !index.metadata.is_empty() {
+        metadata.get_or_insert_default().extend(index.metadata.iter().cloned());
+    }
     let mut names = NameTree::default();
     for (number, entry) in entries.iter().enumerate() {
         names.insert(&entry.name, number).map_err(|_| {
@@ -58,7 +62,8 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
             malformed(&uri, what)
         })?;
     }
-    let metadata = Arc::new(Ok(listed(metadata, LISTS)?));
+    let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
+    let metadata = Arc::new(Ok(metadata));
     if format.names_tensors() {
         check_all_are_there(&promised, &index, &names, &uri)?;
     }

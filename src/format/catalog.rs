@@ -46,9 +46,9 @@ impl Format {
     }
 }
 
-/// Names and values that files have beside their tensors. What is wrong with them keeps nobody from the
-/// tensors.
-pub type Metadata = Result<Vec<(String, String)>, Malformed>;
+/// Names and values that files have beside their tensors; None if no file states any, which
+/// safetensors tells from an empty list. Tensors can be loaded although these are damaged.
+pub type Metadata = Result<Option<Vec<(String, String)>>, Malformed>;
 
 /// Tensors of one file, or of the shards of a checkpoint.
 pub struct Catalog {

@@ -183,8 +183,18 @@ def test_safe_open(path, tensors):
         assert ours.safe_open(path, name, device=None).keys() == sorted(tensors)
     plain = ours.safe_open(path, framework="pt", device=torch.device("cpu"), backend="pread")
     assert plain.keys() == sorted(tensors)
-    ours.save_file({"a": torch.ones(1)}, path)
-    assert ours.safe_open(path, "pt").metadata() is None
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
+def test_empty_metadata_are_not_none(tmp_path, metadata):
+    path = tmp_path / "f"
+    theirs.save_file({"a": torch.ones(1)}, path, metadata)
+    with ours.safe_open(path, "pt") as mine, theirs.safe_open(path, "pt") as library:
+        assert mine.metadata() == library.metadata() == metadata
+    header = b'{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    with ours.safe_open(path, "pt") as mine, theirs.safe_open(path, "pt") as library:
+        assert mine.metadata() is library.metadata() is None
 
 
 def test_closed(path):

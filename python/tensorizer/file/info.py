@@ -71,7 +71,7 @@ class FileInfo:
 
 def _metadata(file: TensorFile) -> dict[str, str]:
     try:
-        return dict(file.reader.metadata)
+        return dict(file.reader.metadata or ())
     except FormatError as error:
         warnings.warn(f"the file is shown without its metadata: {error}", stacklevel=3)
         return {}

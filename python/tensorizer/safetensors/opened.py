@@ -104,8 +104,9 @@ class Opened:
             file.close()
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the file says beside its tensors."""
-        return dict(self._file.reader.metadata) or None
+        """Return what the file says beside its tensors; None if it states no metadata."""
+        found = self._file.reader.metadata
+        return None if found is None else dict(found)
 
     def find(self, name: str) -> int:
         """Return a tensor's number.

@@ -21,8 +21,8 @@ use crate::format::name::Name;
 pub struct Header {
     /// Tensors, in the order of their data.
     pub entries: Vec<Entry>,
-    /// Names and values.
-    pub metadata: Vec<(String, String)>,
+    /// Names and values; None if the header has no `__metadata__`.
+    pub metadata: Option<Vec<(String, String)>>,
     /// Where the data end, and the file.
     pub end: u64,
 }
@@ -36,7 +36,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // A tensor has a colon behind its name at least.
     let most = json.iter().filter(|&&byte| byte == b':').count();
-    let mut raw = Raw { tensors: with_room(most, WHAT)?, metadata: BTreeMap::new() };
+    let mut raw = Raw { tensors: with_room(most, WHAT)?, metadata: None };
     let mut from = serde_json::Deserializer::from_str(text);
     let read = from.deserialize_map(Keys(&mut raw)).and_then(|()| from.end());
     read.map_err(|e| failed(&e.to_string()))?;
@@ -69,14 +69,15 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
         });
     }
     let end = data_at.saturating_add(end);
-    Ok(Header { entries, metadata: listed(raw.metadata, WHAT)?, end })
+    let metadata = raw.metadata.map(|pairs| listed(pairs, WHAT)).transpose()?;
+    Ok(Header { entries, metadata, end })
 }
 
 /// A header as it is written.
 struct Raw<'j> {
     /// With room for all of them.
     tensors: Vec<(Cow<'j, str>, Info<'j>)>,
-    metadata: BTreeMap<String, String>,
+    metadata: Option<BTreeMap<String, String>>,
 }
 
 /// What it says of a tensor.
@@ -224,7 +225,7 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
             if std::mem::replace(&mut told, true) {
                 return Err(de::Error::duplicate_field(METADATA));
             }
-            raw.metadata = map.next_value::<Option<Strings>>()?.map_or_else(BTreeMap::new, |s| s.0);
+            raw.metadata = map.next_value::<Option<Strings>>()?.map(|s| s.0);
         }
         Ok(())
     }

@@ -3,8 +3,7 @@
 
 use super::metadata;
 use super::pair::{self, PAIR_LEN, PairId};
-use crate::error::{Error, Result};
-use crate::format::catalog::Metadata;
+use crate::error::{Error, Malformed, Result};
 
 /// What a file says there, its manifest apart.
 #[derive(Debug, PartialEq, Eq)]
@@ -12,7 +11,7 @@ pub struct Behind {
     /// The identity by which the other half of a saved object knows the file.
     pub pair_id: Option<PairId>,
     /// Names and values.
-    pub metadata: Metadata,
+    pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
 }
 
 /// Bytes that [`put`] needs.
@@ -52,7 +51,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::error::Malformed;
 
     #[test]
     fn each_is_found_with_and_without_the_other() {
