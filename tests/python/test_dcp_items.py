@@ -57,6 +57,31 @@ def test_targets_of_another_dtype_and_stride(tmp_path):
     assert not between[:, 1::2].any()
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_conjugated_and_negated_targets_are_filled(tmp_path, verify):
+    state = {
+        "conj": torch.arange(6) * (1 + 2j),
+        "neg": torch.arange(6.0),
+        "both": torch.ones(4) * 3j,
+    }
+
+    def targets():
+        return {
+            "conj": torch.zeros(6, dtype=torch.complex64).conj(),
+            "neg": torch._neg_view(torch.zeros(6)),
+            "both": torch._neg_view(torch.zeros(4, dtype=torch.complex64).conj()),
+        }
+
+    save(state, tmp_path / "ours")
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    mine, theirs = targets(), targets()
+    load(mine, tmp_path / "ours", verify_hash=verify)
+    dcp.load(theirs, checkpoint_id=tmp_path / "theirs")
+    for name, tensor in state.items():
+        assert torch.equal(mine[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+
+
 def test_targets_that_share_memory(tmp_path):
     tied = torch.arange(100.0)
     state = {"a": tied, "b": tied, "view": tied[50:], "apart": torch.ones(3)}

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile, in_batches
-from ..tensors.exchange import dtype_of, refuse_short
+from ..tensors.exchange import dtype_of, is_fillable, refuse_short
 from . import layout
 
 #: Bytes that are loaded at a time where they are then copied to tensors.
@@ -210,8 +210,8 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
                 f"{item.dest_index.fqn!r}: the checkpoint has {shape} for it, and the tensor "
                 f"to load into is {list(target.shape)}"
             )
-        fits = target.dtype == dtype_of(dtype) and target.is_contiguous()
-        fits = fits and not target.is_meta and file.can_fill_on(target.device)
+        fits = target.dtype == dtype_of(dtype) and is_fillable(target)
+        fits = fits and file.can_fill_on(target.device)
         if fits and number not in direct:
             direct[number] = target
         else:

@@ -9,7 +9,7 @@ import torch
 
 from ..modules.state import Place
 from ..tensors import sharding
-from ..tensors.exchange import dtype_of
+from ..tensors.exchange import dtype_of, is_fillable
 from ..tensors.sharding import Part
 from .arguments import resolve_device
 from .loaded import LoadedTensors
@@ -79,10 +79,9 @@ class ShardedPlaces:
         dtype = dtype_of(self._file.reader.describe(number)[0])
         return (
             number not in self._loaded
-            and not local.is_meta
             and self._file.dtype is None
             and local.dtype == dtype
-            and local.is_contiguous()
+            and is_fillable(local)
             and self._file.can_fill_on(local.device)
         )
 

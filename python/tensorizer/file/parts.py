@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from ..modules import state
-from ..tensors.exchange import cast_dtype, copied, dtype_of, refuse_short
+from ..tensors.exchange import cast_dtype, copied, dtype_of, is_fillable, refuse_short
 from ..tensors.sharding import Box, Part
 from .tensor_file import TensorFile
 
@@ -158,5 +158,5 @@ def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int, part: Part)
     found = f"the tensor to load into is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
     if tensor.dtype != dtype_of(kind) or list(tensor.shape) != shape:
         raise ValueError(f"tensor `{name}`: the file holds torch.{kind} {shape}, {found}")
-    if tensor.is_meta or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not is_fillable(tensor):
         raise ValueError(f"tensor `{name}`: expected memory in row-major order, {found}")

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
 from ..tensors import sharding, subclasses
+from ..tensors.exchange import is_fillable
 
 
 @dataclass
@@ -86,14 +87,10 @@ class Place:
         return (
             not is_lazy(tensor)
             and self.is_of(tensor)
-            and tensor.device.type != "meta"
-            and tensor.layout == torch.strided
             and tensor.device == device
             and tensor.dtype == dtype
             and list(tensor.shape) == list(shape)
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
+            and is_fillable(tensor)
         )
 
 

@@ -42,6 +42,15 @@ def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:
         _refuse_short([name for name, _ in plain], [tensor for _, tensor in plain])
 
 
+def is_fillable(tensor: torch.Tensor) -> bool:
+    """Tell whether the bytes of a file can be read straight into the memory of a tensor.
+
+    False for strided and lazily conjugated or negated views, whose memory holds other values.
+    """
+    plain = tensor.layout == torch.strided and not tensor.is_meta and tensor.is_contiguous()
+    return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name without ``torch.``.
 
