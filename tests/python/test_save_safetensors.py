@@ -5,9 +5,10 @@ import json
 import os
 
 import pytest
-import tensorizer
+import tensorizer.safetensors
 import torch
 from servers import Moto
+from tensorizer import TensorSerializer
 
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
@@ -113,6 +114,47 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, tensors, options, er
         tensorizer.save(tensors, path, **options)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f.safetensors"]
+
+
+def module_with(tensor):
+    module = torch.nn.Module()
+    module.register_buffer("a", tensor)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["f.tensors", "f.safetensors"])
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda tensor, path: tensorizer.save({"a": tensor}, path),
+        lambda tensor, path: tensorizer.save({"a": tensor, "b": tensor}, path),
+        lambda tensor, path: tensorizer.save_async({"a": tensor}, path),
+        lambda tensor, path: TensorSerializer(path).write_module(module_with(tensor)),
+    ],
+    ids=["save", "shared", "async", "module"],
+)
+def test_nested_tensors_are_refused(tmp_path, save, name):
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        with pytest.raises(NotImplementedError, match="'.?a' is a (nested tensor|NestedTensor)"):
+            save(nested, tmp_path / name)
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_in_the_place_of_the_library(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    two, path = {"a": nested, "b": nested}, tmp_path / "f.safetensors"
+    for save in (
+        lambda: tensorizer.save(two, path, max_shard_size=8),
+        lambda: tensorizer.safetensors.save_file(two, path),
+        lambda: tensorizer.safetensors.save(two),
+        lambda: tensorizer.safetensors.save_model(module_with(nested), path),
+    ):
+        with pytest.raises(NotImplementedError, match="'a' is a nested tensor"):
+            save()
+    assert os.listdir(tmp_path) == []
 
 
 def test_tensors_that_share_memory_are_refused(tmp_path):

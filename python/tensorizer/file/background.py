@@ -136,11 +136,9 @@ def save_async(
         to_safetensors.refuse_options(alignment, encryption, hashes)
         tensors = to_safetensors.checked(tensors)
     # Refuses at once what cannot be saved.
-    leaves = []
-    for path, tensor in flatten(tensors):
-        if why := subclasses.reason(tensor):
-            raise NotImplementedError(f"{(path[0] if len(path) == 1 else path)!r} is a {why}")
-        leaves.append((path[0] if len(path) == 1 else path, tensor))
+    leaves = list(zip(*named_leaves(tensors), strict=True))
+    for name, tensor in leaves:
+        subclasses.refuse(name, tensor)
     refuse_short(leaves)
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     copies = _copied(tensors)

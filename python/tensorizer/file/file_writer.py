@@ -154,8 +154,7 @@ class FileWriter:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
         for name, tensor in zip(names, tensors, strict=True):
-            if why := subclasses.reason(tensor):
-                raise NotImplementedError(f"{name!r} is a {why}")
+            subclasses.refuse(name, tensor)
         handle = lend(tensors)
         try:
             write(self._writer, handle)

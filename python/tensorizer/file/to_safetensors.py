@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..streams.open import open_stream
-from ..tensors import sharding
+from ..tensors import sharding, subclasses
 from .file_writer import FileWriter
 from .progress import Progress, data_bytes
 from .tensor_file import in_batches
@@ -155,6 +155,7 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
     Raises:
         TypeError: They are not tensors by name.
         ValueError: They share memory, or names are those of nested structures.
+        NotImplementedError: A tensor is nested, or of a subclass that is more than its bytes.
 
     """
     if not isinstance(tensors, Mapping):
@@ -167,6 +168,8 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
                 "safetensors files hold tensors by name, and nothing nested: found "
                 f"{type(tensor).__name__} at {name!r}"
             )
+        if not sharding.is_sharded(tensor):
+            subclasses.refuse(name, tensor)
     _refuse_shared(tensors)
     return dict(tensors)
 

@@ -11,6 +11,7 @@ import torch
 
 from ..file.opening import Memory
 from ..file.to_safetensors import write_one
+from ..tensors import subclasses
 from .errors import as_safetensor_errors
 from .opened import Opened
 from .reading import safe_open
@@ -69,7 +70,7 @@ def save_file(
         RuntimeError: Tensors share memory: :func:`save_model` saves one of each.
         SafetensorError: The file cannot be written.
         TypeError: Names, metadata or the file name are of another type.
-        NotImplementedError: A tensor is on the meta device, or of a subclass.
+        NotImplementedError: A tensor is nested, on the meta device, or of a subclass.
 
     """
     if not isinstance(filename, (str, os.PathLike)):
@@ -198,6 +199,9 @@ def _check(tensors: Mapping[str, Any]) -> None:
             "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
             "this might make a much larger file than needed."
         )
+    for name, tensor in tensors.items():
+        if tensor.is_nested:
+            subclasses.refuse(name, tensor)
     shared = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
     if shared:
         raise RuntimeError(

@@ -41,11 +41,12 @@ def _is_complete(tensor: torch.Tensor) -> bool:
 def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
     """Return groups of names whose tensors overlap in one storage; most groups are of one name.
 
-    Tensors without memory are in none.
+    Tensors without memory, and nested ones, are in none.
     """
     storages: dict[tuple[torch.device, int, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if not tensor.is_meta and storage_ptr(tensor) and storage_size(tensor):
+        single = not tensor.is_meta and not tensor.is_nested
+        if single and storage_ptr(tensor) and storage_size(tensor):
             storages[tensor.device, storage_ptr(tensor), storage_size(tensor)].append(name)
     groups: list[set[str]] = []
     for names in storages.values():

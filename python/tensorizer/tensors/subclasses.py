@@ -1,4 +1,4 @@
-"""Subclasses of torch's tensors: which are their bytes and nothing else.
+"""Which tensors are their bytes and nothing else: not nested ones, nor those of some subclasses.
 
 A file holds the bytes, the dtype and the shape of a tensor. A class of a library may need more:
 other tensors that it is made of, or that it carries along. Such tensors are refused, as what came
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._types import Name
 from .sharding import is_sharded
 
 #: What trainers attach to parameters, and make anew: gradients, and copies in another dtype.
 _OF_TRAINERS = ("main_grad", "main_param", "grad_added_to_main_grad")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NESTED = "nested tensor, which has no one shape: save the tensors of its unbind()"
 _INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
 
 
@@ -30,7 +32,7 @@ def reason(tensor: torch.Tensor) -> str | None:
     """
     kind = type(tensor)
     if kind in _PLAIN:
-        return None
+        return _NESTED if tensor.is_nested else None
     if is_sharded(tensor):
         return (
             f"{kind.__name__}, of which this process has a part: tensorizer.save and "
@@ -58,10 +60,21 @@ def reason(tensor: torch.Tensor) -> str | None:
     )
 
 
+def refuse(name: Name, tensor: torch.Tensor) -> None:
+    """Refuse to save a tensor whose bytes are not all of it.
+
+    Raises:
+        NotImplementedError: It is such a tensor, for the :func:`reason` that is given.
+
+    """
+    if why := reason(tensor):
+        raise NotImplementedError(f"{name!r} is a {why}")
+
+
 def reason_in(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
     """Say the same of a tensor of a module, which may keep what belongs to it."""
     if type(tensor) in _PLAIN:
-        return None
+        return reason(tensor)
     return reason(tensor) or _kept_by(module, tensor)
 
 
