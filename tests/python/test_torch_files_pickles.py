@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import random
+import re
+import warnings
 
 import pytest
 import tensorizer
@@ -146,20 +148,52 @@ def test_structures(refuse):
     long = {"k" * 60000: [tensor()] * 1000}
     refuse(Zip(records(long)).bytes, "over and over")
     refuse(Zip(records({"k" * 70000: tensor()})).bytes, "name is too long")
-    for tree, match in (
-        ({1.5: tensor()}, "names have strings and indices, and not 1.5"),
-        ({None: tensor()}, "not None"),
-        ({True: tensor()}, "not True"),
-        ({-1: tensor()}, "not -1"),
-        ({1 << 64: tensor()}, "not 18446744073709551616"),
-        ({b"k" * 5000: tensor()}, "not b'kkk"),
-        ({(1, 2): tensor()}, r"not \(1, 2\)"),
-        ({"a": tensor(), 1: tensor()}, "strings and integers as keys"),
-        ({"b": {"a": tensor(), 1: [tensor()]}}, "strings and integers as keys"),
-    ):
-        refuse(Zip(records(tree)).bytes, match, NotImplementedError)
     # What is no tensor may be beside others, whatever its key.
     assert load(Zip(records({"a": tensor(), 1: 2, None: "x", (1, 2): [3]})).bytes).keys() == {"a"}
+
+
+UNNAMED = [1.5, None, True, -1, 1 << 64, b"k" * 5000, (1, 2)]
+
+
+@pytest.mark.parametrize("key", UNNAMED, ids=range(len(UNNAMED)))
+def test_tensors_that_cannot_be_named_are_left_out_with_a_warning(refuse, key):
+    text = rf"without 2 tensors that cannot be named: \({re.escape(repr(key)[:90])}.*torch.load it"
+    with pytest.warns(UserWarning, match=text) as warned:
+        loaded = load(
+            Zip(records({key: tensor(), "a": tensor(), "b": [tensor(), {key: [tensor()]}]})).bytes
+        )
+    assert list(loaded) == ["a", ("b", 0)]
+    assert len(str(warned[0].message)) < 1000
+    text = "has only 1 tensor that cannot be named: .*torch.load it"
+    refuse(Zip(records({key: tensor()})).bytes, text, NotImplementedError)
+
+
+@pytest.mark.parametrize("first", ["a", 1])
+def test_of_strings_beside_integers_the_strings_are_names(first):
+    def both(inner):
+        found = {"a": inner, 1: inner}
+        return {first: found.pop(first)} | found
+
+    with pytest.warns(UserWarning, match=r"without 1 tensor that cannot be named: \(1,\) "):
+        assert list(load(Zip(records(both(tensor()))).bytes)) == ["a"]
+    with pytest.warns(UserWarning, match=r"without 3 tensors .*: \('b', "):
+        loaded = load(Zip(records({"b": both([both(tensor())]), 2: 5})).bytes)
+    assert list(loaded) == [("b", "a", 0, "a")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Strings without tensors are no reason to leave integers out,
+        assert list(load(Zip(records({"x": 5, "y": [], 1: tensor()})).bytes)) == [(1,)]
+    # nor are those whose tensors cannot be named.
+    with pytest.warns(UserWarning, match="without 1 tensor "):
+        loaded = load(Zip(records({"x": {None: tensor()}, 1: tensor()})).bytes)
+    assert list(loaded) == [(1,)]
+
+
+def test_many_tensors_that_cannot_be_named():
+    tree = {"a": tensor()} | dict.fromkeys([(n,) * 300 for n in range(2000)], tensor())
+    with pytest.warns(UserWarning, match=r"without 2,000 tensors .*, \.\.\. \(names") as warned:
+        assert list(load(Zip(records(tree)).bytes)) == ["a"]
+    assert len(str(warned[0].message)) < 1500
 
 
 def saved(value):
@@ -179,10 +213,12 @@ def test_tensors_that_are_not_plain(refuse):
             torch.nested.nested_tensor([torch.randn(2)], layout=torch.jagged),
             "tensor 'other' is of the class NestedTensor",
         ),
-        ({torch.ones(1)}, "not None"),
     ):
         refuse(saved(value), match, NotImplementedError)
     assert torch._utils._sparse_tensors_to_validate == []
+    # Members of sets have no names.
+    with pytest.warns(UserWarning, match=r"cannot be named: \('other', None\)"):
+        assert list(tensorizer.load(io.BytesIO(saved({torch.ones(1)})))) == ["plain"]
 
     class Special(torch.Tensor):
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class Checkpoint:
     Raises:
         FormatError: A file is not as ``torch.save`` writes them, or damaged.
         pickle.UnpicklingError: A pickle has something that the restricted unpickler refuses.
-        NotImplementedError: A tensor is not plain and strided, or the file is big-endian.
+        NotImplementedError: A tensor is not plain and strided, no tensor has a path that can be its
+            name, or the file is big-endian.
 
     Attributes:
         reader: A reader of the tensors, which can load those that are contiguous.
@@ -126,7 +128,10 @@ class Checkpoint:
             pickled = found[f"{file}/{_PICKLE}"]
             storages = _Storages(file, uri, self._numbers, self._lens)
             tree = unpickled(pickled, uri, storages.persistent_load)
-            for name, like in named_tensors(tree, uri, len(pickled)):
+            named, unnamed = named_tensors(tree, uri, len(pickled))
+            if unnamed.count:
+                warnings.warn(f"{uri} is loaded without {unnamed}; torch.load it", stacklevel=5)
+            for name, like in named:
                 if isinstance(name, str):
                     if promised.get(name, file) != file:
                         continue

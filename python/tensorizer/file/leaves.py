@@ -20,6 +20,8 @@ _FOR_EACH_BYTE, _AT_LEAST = 16, 1 << 20
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxtuple = 16
+#: Paths of tensors without a name that a message gives, and characters of each.
+_MOST_SHOWN, _LONGEST_SHOWN = 8, 100
 
 
 @dataclass
@@ -31,7 +33,9 @@ class _Open:
         items: What is left of it.
         path: How it is reached.
         cost: Characters of the path.
-        kind: Of which type the keys of its tensors are.
+        above: The container that holds it.
+        holds: Whether there are tensors in it.
+        has_strings: Whether tensors that can be named are under string keys of it.
 
     """
 
@@ -39,14 +43,57 @@ class _Open:
     items: Iterator[tuple[Any, Any]]
     path: tuple[Any, ...]
     cost: int
-    kind: type | None = None
-    holds: bool = field(default=False)
+    above: _Open | None
+    holds: bool = False
+    has_strings: bool = False
+
+    def steps_to(self, key: Any) -> Iterator[tuple[_Open, Any]]:
+        """Yield each container on the way to a key of this one, with the key in it."""
+        level, step = self, key
+        yield level, step
+        while level.above is not None:
+            level, step = level.above, level.path[-1]
+            yield level, step
 
 
-def named_tensors(tree: Any, uri: str, size: int) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield names and tensors of nested mappings, lists and tuples; the name of one alone is empty.
+@dataclass
+class Unnamed:
+    """The tensors of a file that no name can stand for, in a message.
 
-    What is neither is passed over.
+    Attributes:
+        count: How many there are.
+        some: The paths of the first ones.
+
+    """
+
+    count: int = 0
+    some: list[str] = field(default_factory=list)
+
+    def add(self, path: tuple[Any, ...]) -> None:
+        """Add a tensor."""
+        self.count += 1
+        if self.count <= _MOST_SHOWN:
+            text = shown(path)
+            cut = "..." * (len(text) > _LONGEST_SHOWN)
+            self.some.append(text[:_LONGEST_SHOWN] + cut)
+
+    def __str__(self) -> str:
+        tensors = "1 tensor" if self.count == 1 else f"{self.count:,} tensors"
+        more = ", ..." * (self.count > len(self.some))
+        return (
+            f"{tensors} that cannot be named: {', '.join(self.some)}{more} (names have strings and "
+            "indices, and of a dict with both only its strings)"
+        )
+
+
+def named_tensors(
+    tree: Any, uri: str, size: int
+) -> tuple[list[tuple[Name, torch.Tensor]], Unnamed]:
+    """Return names and tensors of nested mappings, lists and tuples; that of one alone is empty.
+
+    What is neither is passed over. Left out are tensors whose paths have other keys than strings
+    and indices; and of a mapping that has tensors under strings and under integers, those under
+    integers.
 
     Args:
         tree: What was unpickled.
@@ -54,32 +101,44 @@ def named_tensors(tree: Any, uri: str, size: int) -> Iterator[tuple[Name, torch.
         size: Bytes of the pickle.
 
     Raises:
-        NotImplementedError: A tensor is not plain and strided, or its path is not one of strings
-            and indices.
+        NotImplementedError: A tensor is not plain and strided, or no tensor can be named.
         FormatError: There are far more paths than a pickle of its size is made for.
 
     """
     if isinstance(tree, torch.Tensor):
-        yield "", _checked(tree, "", uri)
-        return
+        return [("", _checked(tree, "", uri))], Unnamed()
+    named: list[tuple[Name, torch.Tensor]] = []
+    unnamed = Unnamed()
+    # All of them are marked before the first is named.
+    for level, key, tensor in list(_leaves(tree, uri, size)):
+        path = (*level.path, key)
+        if not all(_is_named(*step) for step in level.steps_to(key)):
+            unnamed.add(path)
+            continue
+        name = path[0] if len(path) == 1 and isinstance(key, str) else path
+        named.append((name, _checked(tensor, name, uri)))
+    if unnamed.count and not named:
+        raise NotImplementedError(f"{uri} has only {unnamed}; torch.load it")
+    return named, unnamed
+
+
+def _leaves(tree: Any, uri: str, size: int) -> Iterator[tuple[_Open, Any, torch.Tensor]]:
+    """Yield each tensor with the container that holds it and its key there."""
     if not _is_container(tree):
         return
     left = _AT_LEAST + _FOR_EACH_BYTE * size
     #: Containers without tensors; the tree keeps them, so that no address is used again.
     barren: set[int] = set()
-    open_ = [_Open(tree, _items(tree), (), 0)]
+    open_ = [_Open(tree, _items(tree), (), 0, None)]
     above = {id(tree)}
     while open_:
         here = open_[-1]
         for key, value in here.items:
             left -= 1
             if isinstance(value, torch.Tensor):
-                path = (*here.path, key)
                 left -= here.cost + _cost(key)
-                for level, step in zip(open_, path, strict=True):
-                    _check_step(level, step, path, uri)
-                name = path[0] if len(path) == 1 and isinstance(key, str) else path
-                yield name, _checked(value, name, uri)
+                _mark(here, key)
+                yield here, key, value
             elif _is_container(value) and id(value) not in barren:
                 path = (*here.path, key)
                 if id(value) in above:
@@ -89,7 +148,7 @@ def named_tensors(tree: Any, uri: str, size: int) -> Iterator[tuple[Name, torch.
                         f"nested more than {MAX_DEPTH} levels deep below {shown(path)} ({uri})"
                     )
                 above.add(id(value))
-                open_.append(_Open(value, _items(value), path, here.cost + _cost(key)))
+                open_.append(_Open(value, _items(value), path, here.cost + _cost(key), here))
                 break
             if left < 0:
                 raise FormatError(
@@ -101,8 +160,6 @@ def named_tensors(tree: Any, uri: str, size: int) -> Iterator[tuple[Name, torch.
             open_.pop()
             if not here.holds:
                 barren.add(id(here.container))
-            elif open_:
-                open_[-1].holds = True
 
 
 def _is_container(value: Any) -> bool:
@@ -122,21 +179,21 @@ def _cost(key: Any) -> int:
     return len(key) + 4 if isinstance(key, str) else 8
 
 
-def _check_step(level: _Open, step: Any, path: tuple[Any, ...], uri: str) -> None:
-    """Refuse what can be no name."""
-    level.holds = True
-    index = type(step) is int and 0 <= step < 1 << 64
-    if not isinstance(step, str) and not index:
-        raise NotImplementedError(
-            f"tensor {shown(path)}: names have strings and indices, and not {shown(step)} ({uri})"
-        )
-    kind = int if index else str
-    if level.kind not in (None, kind):
-        raise NotImplementedError(
-            f"tensor {shown(path)}: beside it are strings and integers as keys, of which names "
-            f"have only one kind ({uri})"
-        )
-    level.kind = kind
+def _mark(level: _Open, key: Any) -> None:
+    """Note in all containers above a tensor that it is there."""
+    can_be_named = all(isinstance(step, str) or _is_index(step) for _, step in level.steps_to(key))
+    for above, step in level.steps_to(key):
+        above.holds = True
+        above.has_strings |= can_be_named and isinstance(step, str)
+
+
+def _is_named(level: _Open, step: Any) -> bool:
+    """Tell whether names have a key, once all tensors are marked."""
+    return isinstance(step, str) or (_is_index(step) and not level.has_strings)
+
+
+def _is_index(step: Any) -> bool:
+    return type(step) is int and 0 <= step < 1 << 64
 
 
 def shown(value: Any) -> str:
