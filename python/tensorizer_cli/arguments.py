@@ -7,7 +7,8 @@ import importlib.metadata
 import sys
 from typing import Any, NoReturn
 
-from .output import error_line, shown
+from .output import error_line, shown, tell_error
+from .standard import flush, put, tell
 
 #: The options that say where a key or passphrase is, without what comes before them.
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
@@ -30,13 +31,19 @@ class _Parser(argparse.ArgumentParser):
         """Say what is wrong."""
         raise _UsageError(message, self.format_usage())
 
+    def print_help(self, file: object = None) -> None:
+        """Print the help on the standard output."""
+        put(self.format_help().rstrip("\n"))
+        flush()
+
 
 class _Version(argparse.Action):
     """Prints the version, which is looked for only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         """Print and end."""
-        print(f"tensorizer {_version()}")
+        put(f"tensorizer {_version()}")
+        flush()
         parser.exit()
 
 
@@ -51,19 +58,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options.
 
     Raises:
-        SystemExit: After ``--help`` and ``--version`` (0), and for wrong arguments (2).
+        SystemExit: After ``--help`` and ``--version`` (0), and for wrong arguments, or where help
+            and version cannot be written (2).
 
     """
+    json_wanted = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         return _parser().parse_args(arguments)
     except _UsageError as error:
         message, usage = error.args
-        if "--json" in (sys.argv[1:] if arguments is None else arguments):
-            print(error_line("UsageError", message, True), file=sys.stderr)
+        if json_wanted:
+            tell(error_line("UsageError", message, True))
         else:
             # Quotes what was given, which may be the name of a file.
-            print(f"{usage}tensorizer: error: {shown(message)}", file=sys.stderr)
-        raise SystemExit(2) from None
+            tell(f"{usage}tensorizer: error: {shown(message)}")
+    except OSError as error:
+        tell_error(error, json_wanted)
+    raise SystemExit(2)
 
 
 def _whole(text: str) -> int:

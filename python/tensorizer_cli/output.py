@@ -8,8 +8,11 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+from .standard import put, tell
 
 #: Control characters, marks that turn the direction of text or are not seen, halves of characters.
 _UNSHOWN = re.compile(
@@ -20,34 +23,6 @@ _UNSHOWN = re.compile(
 def shown(text: str) -> str:
     """Return a text with what a terminal would act on escaped as in Python."""
     return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line. Files and addresses choose what is in it, so that a terminal must not obey."""
-    _print(shown(text), file)
-
-
-def flush() -> None:
-    """Write what was printed."""
-    with _while_there_is_a_reader(sys.stdout):
-        if sys.stdout is not None:
-            sys.stdout.flush()
-
-
-def _print(text: str, file: TextIO | None = None) -> None:
-    stream = file or sys.stdout
-    with _while_there_is_a_reader(stream):
-        print(text, file=stream)
-
-
-@contextlib.contextmanager
-def _while_there_is_a_reader(stream: TextIO | None) -> Iterator[None]:
-    """Whoever read may have seen enough; the status of the command is still to be found out."""
-    try:
-        yield
-    except BrokenPipeError:
-        if stream is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def plural(count: int, noun: str) -> str:
@@ -72,11 +47,42 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
 
 
-def tell(line: str) -> None:
-    """Print a line on the standard error output, which may be closed."""
-    if sys.stderr is not None:
-        with _while_there_is_a_reader(sys.stderr):
-            print(line, file=sys.stderr, flush=True)
+def tell_error(error: BaseException, json_wanted: bool) -> None:
+    """Print an error on the standard error output."""
+    message = without_password(_message(error))
+    message = message if json_wanted else f"error: {message}"
+    tell(error_line(type(error).__name__, message, json_wanted))
+
+
+def _message(error: BaseException) -> str:
+    """Return what an error says, without Python's number and quotes of what the system says."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error) or type(error).__name__
+    where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return error.strerror if str(where) in error.strerror else f"{where}: {error.strerror}"
+
+
+@contextlib.contextmanager
+def warnings_told(json_wanted: bool) -> Iterator[None]:
+    """Print warnings on the standard error output, without the line of code that warns."""
+
+    def tell_warning(  # noqa: PLR0917 (what Python calls)
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = without_password(str(message))
+        if json_wanted:
+            tell(as_json({"warning": {"type": category.__name__, "message": text}}))
+        else:
+            tell(shown(f"tensorizer: warning: {text}"))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = tell_warning
+        yield
 
 
 def error_line(kind: str, message: str, json_wanted: bool) -> str:
@@ -125,7 +131,7 @@ class Report:
     def line(self, *pieces: str) -> None:
         """Print a line of pieces, :func:`bold` and :func:`dim` ones among them."""
         if not self._json:
-            _print("".join(map(self._piece, pieces)))
+            put("".join(map(self._piece, pieces)))
 
     def _piece(self, piece: str) -> str:
         text = shown(piece)
@@ -138,7 +144,8 @@ class Report:
     def finding(self, text: str) -> None:
         """Print what the command was asked for."""
         if not self._json:
-            say(text)
+            # Files and addresses choose what is in it, which a terminal must not obey.
+            put(shown(text))
 
     def summary(self, text: str) -> None:
         """Print what all findings come to, unless the command is quiet."""
@@ -148,9 +155,9 @@ class Report:
     def done(self, text: str) -> None:
         """Print what was done on the standard error output, unless the command is quiet."""
         if not self._quiet and not self._json:
-            say(text, sys.stderr)
+            tell(shown(text))
 
     def result(self, **fields: Any) -> None:
         """Print the same for programs."""
         if self._json:
-            _print(as_json(fields, indent=1))
+            put(as_json(fields, indent=1))

@@ -9,6 +9,7 @@ from tensorizer.file.progress import Bar
 from tensorizer.utils import convert_bytes
 
 from .output import plural
+from .standard import tell
 
 
 def size(count: float) -> str:
@@ -29,7 +30,7 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._shown and 0 < self._done < self._total:
-            print(file=sys.stderr)
+            tell("")
 
     def add(self, count: int) -> None:
         """Count bytes that are done."""

@@ -1,38 +1,47 @@
-"""Ctrl-C while the command ``tensorizer`` starts, which is the import of torch most of the time."""
+"""Ctrl-C and errors while the command ``tensorizer`` starts, mostly by importing torch."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import sys
+from types import TracebackType
 from typing import Any
 
+from . import standard
 from .arguments import parse
-from .output import error_line
+from .output import error_line, tell_error
 
-#: The status of the command after Ctrl-C.
-INTERRUPTED = 130
+#: The status of the command after an error, and after Ctrl-C.
+FAILED, INTERRUPTED = 2, 130
 _json = False
 
 
 def begin(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; from then on Ctrl-C ends the process, if they are its own.
+    """Parse the arguments; from then on Ctrl-C and errors end the process, if they are its own.
 
     Raises:
         SystemExit: See :func:`tensorizer_cli.arguments.parse`.
 
     """
     global _json  # noqa: PLW0603
+    if arguments is None:
+        standard.reserve()
     options = parse(arguments)
     if arguments is None:
         _json = options.json
         _replace(signal.default_int_handler, _leave)
+        sys.excepthook = _fail
     return options
 
 
 def done() -> None:
-    """Leave Ctrl-C to Python again."""
+    """Leave Ctrl-C and errors to Python again."""
     _replace(_leave, signal.default_int_handler)
+    if sys.excepthook is _fail:
+        sys.excepthook = sys.__excepthook__
 
 
 def interrupted(json_wanted: bool) -> str:
@@ -41,8 +50,17 @@ def interrupted(json_wanted: bool) -> str:
 
 
 def _leave(*_: Any) -> None:
-    os.write(2, f"{interrupted(_json)}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{interrupted(_json)}\n".encode())
     os._exit(INTERRUPTED)
+
+
+def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End after an error of ``python -m tensorizer`` while the package is imported."""
+    if not issubclass(kind, ImportError) and not _json:
+        sys.__excepthook__(kind, error, trace)
+    tell_error(error, _json)
+    os._exit(FAILED)
 
 
 def _replace(old: Any, new: Any) -> None:

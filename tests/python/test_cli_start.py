@@ -103,15 +103,17 @@ def test_the_library_only_starts_the_command():
     assert {file.name for file in users} == {"__main__.py", "_starting.py"}
 
 
-def test_a_torch_that_does_not_fit(command, tmp_path, path):
+def test_a_torch_that_does_not_fit(command, tmp_path, path, monkeypatch):
     """The package says which wheel fits; there is no traceback before it can be used."""
-    code = SCRIPT.replace("import sys", "import sys; sys.modules['torch'] = None")
-    done = subprocess.run(
-        [sys.executable, "-c", code, "ls", path], capture_output=True, text=True, check=False
-    )
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None\n")
+    package = os.path.dirname(os.path.dirname(tensorizer.__file__))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{package}")
+    done = command("ls", path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("tensorizer: error: import of torch")
+    error = json.loads(command("ls", "--json", path).stderr)["error"]
+    assert error["type"] == "ModuleNotFoundError"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, ready, large, tmp_path):
 
 def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
     """What was interrupted may tell of it by an error, while Python still has the signal."""
-    from tensorizer_cli import ls, main as command_main
+    from tensorizer_cli import ls, output
 
     def fail(*_):
         raise OSError("interrupted")
@@ -207,7 +207,7 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(ls, "File", fail)
-    monkeypatch.setattr(command_main, "error_line", error_line)
+    monkeypatch.setattr(output, "error_line", error_line)
     try:
         assert main(["ls", str(tmp_path)]) == 130
     finally:

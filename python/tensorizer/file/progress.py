@@ -104,9 +104,9 @@ class Bar:
         share = done / total if total else 1.0
         bar = "#" * int(_WIDTH * share)
         rate = convert_bytes(done / max(now, 1e-3))
-        print(
-            f"\r[{bar:<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s ",
-            end="\n" if self._ended else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"\r[{bar:<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s "
+        try:
+            print(line, end="\n" if self._ended else "", file=sys.stderr, flush=True)
+        except OSError:
+            # The terminal is gone, which is no reason to end what is shown there.
+            self._ended = True

@@ -1,0 +1,87 @@
+"""The standard streams of the command: what cannot be written there, and what that means."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+
+def put(line: str) -> None:
+    """Print a line on the standard output, unless that is closed.
+
+    Raises:
+        OSError: It cannot be written, for example to a full disk. A pipe without a reader is no
+            error: the reader may have seen enough, and the status is still to be found out.
+
+    """
+    if sys.stdout is not None:
+        with _checked(sys.stdout):
+            print(line, file=sys.stdout)
+
+
+def flush() -> None:
+    """Write what was printed on the standard output.
+
+    Raises:
+        OSError: See :func:`put`.
+
+    """
+    if sys.stdout is not None:
+        with _checked(sys.stdout):
+            sys.stdout.flush()
+
+
+def tell(line: str) -> None:
+    """Print a line on the standard error output; where it cannot be written, nobody is told."""
+    if sys.stderr is not None:
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:
+            _discard(sys.stderr)
+
+
+def settle() -> None:
+    """Write what both streams still hold, or drop it.
+
+    Otherwise the interpreter tries it at its end, and fails with status 120.
+    """
+    with contextlib.suppress(OSError):
+        flush()
+    if sys.stderr is not None:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
+
+
+def reserve() -> None:
+    """Open ``/dev/null`` for each standard stream that is closed.
+
+    Otherwise the next file that is opened has its number, and gets what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+@contextlib.contextmanager
+def _checked(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _discard(stream)
+    except OSError as error:
+        _discard(stream)
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a stream holds, and what it gets from here on, to ``/dev/null``."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
