@@ -12,6 +12,7 @@ import torch
 
 from .._types import FilterFuncType, Name, TensorType
 from ..modules import state
+from ..modules.wrappers import Submodules
 from ..tensors.arrays import opaque_array
 from ..tensors.exchange import lend, refuse_short
 from ..tensors.usage import convert_bytes
@@ -426,7 +427,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
         Those of a saved ``state_dict()``, and of a file of another format, are found by the names
-        that it gives them.
+        that it gives them. Names may have the attributes of ``DistributedDataParallel``, compiled
+        modules and other wrappers (``module.fc.weight``, ``_orig_mod.fc.weight``) or not, whatever
+        wraps ``m`` or its submodules. Scripted modules are filled in place.
 
         The module's parameters and buffers stay the objects that they are, with their class,
         their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
@@ -457,7 +460,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Raises:
             KeyError: The module lacks a submodule of the file, or has another attribute where the
-                file has a tensor.
+                file has a tensor, or is scripted and lacks a tensor of the file.
             RuntimeError: The shape of a tensor of the module is another than in the file; with
                 ``strict``, also where one has a tensor that the other has not. Nothing has been
                 changed.
@@ -475,11 +478,18 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             chosen, [name_of(n) for n in chosen], [kinds[n] for n in chosen]
         )
         names = [name_of(n) for n in chosen]
+        submodules = Submodules(
+            m, [state.with_dot(name) for name in names if isinstance(name, str)]
+        )
         places = [
-            state.Place.find(m, name, kinds[n]) for name, n in zip(names, chosen, strict=True)
+            state.Place.find(submodules, name, kinds[n])
+            for name, n in zip(names, chosen, strict=True)
         ]
         shapes = [self._file.reader.describe(n)[1] for n in chosen]
-        everything = [str(name_of(n)) for n in range(len(self._file.reader))] if strict else None
+        everything = None
+        if strict:
+            every = map(name_of, range(len(self._file.reader)))
+            everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
         state.check(m, places, [str(name) for name in names], shapes, everything)
         refuse_short((name, place.current()) for name, place in zip(names, places, strict=True))
         sharded = ShardedPlaces(self._file, self._loaded, places, chosen)
@@ -524,25 +534,23 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Returns:
             Whether all match, and ``(name, matches)`` for every tensor of the file and every
             tensor that only the module has, by the names of :meth:`TensorSerializer.write_module`.
+            Names are matched as by :meth:`load_into_module`.
 
         Raises:
             RuntimeError: The file was closed before the tensors' headers were read.
             HashMismatchError: The file holds no hash of a tensor.
 
         """
-        own = state.tensors_of(m)
         kinds = self._file.reader.kinds()
-        chosen = [(n, str(self._file.reader.name(n))) for n in self._selection]
-        chosen = [
-            (n, state.with_dot(name) if kinds[n] == TensorType.STATE_DICT else name)
-            for n, name in chosen
-        ]
-        common = [(n, name) for n, name in chosen if name in own]
-        handle = lend([own[name] for _, name in common])
-        matches = self._file.reader.matches(handle, [n for n, _ in common])
-        verdict = {name: ok for (_, name), ok in zip(common, matches, strict=True)}
-        results = [(name, verdict.get(name, False)) for _, name in chosen]
-        results += [(name, False) for name in own if name not in verdict]
+        chosen = {
+            n: state.with_dot(name) if kinds[n] == TensorType.STATE_DICT else name
+            for n, name in ((n, str(self._file.reader.name(n))) for n in self._selection)
+        }
+        own, others = state.tensors_for(m, chosen)
+        matches = self._file.reader.matches(lend(list(own.values())), list(own))
+        verdict = dict(zip(own, matches, strict=True))
+        results = [(name, verdict.get(n, False)) for n, name in chosen.items()]
+        results += [(name, False) for name in others]
         return all(ok for _, ok in results), results
 
 

@@ -150,7 +150,9 @@ class TensorSerializer:
         """Write all parameters and buffers of a module, in the order of ``named_modules()``.
 
         Tensors are called ``"<module path>.<attribute>"``; those of the root module begin with
-        a dot. A tensor with two names is written under both.
+        a dot. A tensor with two names is written under both. Paths of a wrapped module have the
+        attribute of its wrapper, such as ``module.`` of ``DistributedDataParallel``;
+        :meth:`TensorDeserializer.load_into_module` loads them with and without it.
 
         Of a module with ``DTensor`` parameters (FSDP2, tensor parallel) the whole tensors are
         written: all processes of its mesh make the same calls, including that of the constructor

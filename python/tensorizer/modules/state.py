@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,12 @@ from torch.nn.parameter import is_lazy
 from .._types import Name, TensorType
 from ..tensors import sharding, subclasses
 from ..tensors.exchange import is_fillable
+from .wrappers import Submodules, tensor_of
+
+_SCRIPTED = (
+    ": a scripted module gets no new tensors, and a frozen one has none; load before "
+    "torch.jit.script, trace or freeze"
+)
 
 
 @dataclass
@@ -24,7 +30,7 @@ class Place:
     kind: TensorType
 
     @staticmethod
-    def find(root: torch.nn.Module, name: Name, kind: TensorType) -> Place:
+    def find(submodules: Submodules, name: Name, kind: TensorType) -> Place:
         """Find the place of a tensor; nothing is changed.
 
         Raises:
@@ -35,32 +41,27 @@ class Place:
             raise NotImplementedError(
                 f"{name!r} is part of a nested structure, not of a module: use tree()"
             )
-        if kind is not TensorType.STATE_DICT:
-            return Place._of(root, name, kind)
-        if not name.rpartition(".")[2]:
+        stated = kind is not TensorType.STATE_DICT
+        if not stated and not name.rpartition(".")[2]:
             raise KeyError(f"the module has no tensor {name!r}: the name ends with its module")
-        place = Place._of(root, with_dot(name), TensorType.PARAM)
-        # A state dict does not say what its tensors are; what the module lacks becomes a buffer.
-        is_parameter = place.module._parameters.get(place.attribute) is not None
-        return place if is_parameter else replace(place, kind=TensorType.BUFFER)
-
-    @staticmethod
-    def _of(root: torch.nn.Module, name: str, kind: TensorType) -> Place:
-        path, dot, attribute = name.rpartition(".")
+        path, dot, attribute = (name if stated else with_dot(name)).rpartition(".")
         if not dot:
             raise ValueError(f"{name!r} names no module: expected a dot in front of the attribute")
-        try:
-            module = root.get_submodule(path)
-        except AttributeError:
-            raise KeyError(
-                f"the module has no submodule {path!r}, to which {name!r} belongs"
-            ) from None
-        return Place(module, attribute, kind)
+        module = submodules.find(path)
+        if module is None:
+            hint = _SCRIPTED if isinstance(submodules.inner, torch.jit.ScriptModule) else ""
+            raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
+        if stated and not isinstance(module, torch.jit.ScriptModule):
+            return Place(module, attribute, kind)
+        # A state dict does not say what its tensors are, and those of a scripted module stay what
+        # they are. What the module lacks becomes a buffer.
+        is_parameter = attribute in module._parameters
+        is_parameter = is_parameter and module._parameters[attribute] is not None
+        return Place(module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER)
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that is there now."""
-        module = self.module
-        return module._parameters.get(self.attribute, module._buffers.get(self.attribute))
+        return tensor_of(self.module, self.attribute)
 
     def _group(self) -> dict[str, torch.Tensor | None]:
         group: Any = self.module._parameters
@@ -68,11 +69,14 @@ class Place:
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is here as what the file says: parameter or buffer."""
-        return self._group().get(self.attribute) is tensor
+        group = self._group()
+        return self.attribute in group and group[self.attribute] is tensor
 
     def is_free(self) -> bool:
         """Tell whether a tensor can be registered here."""
         module, name = self.module, self.attribute
+        if isinstance(module, torch.jit.ScriptModule):
+            return False
         known = name in module._parameters or name in module._buffers
         return known or not hasattr(module, name)
 
@@ -123,13 +127,13 @@ def check(
     places: Sequence[Place],
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
-    all_names: Collection[str] | None,
+    all_tensors: Collection[torch.Tensor | None] | None,
 ) -> None:
     """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
 
-    ``all_names`` are those of the whole file, if it must have all tensors of the module and no
-    others; of tied tensors one is enough. Names are those of the file: in a state dict, tensors of
-    the root have names without a dot.
+    ``all_tensors`` are those of the module for all names of the file, if the file must have each of
+    them and no others; of tied tensors one is enough. Names are those of the file: in a state dict,
+    tensors of the root have names without a dot.
 
     Raises:
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
@@ -147,9 +151,9 @@ def check(
         tensor = place.current()
         if tensor is None:
             if not place.is_free():
-                raise KeyError(
-                    f"{name!r} of the file is no tensor of the module, but another attribute of it"
-                )
+                scripted = isinstance(place.module, torch.jit.ScriptModule)
+                hint = _SCRIPTED if scripted else ", but another attribute of it"
+                raise KeyError(f"{name!r} of the file is no tensor of the module{hint}")
             unknown.append(name)
             continue
         sharded = sharding.is_sharded(tensor)
@@ -164,8 +168,8 @@ def check(
                 f"the module has {list(tensor.shape)}"
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
-    if all_names is not None:
-        missing = _missing(root, places, set(all_names))
+    if all_tensors is not None:
+        missing = _missing(root, {id(tensor) for tensor in all_tensors})
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
         wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
@@ -196,21 +200,16 @@ def without_extra_state(
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _missing(root: torch.nn.Module, places: Sequence[Place], names: set[str]) -> list[str]:
-    """Return what a file lacks of a module, apart from buffers that are not persistent."""
-    tied = {
-        id(tensor)
-        for _, name, _, _, tensor in walk(root)
-        if name in names or name.removeprefix(".") in names
-    }
-    # A module that has several names is walked through once.
-    tied.update(id(place.current()) for place in places)
+def _missing(root: torch.nn.Module, there: set[int]) -> list[str]:
+    """Return what a file lacks of a module, apart from buffers that are not persistent.
+
+    ``there`` are the ids of the tensors that it has.
+    """
     return sorted(
         name
         for _, name, _, place, tensor in walk(root)
         if place.attribute not in place.module._non_persistent_buffers_set
-        and name not in names
-        and id(tensor) not in tied
+        and id(tensor) not in there
     )
 
 
@@ -336,6 +335,26 @@ def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, Place, t
                     yield index, f"{path}.{attribute}", kind, place, tensor
 
 
-def tensors_of(root: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every tensor of a module under the name that a file gives it."""
-    return {name: tensor for _, name, _, _, tensor in walk(root)}
+def tensors_for(
+    root: torch.nn.Module, names: Mapping[int, str]
+) -> tuple[dict[int, torch.Tensor], list[str]]:
+    """Return the tensors of a module by the numbers of their names in a file.
+
+    The names of all its other tensors are returned too, as :func:`walk` has them.
+    """
+    submodules = Submodules(root, [name for name in names.values() if "." in name])
+    found: dict[int, torch.Tensor] = {}
+    seen: set[tuple[int, str]] = set()
+    for number, name in names.items():
+        path, dot, attribute = name.rpartition(".")
+        module = submodules.find(path) if dot else None
+        tensor = tensor_of(module, attribute)
+        if tensor is not None:
+            found[number] = tensor
+            seen.add((id(module), attribute))
+    others = [
+        name
+        for _, name, _, place, _ in walk(root)
+        if (id(place.module), place.attribute) not in seen
+    ]
+    return found, others

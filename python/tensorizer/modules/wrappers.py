@@ -1,0 +1,133 @@
+"""Submodules by the names of a file, past modules that wrap others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+
+#: Classes of modules that wrap one other: by the Python module that defines them, with the
+#: attribute that holds the wrapped module. They are found only where a program has imported them.
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+#: Attributes that no other modules have; ``module`` may be the name of any submodule.
+_PRIVATE = {attribute for _, _, attribute in _WRAPPERS if attribute.startswith("_")}
+
+#: Finds a submodule by a path.
+_Way: TypeAlias = Callable[[torch.nn.Module, str], "torch.nn.Module | None"]
+
+
+class Submodules:
+    """Finds the submodules of a module that the names of a file mean.
+
+    Of ``DistributedDataParallel``, compiled modules and the like, names go through the attribute
+    that holds the wrapped module (``module.fc.weight``, ``_orig_mod.fc.weight``), or leave it out
+    as ``torch.distributed.checkpoint.state_dict`` does. Of the ways to read the names of a file,
+    the one that finds the most tensors counts; where several do, the first.
+
+    Args:
+        root: The module.
+        names: The names of tensors, with a dot in front of each attribute.
+
+    Attributes:
+        inner: The module that the wrappers of ``root`` hold.
+
+    """
+
+    def __init__(self, root: torch.nn.Module, names: Iterable[str]) -> None:
+        self._root, self.inner = root, unwrap(root)
+        split = [(path, attribute) for path, _, attribute in (n.rpartition(".") for n in names)]
+        most = -1
+        for way in _ways({path for path, _ in split}):
+            found = {path: way(root, path) for path, _ in split}
+            count = sum(tensor_of(found[path], attribute) is not None for path, attribute in split)
+            if count > most:
+                most, self._way, self._found = count, way, found
+            if count == len(split):
+                break
+
+    def find(self, path: str) -> torch.nn.Module | None:
+        """Return the submodule of a path; None if there is none."""
+        if path not in self._found:
+            self._found[path] = self._way(self._root, path)
+        return self._found[path]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return the parameter or buffer of a name; None if there is none."""
+        path, _, attribute = name.rpartition(".")
+        return tensor_of(self.find(path), attribute)
+
+
+def tensor_of(module: torch.nn.Module | None, attribute: str) -> torch.Tensor | None:
+    """Return the parameter or buffer of a module; None if there is none.
+
+    The dicts of scripted modules have no ``get``.
+    """
+    if module is not None:
+        for group in (module._parameters, module._buffers):
+            if attribute in group:
+                return group[attribute]
+    return None
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that wrappers hold, or the module itself."""
+    inner = _wrapped(module)
+    while inner is not None:
+        module, inner = inner, _wrapped(inner)
+    return module
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    for place, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(place), name, None)
+        if kind is not None and isinstance(module, kind):
+            inner: torch.nn.Module = getattr(module, attribute)
+            return inner
+    return None
+
+
+def _ways(paths: set[str]) -> Iterator[_Way]:
+    """Yield the ways to find submodules by paths of a file."""
+    # As the module's own names are.
+    yield lambda root, path: _walk(root, _steps(path), lambda module: module)
+    # Without the attributes of wrappers that the module has,
+    yield lambda root, path: _walk(root, _steps(path), unwrap)
+    # nor those that the module had which was saved.
+    yield lambda root, path: _walk(root, _without_private(path), unwrap)
+    if all(_without_private(path)[:1] == ["module"] for path in paths):
+        yield lambda root, path: _walk(root, _without_private(path)[1:], unwrap)
+
+
+def _steps(path: str) -> list[str]:
+    return path.split(".") if path else []
+
+
+def _without_private(path: str) -> list[str]:
+    return [step for step in _steps(path) if step not in _PRIVATE]
+
+
+def _walk(
+    root: torch.nn.Module,
+    steps: list[str],
+    through: Callable[[torch.nn.Module], torch.nn.Module],
+) -> torch.nn.Module | None:
+    """Return the submodule at the end of a path; scripted modules have no ``get_submodule``."""
+    module = through(root)
+    for step in steps:
+        inner = getattr(module, step, None)
+        if not isinstance(inner, torch.nn.Module):
+            return None
+        module = through(inner)
+    return module
