@@ -109,6 +109,10 @@ class Relay(Scripted):
         super().__init__(timeout=1)
         self.host = f"127.0.0.1:{self.port}"
 
+    def translate(self, host, path):
+        """Return how the other server knows the host and the path of a request."""
+        return host, path
+
     def answer(self, handler):
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         path = handler.path
@@ -141,6 +145,7 @@ class Relay(Scripted):
             )
         else:
             connection = http.client.HTTPConnection(self.to, timeout=60)
+            host, path = self.translate(host, path)
             connection.request(handler.command, path, body, fields | {"Host": host})
             answer = connection.getresponse()
             data, status = answer.read(), answer.status

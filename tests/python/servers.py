@@ -131,10 +131,11 @@ class Nginx(Program):
         return sum(int(line[2].split()[1]) for line in lines if line[1].split()[1] == f"/{name}")
 
 
-def make_certificates(folder, host="localhost"):
-    """Give a folder the certificate of a private authority for a host, made once a run."""
+def make_certificates(folder, *hosts):
+    """Give a folder the certificate of a private authority for hosts, made once a run."""
+    hosts = hosts or ("localhost",)
     authority = shared.made("authority", _make_authority)
-    made = shared.made(f"certificate-{host}", lambda place: _certify(authority, place, host))
+    made = shared.made(f"certificate-{hosts[0]}", lambda place: _certify(authority, place, hosts))
     for path in (authority / "ca.pem", made / "server.pem", made / "server.key"):
         shutil.copy(path, folder)
 
@@ -148,10 +149,11 @@ def _make_authority(folder):
              "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=Test authority")  # fmt: skip
 
 
-def _certify(authority, folder, host):
+def _certify(authority, folder, hosts):
     _openssl(folder, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key",
-             "-out", "server.csr", "-subj", f"/CN={host}")  # fmt: skip
-    (folder / "san").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
+             "-out", "server.csr", "-subj", f"/CN={hosts[0]}")  # fmt: skip
+    names = ",".join(f"DNS:{host}" for host in hosts)
+    (folder / "san").write_text(f"subjectAltName={names},IP:127.0.0.1\n")
     _openssl(folder, "x509", "-req", "-in", "server.csr", "-CA", authority / "ca.pem",
              "-CAkey", authority / "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san",
              "-out", "server.pem")  # fmt: skip
