@@ -184,6 +184,8 @@ macro_rules! texts {
 texts! {
     CACHE = "TENSORIZER_CACHE", "none",
         "a folder that keeps what servers of HTTP, S3, Google, Azure and hubs have sent, for the next load; without it nothing is kept";
+    S3_ENDPOINT = "TENSORIZER_S3_ENDPOINT", "none",
+        "the host or address of the server of `s3://`, where neither the call, `~/.s3cfg` nor AWS's settings name one";
     HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the hub of `hf://` addresses";
     HF_TOKEN = "HF_TOKEN", "none", "the token that this hub is sent, and no other server";
     HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";

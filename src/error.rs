@@ -195,6 +195,18 @@ impl Error {
         }
     }
 
+    /// Names the server that was asked, unless the message does already.
+    #[cfg(feature = "http")]
+    pub(crate) fn at_host(self, host: &str) -> Self {
+        match self {
+            Error::Io { action, uri, error } if !error.to_string().contains(host) => {
+                let what = format!("{error} (host {host})");
+                Error::Io { action, uri, error: io::Error::new(error.kind(), what) }
+            }
+            other => other,
+        }
+    }
+
     /// What the system refused, with the address.
     pub fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }

@@ -80,6 +80,7 @@ pub struct S3Given {
     access_key: Option<String>,
     secret_key: Option<String>,
     endpoint: Option<String>,
+    default_endpoint: Option<String>,
     config_path: Option<PathBuf>,
     force_http: Option<bool>,
     region: Option<String>,
@@ -87,12 +88,21 @@ pub struct S3Given {
 
 impl From<S3Given> for S3Options {
     fn from(given: S3Given) -> Self {
-        let S3Given { access_key, secret_key, endpoint, config_path, force_http, region } = given;
+        let S3Given {
+            access_key,
+            secret_key,
+            endpoint,
+            default_endpoint,
+            config_path,
+            force_http,
+            region,
+        } = given;
         let requester_pays = None;
         S3Options {
             access_key,
             secret_key,
             endpoint,
+            default_endpoint,
             config_path,
             force_http,
             region,

@@ -9,6 +9,7 @@ memory.
 
 from shutil import which as _which
 
+from ._native import DEFAULT_S3_READ_ENDPOINT, DEFAULT_S3_WRITE_ENDPOINT
 from .streams.atomic import logger as logger
 from .streams.certificates import CAInfo
 from .streams.credentials import (
@@ -16,8 +17,6 @@ from .streams.credentials import (
     _ParsedCredentials as _ParsedCredentials,
 )
 from .streams.open import (
-    default_s3_read_endpoint as default_s3_read_endpoint,
-    default_s3_write_endpoint as default_s3_write_endpoint,
     open_stream,
     s3_download as s3_download,
     s3_upload as s3_upload,
@@ -26,5 +25,11 @@ from .streams.servers import CURLStreamFile, RedisStreamFile
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
+#: The default server for reading, for keys that are passed and for anonymous reads. A program that
+#: assigns it names the server of all its reads, where nothing that goes before it names one: see
+#: docs/reference/addresses.md.
+default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
+#: The same for writing.
+default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
 #: Where ``curl`` is, or None. Nothing here runs it.
 curl_path = _which("curl")

@@ -204,6 +204,17 @@ def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
     assert set(relay.signers) == {"key-1"}
 
 
+def test_a_machine_says_which_region_of_aws_is_asked(monkeypatch):
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    with Metadata() as metadata:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.address)
+        with pytest.raises(OSError, match=r"host bucket\.s3\.mars-north-1\.amazonaws\.com"):
+            tensorizer.load("s3://bucket/key")
+        assert metadata.given == 1
+
+
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
     """Shared files of the test's own."""

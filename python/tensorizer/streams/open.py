@@ -21,10 +21,6 @@ from .remote import check_range
 from .servers import CURLStreamFile, RedisStreamFile
 from .upload import UploadFile
 
-#: Where objects are read from if nothing says otherwise.
-default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
-#: Where objects are written to if nothing says otherwise.
-default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
 #: Schemes of Google Cloud Storage and Azure.
 _CLOUDS = ("gs", "az", "abfs", "abfss")
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
@@ -35,10 +31,24 @@ def _check_writing(scheme: str, normal: str, mode: str) -> None:
         raise ValueError(f"{scheme}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
 
 
+def _assigned_endpoint(reading: bool) -> str | None:
+    """Return the default endpoint that the program has assigned, or None."""
+    # That module imports this one.
+    from .. import stream_io
+
+    # By identity: a program that assigns the text of the default names it.
+    if reading:
+        found = stream_io.default_s3_read_endpoint
+        return None if found is DEFAULT_S3_READ_ENDPOINT else found
+    found = stream_io.default_s3_write_endpoint
+    return None if found is DEFAULT_S3_WRITE_ENDPOINT else found
+
+
 class _S3Options(TypedDict):
     access_key: str | None
     secret_key: str | None
     endpoint: str | None
+    default_endpoint: str | None
     config_path: str | None
     force_http: bool | None
     region: str | None
@@ -52,6 +62,7 @@ def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
     force_http: bool | None,
     region: str | None,
     signature: str | None,
+    reading: bool,
 ) -> _S3Options:
     if signature not in (None, "v4", "s3v4"):
         raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
@@ -59,6 +70,7 @@ def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
         "access_key": access_key,
         "secret_key": secret_key,
         "endpoint": endpoint,
+        "default_endpoint": _assigned_endpoint(reading),
         "config_path": None if config_path is None else os.fspath(config_path),
         "force_http": force_http,
         "region": region,
@@ -91,15 +103,18 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             ``with`` block raises, or it is never closed, the old one stays.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
             AWS's own chain: environment, shared files and profiles, web identity, instance roles.
-            If nothing is found, or both keys are empty, the object is read as anybody may.
+            If nothing is found, or both keys are empty, the object is read anonymously.
         s3_secret_access_key: Its secret key.
-        s3_endpoint: A host or an address; without it ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``,
-            ``AWS_ENDPOINT_URL``, the profile, and at last :data:`default_s3_read_endpoint` or
-            :data:`default_s3_write_endpoint`.
+        s3_endpoint: A host or an address. Without it the endpoint that is named by ``~/.s3cfg``,
+            ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile, ``default_s3_read_endpoint``
+            or ``default_s3_write_endpoint`` of ``tensorizer.stream_io`` if the program has assigned
+            them, or ``TENSORIZER_S3_ENDPOINT``. If none is named, credentials of AWS's chain go to
+            AWS; all other keys, and anonymous reads, to the default of tensorizer 2.
         s3_config_path: A file to use instead of ``~/.s3cfg``; it must be there.
         buffer_size: Bytes that are read at a time.
         force_http: Use ``http://`` for S3. None decides by the endpoint: ``http://`` from the
-            environment or a profile is taken, from ``s3_endpoint`` it is refused.
+            environment, a profile or an assigned default is taken, from ``s3_endpoint`` it is
+            refused.
         begin: Position at which to begin.
         end: For servers: position at which the stream ends.
         s3_region_name: The region; without it that of AWS's chain, else ``us-east-1``.
@@ -137,6 +152,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
                 force_http,
                 s3_region_name,
                 s3_signature_version,
+                normal == "rb",
             )
             trust = trust_of(certificate_handling)
             if normal == "rb":
@@ -196,7 +212,7 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     target_uri: str,
     s3_access_key_id: str | None,
     s3_secret_access_key: str | None,
-    s3_endpoint: str | None = default_s3_write_endpoint,
+    s3_endpoint: str | None = None,
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> None:
@@ -219,7 +235,7 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
     path_uri: str,
     s3_access_key_id: str | None,
     s3_secret_access_key: str | None,
-    s3_endpoint: str | None = default_s3_read_endpoint,
+    s3_endpoint: str | None = None,
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
     buffer_size: int | None = None,

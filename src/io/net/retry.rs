@@ -21,8 +21,9 @@ const SLOWEST: u64 = 64 << 10;
 pub struct Failure {
     pub error: io::Error,
     again: bool,
-    /// Credentials or a signed address have expired: new ones may cure it, once.
-    expired: bool,
+    /// A new signature may cure it, once: credentials or a signed address have expired, or the bucket
+    /// is in another region.
+    renewable: bool,
     /// What the server asked to wait.
     after: Option<Duration>,
     /// The call is to end, with this.
@@ -33,7 +34,7 @@ impl Failure {
     /// One that another try would not cure.
     pub fn lasting(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         let error = io::Error::new(kind, what.into());
-        Failure { error, again: false, expired: false, after: None, given_up: None }
+        Failure { error, again: false, renewable: false, after: None, given_up: None }
     }
 
     /// One that another try may cure.
@@ -46,9 +47,9 @@ impl Failure {
         Failure { after, ..self }
     }
 
-    /// The same, where what has expired may be the cause.
-    pub fn if_expired(self, expired: bool) -> Self {
-        Failure { expired, ..self }
+    /// The same, where a new signature may cure it.
+    pub fn if_renewable(self, renewable: bool) -> Self {
+        Failure { renewable, ..self }
     }
 
     /// The same, and another try may cure a refusal too.
@@ -86,7 +87,7 @@ pub struct Tries<'o> {
     /// Counts what is being sent, and began at the second number.
     sending: (Arc<AtomicU64>, u64),
     failed: u32,
-    /// What had expired was asked for again.
+    /// It was signed anew.
     renewed: bool,
     /// No byte has been read yet: a server that is not there is not waited for.
     opening: bool,
@@ -155,9 +156,9 @@ impl<'o> Tries<'o> {
         Err(Failure::lasting(io::ErrorKind::TimedOut, what))
     }
 
-    /// Whether what has expired is to be asked for again, and the request tried at once: only once.
+    /// True if the request is to be signed anew, and tried at once: only once.
     pub fn renews(&mut self, failure: &Failure) -> bool {
-        failure.expired && !std::mem::replace(&mut self.renewed, true)
+        failure.renewable && !std::mem::replace(&mut self.renewed, true)
     }
 
     /// Waits before the next try, or says why there is none. `position` is the next byte wanted.

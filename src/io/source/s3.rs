@@ -6,7 +6,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::presigning::PresigningConfig;
-use reqwest::Url;
+use reqwest::header::{HeaderMap, LOCATION};
+use reqwest::{StatusCode, Url};
 
 use super::http::client::Target;
 use super::http::{self, Sign, Work};
@@ -14,8 +15,8 @@ use super::{KnownHeads, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    DEFAULT_READ_ENDPOINT, Keys, MARGIN, ObjectName, Resolved, S3Options, again, good_until,
-    resolve,
+    DEFAULT_READ_ENDPOINT, Document, MARGIN, ObjectName, Resolved, S3Options, Server, again,
+    good_until, region_of, resolve,
 };
 use crate::io::net::{Failure, NetOptions, can_be_sent, guarded, wait_for};
 use crate::sys::clock;
@@ -34,15 +35,15 @@ pub fn open(
     let name = ObjectName::parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let shown = name.shown();
-    let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &shown);
+    let found = resolve(s3, &http, DEFAULT_READ_ENDPOINT, &name);
     let resolved = wait_for(&shown, &http, cancel, found)?;
-    let Some(keys) = resolved.credentials.clone() else {
-        let address = plain(&resolved, &name)?;
-        return http::open_as(&address, &shown, http, known, cancel);
-    };
-    let tls = resolved.endpoint.scheme() == "https";
+    if resolved.credentials.is_none() {
+        // A name that cannot be sent is an error of the argument.
+        plain(&resolved, &name)?;
+    }
+    let tls = resolved.server.is_tls();
     let headers = http.headers.clone();
-    let signer = Signer { resolved: Arc::new(resolved), keys, name, headers };
+    let signer = Signer { resolved: Arc::new(resolved), name, headers };
     http::open_signed(Box::new(signer), tls, &shown, http, known, cancel)
 }
 
@@ -59,10 +60,9 @@ pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> 
     if ends { again(now, expiry) } else { good_until(now, expiry) }
 }
 
-/// Signs the address of an object.
+/// Signs the address of an object, if there are credentials.
 struct Signer {
     resolved: Arc<Resolved>,
-    keys: Keys,
     name: ObjectName,
     /// What the caller sends along.
     headers: Vec<(String, String)>,
@@ -74,7 +74,9 @@ impl Sign for Signer {
     }
 
     fn refused(&self, used: Instant) {
-        self.keys.refused(used);
+        if let Some(keys) = &self.resolved.credentials {
+            keys.refused(used);
+        }
     }
 
     fn shows_tokens(&self) -> bool {
@@ -82,12 +84,34 @@ impl Sign for Signer {
     }
 
     fn name(&self) -> String {
-        let endpoint = &self.resolved.endpoint;
-        let (scheme, host) = (endpoint.scheme(), endpoint.host_str().unwrap_or(""));
-        let port = endpoint.port_or_known_default().unwrap_or(0);
-        let (path, ObjectName { bucket, key, version }) = (endpoint.path(), &self.name);
+        let ObjectName { bucket, key, version } = &self.name;
         let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
-        format!("s3 {scheme}://{host}:{port}{path} {bucket}/{key}{version}")
+        let server = self.resolved.url().map_or_else(
+            |_| String::new(),
+            |url| {
+                let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
+                let port = url.port_or_known_default().unwrap_or(0);
+                format!("{scheme}://{host}:{port}{}", url.path())
+            },
+        );
+        format!("s3 {server} {bucket}/{key}{version}")
+    }
+
+    fn host(&self) -> Option<String> {
+        Some(self.resolved.host())
+    }
+
+    fn is_answer(&self, headers: &HeaderMap) -> bool {
+        let is_aws = matches!(self.resolved.server, Server::Aws { .. });
+        !headers.contains_key(LOCATION) || (is_aws && region_of(headers).is_some())
+    }
+
+    fn is_elsewhere(&self, asked: &Target, headers: &HeaderMap) -> bool {
+        self.resolved.follows_region(headers, asked.host())
+    }
+
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, said: &[u8]) -> Failure {
+        self.resolved.refusal(status, headers, &Document::read(said))
     }
 
     fn is_version(&self) -> bool {
@@ -97,7 +121,6 @@ impl Sign for Signer {
     fn beside(&self, name: &str) -> Box<dyn Sign> {
         Box::new(Signer {
             resolved: Arc::clone(&self.resolved),
-            keys: self.keys.clone(),
             name: self.name.beside(name),
             headers: self.headers.clone(),
         })
@@ -106,11 +129,17 @@ impl Sign for Signer {
 
 impl Signer {
     async fn signed(&self) -> std::result::Result<(Target, SystemTime), Failure> {
-        let credentials = self.keys.get().await.map_err(|error| {
+        let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
+        let Some(keys) = &self.resolved.credentials else {
+            let url = plain(&self.resolved, &self.name).map_err(|e| failed(e.to_string()))?;
+            let now = clock::date();
+            let until = now.checked_add(VALID).unwrap_or(now);
+            return Ok((Target::new(url, self.headers.clone()), until));
+        };
+        let credentials = keys.get().await.map_err(|error| {
             let what = format!("finding credentials: {}", DisplayErrorContext(error));
             Failure::passing(ErrorKind::PermissionDenied, what)
         })?;
-        let failed = |what: String| Failure::lasting(ErrorKind::InvalidInput, what);
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
         let now = clock::date();
         let until = signed_until(now, credentials.expiry());
@@ -132,9 +161,12 @@ impl Signer {
 }
 
 /// The address of a public object.
-fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
+fn plain(resolved: &Resolved, name: &ObjectName) -> Result<Url> {
     let ObjectName { bucket, key, version } = name;
-    let host = resolved.endpoint.host_str().unwrap_or("");
+    let Server::Endpoint { url: endpoint, path_style } = &resolved.server else {
+        return Err(Error::Bug("AWS would be asked anonymously".to_owned()));
+    };
+    let host = endpoint.host_str().unwrap_or("");
     let bad = || {
         let uri = name.shown();
         let what =
@@ -145,13 +177,13 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
         let what = format!("{:?}: without credentials its name cannot be asked for", name.shown());
         return Err(Error::InvalidArgument(what));
     }
-    let mut url: Url = resolved.endpoint.clone();
-    if !resolved.path_style {
+    let mut url = endpoint.clone();
+    if !path_style {
         url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| bad())?;
     }
     let mut path = url.path_segments_mut().map_err(|()| bad())?;
     path.pop_if_empty();
-    if resolved.path_style {
+    if *path_style {
         path.push(bucket);
     }
     path.extend(key.split('/'));
@@ -159,7 +191,7 @@ fn plain(resolved: &Resolved, name: &ObjectName) -> Result<String> {
     if let Some(version) = version {
         url.query_pairs_mut().append_pair("versionId", version);
     }
-    Ok(url.to_string())
+    Ok(url)
 }
 
 #[cfg(test)]

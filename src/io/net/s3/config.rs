@@ -1,6 +1,7 @@
-//! Where credentials, endpoint and region come from, in this order: the call's arguments,
-//! `~/.s3cfg` (or another file of that kind), then AWS's own chain: environment, shared files and
-//! profiles, web identity, instance roles. Without any credentials, objects are read as anybody.
+//! Credentials and region, which come from, in this order: the call's arguments, `~/.s3cfg` (or
+//! another file of that kind), then AWS's own chain: environment, shared files and profiles, web
+//! identity, instance roles. Without any credentials, objects are read anonymously.
+//! [`super::endpoint`] says which server is asked.
 
 use std::error::Error as _;
 use std::ffi::OsStr;
@@ -18,19 +19,16 @@ use aws_sdk_s3::config::{
 };
 use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::types::RequestPayer;
+use aws_types::os_shim_internal::{Env, Fs};
 use reqwest::Url;
 
 use super::credentials::{Chain, Keys, settings};
+use super::endpoint::{self, Server};
+use super::name::ObjectName;
 use crate::environment::reading;
-use crate::error::{Error, Result};
-use crate::io::net::{NetOptions, show_text};
-
-/// Where objects are read from if nothing says otherwise, as in the package that this one succeeds.
-pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
-/// Where objects are written to if nothing says otherwise.
-pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
-/// Hosts whose buckets are part of the host's name, as at AWS.
-const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
+use crate::error::{Error, Result, Shown};
+use crate::io::net::NetOptions;
+use crate::sys::brief::Brief;
 
 /// Says who pays for requests and for what they bring.
 const PAYER: &str = "AWS_REQUEST_PAYER";
@@ -46,6 +44,9 @@ pub struct S3Options {
     pub secret_key: Option<String>,
     /// A host, or an address with a scheme.
     pub endpoint: Option<String>,
+    /// The same for where neither the call nor a file nor AWS's settings name one. None: as
+    /// `TENSORIZER_S3_ENDPOINT` says.
+    pub default_endpoint: Option<String>,
     /// Instead of `~/.s3cfg`.
     pub config_path: Option<PathBuf>,
     /// Whether to use `http://`; None decides by the endpoint.
@@ -56,13 +57,20 @@ pub struct S3Options {
     pub requester_pays: Option<bool>,
 }
 
-/// What is known in the end.
+/// Which server is asked for a bucket, and with which credentials.
 pub struct Resolved {
-    pub endpoint: Url,
-    /// None: anybody.
+    pub server: Server,
+    /// True if an argument, a file or the environment names the server.
+    pub named: bool,
+    pub bucket: String,
+    /// None: asked anonymously.
     pub credentials: Option<Keys>,
-    pub region: String,
-    pub path_style: bool,
+    /// True if credentials were looked for, and there are none.
+    pub none_found: bool,
+    /// The region that was named, or is usual.
+    region: String,
+    /// The region of the bucket, where AWS has named another.
+    pub bucket_region: Brief<Option<String>>,
     requester_pays: bool,
     /// Whether sums of what is written go along.
     pub sums: bool,
@@ -73,13 +81,12 @@ impl Resolved {
     pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
         let config = aws_sdk_s3::Config::builder()
             .behavior_version(BehaviorVersion::latest())
-            .region(Region::new(self.region.clone()))
-            .endpoint_url(self.endpoint.as_str().trim_end_matches('/'))
-            .force_path_style(self.path_style)
+            .region(Region::new(self.region()))
             // Sums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             // Ours go as fields: sums behind a body are more than many servers know.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
+        let config = self.server.configure(config);
         match &self.credentials {
             Some(keys) => {
                 config.credentials_provider(keys.clone()).identity_cache(IdentityCache::no_cache())
@@ -88,9 +95,42 @@ impl Resolved {
         }
     }
 
+    /// The region that requests are signed for.
+    pub fn region(&self) -> String {
+        self.bucket_region.lock().clone().unwrap_or_else(|| self.region.clone())
+    }
+
+    /// The address of the server.
+    pub fn url(&self) -> Result<Url> {
+        self.server.url(&self.bucket, &self.region())
+    }
+
+    /// The server that is asked, as messages name it.
+    pub fn host(&self) -> String {
+        self.server.host(&self.bucket, &self.region())
+    }
+
     /// Who pays, where that is not the owner of the bucket.
     pub fn payer(&self) -> Option<RequestPayer> {
         self.requester_pays.then_some(RequestPayer::Requester)
+    }
+}
+
+#[cfg(test)]
+impl Resolved {
+    /// That of a bucket called `bucket` in `us-east-1`, without credentials.
+    pub fn without_credentials(server: Server, none_found: bool) -> Self {
+        Resolved {
+            server,
+            named: true,
+            bucket: "bucket".to_owned(),
+            credentials: None,
+            none_found,
+            region: USUAL_REGION.to_owned(),
+            bucket_region: Brief::new(None),
+            requester_pays: false,
+            sums: true,
+        }
     }
 }
 
@@ -135,13 +175,15 @@ fn find_s3cfg(options: &S3Options) -> Result<S3Cfg> {
     Ok(found.unwrap_or_else(S3Cfg::default))
 }
 
-/// Finds out everything. No server is asked for what is given, or known in this process.
+/// Finds out which server is asked for an object, and with which credentials. No server is asked for
+/// what is given, or known in this process. `default` is the default endpoint of tensorizer 2.
 pub async fn resolve(
     options: &S3Options,
     net: &NetOptions,
     default: &str,
-    uri: &str,
+    name: &ObjectName,
 ) -> Result<Resolved> {
+    let uri = name.shown();
     let file = find_s3cfg(options)?;
     let region = match &options.region {
         Some(region) => Some(region.clone()),
@@ -149,34 +191,34 @@ pub async fn resolve(
     };
     let usual = region.clone().unwrap_or_else(|| USUAL_REGION.to_owned());
     let aws = settings(usual.clone(), net).await;
-
-    let of_aws =
-        reading(|| std::env::var("AWS_ENDPOINT_URL_S3").ok()).filter(|text| !text.is_empty());
-    let of_aws = of_aws.or_else(|| aws.endpoint_url().map(str::to_owned));
     let force_http = options.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
-    let named = options.endpoint.clone().or(file.host);
-    let trusted = named.is_none() && of_aws.is_some();
-    let endpoint = named.or(of_aws).unwrap_or_else(|| default.to_owned());
-    let endpoint = endpoint_url(&endpoint, force_http, trusted)?;
+    let given = options.endpoint.clone().or(file.host);
+    let assigned = options.default_endpoint.clone();
+    let named = endpoint::named(given, assigned, &aws, force_http)?;
 
     let chain = Chain::now(usual.clone(), net);
     let access = options.access_key.clone().or(file.access_key);
     let secret = options.secret_key.clone().or(file.secret_key);
+    let mut none_found = false;
     let credentials = match (access, secret) {
         (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => None,
         (Some(access), Some(secret)) => {
             Some(Keys::Given(Credentials::new(access, secret, None, None, "tensorizer")))
         }
         (None, None) => {
+            check_profile(&uri).await?;
             let keys = Keys::Found(chain.clone());
             match keys.get().await {
                 Ok(_) => Some(keys),
                 // Not to have any is no error: the object may be for everybody.
-                Err(error) if is_nobody(&error) => None,
+                Err(error) if is_nobody(&error) => {
+                    none_found = true;
+                    None
+                }
                 Err(error) => {
                     let what = format!("finding credentials: {}", DisplayErrorContext(error));
                     let error = std::io::Error::new(ErrorKind::PermissionDenied, what);
-                    return Err(Error::io("opening", uri, error));
+                    return Err(Error::io("opening", &uri, error));
                 }
             }
         }
@@ -187,19 +229,62 @@ pub async fn resolve(
         }
     };
 
-    let host = endpoint.host_str().unwrap_or("").to_ascii_lowercase();
-    let is_aws = host.ends_with(".amazonaws.com");
-    let path_style =
-        !is_aws && (endpoint.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
+    let is_named = named.is_some();
+    // Credentials of AWS's chain go to AWS, whatever the region. Nothing else says where keys of other
+    // origins belong, and old scripts expect the default.
+    let server = match (named, &credentials) {
+        (Some(server), _) => server,
+        (None, Some(Keys::Found(_))) if force_http => {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}`: AWS is asked by https:// only: name an endpoint, or do not force http://"
+            )));
+        }
+        (None, Some(Keys::Found(_))) => Server::aws(&aws),
+        (None, _) => Server::endpoint(default, force_http, false)?,
+    };
     // Where a machine of AWS is says nothing about the servers of others.
-    let machine = if region.is_none() && is_aws { chain.region().await } else { None };
+    let machine = if region.is_none() && server.is_aws() { chain.region().await } else { None };
     let region = machine.unwrap_or(usual);
     let sums = aws.request_checksum_calculation() != Some(RequestChecksumCalculation::WhenRequired);
     let requester_pays = match options.requester_pays {
         Some(pays) => pays,
         None => payer(reading(|| std::env::var_os(PAYER)).as_deref())?,
     };
-    Ok(Resolved { endpoint, credentials, region, path_style, requester_pays, sums })
+    let bucket = name.bucket.clone();
+    server.url(&bucket, &region)?;
+    Ok(Resolved {
+        server,
+        named: is_named,
+        bucket,
+        credentials,
+        none_found,
+        region,
+        bucket_region: Brief::new(None),
+        requester_pays,
+        sums,
+    })
+}
+
+/// Refuses a profile that `AWS_PROFILE` names and no file has: the chain would pass it over where
+/// there are no files, and take other credentials.
+async fn check_profile(uri: &str) -> Result<()> {
+    let named = reading(|| std::env::var("AWS_PROFILE").ok());
+    // The profile of this name need not be there.
+    let Some(profile) = named.filter(|name| !matches!(&**name, "" | "default")) else {
+        return Ok(());
+    };
+    let files =
+        aws_config::profile::load(&Fs::real(), &Env::real(), &Default::default(), None).await;
+    // The chain itself says what is wrong with a file.
+    if files.map_or(true, |files| files.get_profile(&profile).is_some()) {
+        return Ok(());
+    }
+    let what = format!(
+        "AWS_PROFILE names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
+         ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
+        Shown(&profile)
+    );
+    Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
 }
 
 /// Whether the variable says that who asks pays. Other programs take one or the other word for it.
@@ -234,43 +319,10 @@ async fn named_region() -> Option<String> {
     found.map(|region| region.to_string())
 }
 
-/// `trusted`: plain `http://` is what the environment or a profile asks for.
-fn endpoint_url(endpoint: &str, force_http: bool, trusted: bool) -> Result<Url> {
-    let shown = show_text(endpoint);
-    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{shown}`: {what}"));
-    let lower = endpoint.to_ascii_lowercase();
-    let host = match lower.split_once("://") {
-        None => endpoint,
-        Some(("http", _)) if !force_http && !trusted => {
-            return Err(Error::InvalidArgument(
-                "Non-HTTPS endpoint URLs are not allowed.".to_owned(),
-            ));
-        }
-        Some(("http" | "https", rest)) => {
-            endpoint.get(endpoint.len() - rest.len()..).unwrap_or(rest)
-        }
-        Some(_) => return Err(bad("expected https:// or http://")),
-    };
-    let plain = force_http || (trusted && lower.starts_with("http://"));
-    let scheme = if plain { "http" } else { "https" };
-    Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn endpoints() {
-        let url = |text, force, trusted| endpoint_url(text, force, trusted).map(String::from);
-        assert_eq!(url("host:9000", false, false).unwrap(), "https://host:9000/");
-        assert_eq!(url("host", true, false).unwrap(), "http://host/");
-        assert_eq!(url("https://host", true, false).unwrap(), "http://host/");
-        assert_eq!(url("http://host", false, true).unwrap(), "http://host/");
-        assert!(url("http://host", false, false).is_err());
-        assert!(url("ftp://host", false, false).is_err());
-    }
 
     #[test]
     fn who_pays() {

@@ -1,30 +1,22 @@
 //! The SDK's requests, sent by the same client as all others: with its proxies, certificates and
 //! time limits.
 
-use std::error::Error as _;
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use aws_credential_types::provider::error::CredentialsError;
 use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
-use aws_sdk_s3::error::{ConnectorError, DisplayErrorContext, ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::error::ConnectorError;
 use aws_sdk_s3::primitives::SdkBody;
 use aws_smithy_runtime_api::client::http::{
     HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
-use reqwest::header::{HeaderMap, HeaderValue, RETRY_AFTER};
-use reqwest::{Body, Client, Request, StatusCode};
+use reqwest::{Body, Client, Request};
 
-use crate::error::Shown;
 use crate::io::net::{Counted, Failure, NetOptions, Trust, unless_silent};
 use crate::io::source::http::client;
-use crate::io::source::http::reply::{refusal, says_expired};
-
-/// What servers say of bytes that are not what was sent.
-const SPOILED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
 
 /// Bytes of the longest answer that is read.
 const LONGEST_ANSWER: usize = 4 << 20;
@@ -113,7 +105,7 @@ impl HttpConnector for Connector {
     }
 }
 
-/// The kind says whether another try may help; see [`failure`].
+/// The kind says whether another try may help; see `Resolved::failure`.
 fn failed(error: io::Error) -> ConnectorError {
     ConnectorError::other(error.into(), None)
 }
@@ -148,75 +140,4 @@ async fn send(
         }
     }
     Ok(answer)
-}
-
-/// Why a call of the SDK failed, and whether to try again.
-pub fn failure<E>(error: SdkError<E, HttpResponse>) -> Failure
-where
-    E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
-{
-    if let Some(response) = error.raw_response() {
-        let status = StatusCode::from_u16(response.status().as_u16());
-        let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let mut headers = HeaderMap::new();
-        let after = response.headers().get("retry-after").map(HeaderValue::from_str);
-        if let Some(Ok(after)) = after {
-            headers.insert(RETRY_AFTER, after);
-        }
-        let said = match (error.code(), error.message()) {
-            (Some(code), Some(message)) => format!(": {}: {}", Shown(code), Shown(message)),
-            (Some(text), None) | (None, Some(text)) => format!(": {}", Shown(text)),
-            (None, None) => String::new(),
-        };
-        let what = format!("the server answered {status}{said}");
-        if status.is_success() {
-            // A success whose body reports an error, or is none of S3.
-            return Failure::passing(ErrorKind::InvalidData, what);
-        }
-        if error.code().is_some_and(|code| SPOILED.contains(&code)) {
-            return Failure::passing(ErrorKind::InvalidData, what);
-        }
-        let expired = error.code().is_some_and(|code| says_expired(code.as_bytes()));
-        return refusal(status, &headers, what).if_expired(expired);
-    }
-    let (mut cause, mut nobody_answers) = (error.source(), false);
-    while let Some(found) = cause {
-        if let Some(found) = found.downcast_ref::<CredentialsError>() {
-            nobody_answers = !matches!(found, CredentialsError::CredentialsNotLoaded(_));
-        }
-        if let Some(found) = found.downcast_ref::<io::Error>() {
-            let lasting = matches!(
-                found.kind(),
-                ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::InvalidInput
-            );
-            let (kind, what) = (found.kind(), found.to_string());
-            let make = if lasting { Failure::lasting } else { Failure::passing };
-            return make(kind, what);
-        }
-        cause = found.source();
-    }
-    let what = DisplayErrorContext(error).to_string();
-    // Who gives credentials out may be away for a moment, as when one reads.
-    if nobody_answers {
-        return Failure::passing(ErrorKind::PermissionDenied, what);
-    }
-    Failure::lasting(ErrorKind::Other, what)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use aws_sdk_s3::operation::put_object::PutObjectError;
-
-    #[test]
-    fn who_gives_credentials_out_is_asked_again() {
-        let of = |error: CredentialsError| {
-            let error = ConnectorError::other(error.into(), None);
-            failure(SdkError::<PutObjectError, HttpResponse>::dispatch_failure(error))
-        };
-        let away = of(CredentialsError::provider_error("it does not answer"));
-        assert!(format!("{away:?}").contains("again: true"), "{away:?}");
-        let none = of(CredentialsError::not_loaded("there are none"));
-        assert!(format!("{none:?}").contains("again: false"), "{none:?}");
-    }
 }

@@ -155,7 +155,7 @@ impl Answer {
         let refused = [StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN].contains(&self.status);
         let expired = self.status == StatusCode::UNAUTHORIZED
             || (refused && says_expired(self.text.as_bytes()));
-        refusal(self.status, &self.fields, what).if_expired(expired)
+        refusal(self.status, &self.fields, what).if_renewable(expired)
     }
 }
 

@@ -26,7 +26,7 @@ impl<C: Clone> Requests<C> {
     }
 
     /// Makes a request until it succeeds, or why it does not. `wrap` makes a new client a `C`;
-    /// `refused` is told of credentials that a server says to have expired, and since when they were
+    /// `refused` is told of a request that is to be signed anew, and since when its credentials were
     /// used.
     pub fn ask<T, F: Future<Output = Result<T, Failure>>>(
         &self,
@@ -50,7 +50,11 @@ impl<C: Clone> Requests<C> {
             });
             match outcome {
                 Ok(done) => return Ok(done),
-                Err(failure) if tries.renews(&failure) => refused(begun),
+                Err(failure) if tries.renews(&failure) => {
+                    refused(begun);
+                    // Clients may sign for the region that was wrong.
+                    self.pool.clear();
+                }
                 Err(failure) => tries.wait(failure, 0, &self.shown)?,
             }
         }

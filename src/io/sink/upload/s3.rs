@@ -1,6 +1,6 @@
 //! `s3://bucket/key`: the calls of the SDK.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::cancel::Cancel;
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::net::s3::{
-    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, failure, resolve,
+    Connector, DEFAULT_WRITE_ENDPOINT, ObjectName, Resolved, S3Options, resolve,
 };
 use crate::io::net::{Failure, NetOptions, guarded, wait_for};
 
@@ -66,11 +66,19 @@ impl S3Object {
             let what = format!("`{shown}`: a version of an object cannot be written");
             return Err(Error::InvalidArgument(what));
         }
-        let found = resolve(s3, &options, DEFAULT_WRITE_ENDPOINT, &shown);
+        let found = resolve(s3, &options, DEFAULT_WRITE_ENDPOINT, &name);
         let resolved = wait_for(&shown, &options, cancel, found)?;
-        let tls = resolved.endpoint.scheme() == "https";
+        if resolved.credentials.is_none() && !resolved.named {
+            let what = format!(
+                "there are no credentials, and {} would be sent the object anonymously: give \
+                 credentials, or name an endpoint that takes objects from everybody",
+                resolved.host()
+            );
+            let error = io::Error::new(ErrorKind::PermissionDenied, what);
+            return Err(Error::io("opening", &shown, error));
+        }
         Ok(S3Object {
-            requests: Requests::new(shown, options, tls)?,
+            requests: Requests::new(shown, options, resolved.server.is_tls())?,
             bucket: name.bucket,
             key: name.key,
             resolved,
@@ -97,12 +105,16 @@ impl S3Object {
                 self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
             (reading(|| Client::from_conf(config.build())), sent)
         };
+        let region = self.resolved.region();
         let refused = |used| {
-            if let Some(keys) = &self.resolved.credentials {
+            // Credentials are as good in another region.
+            if let Some(keys) = &self.resolved.credentials
+                && self.resolved.region() == region
+            {
                 keys.refused(used);
             }
         };
-        self.requests.ask(cancel, wrap, refused, |client, _| async {
+        let asked = self.requests.ask(cancel, wrap, refused, |client, _| async {
             // The SDK looks into the environment before it sends anything.
             let mut request = std::pin::pin!(make(client));
             let mut polled = false;
@@ -113,7 +125,8 @@ impl S3Object {
                 reading(|| request.as_mut().poll(context))
             });
             first_guarded.await
-        })
+        });
+        asked.map_err(|error| error.at_host(&self.resolved.host()))
     }
 
     /// Whether the object is the one of this upload.
@@ -121,7 +134,7 @@ impl S3Object {
         let found = self.request(cancel, |client| async move {
             let head = client.head_object().bucket(&self.bucket).key(&self.key);
             let head = head.set_request_payer(self.resolved.payer());
-            match head.send().await.map_err(failure) {
+            match head.send().await.map_err(|e| self.resolved.failure(e)) {
                 Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
                 found => found.map(Some),
             }
@@ -166,7 +179,7 @@ impl Object for S3Object {
                     }
                     answer = guarded(send(again)).await;
                 }
-                answer.map(drop).map_err(failure)
+                answer.map(drop).map_err(|e| self.resolved.failure(e))
             }
         })
     }
@@ -182,7 +195,7 @@ impl Object for S3Object {
                 match begin.checksum_type(ChecksumType::FullObject).send().await {
                     Err(error) if knows_no_sums(&error) => {}
                     answer => {
-                        let answer = answer.map_err(failure)?;
+                        let answer = answer.map_err(|e| self.resolved.failure(e))?;
                         let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
                             && answer.checksum_type == Some(ChecksumType::FullObject);
                         sums = if all { Sums::All } else { Sums::Parts };
@@ -192,7 +205,7 @@ impl Object for S3Object {
             }
             let begun = match begun {
                 Some(begun) => begun,
-                None => guarded(begin.send()).await.map_err(failure)?,
+                None => guarded(begin.send()).await.map_err(|e| self.resolved.failure(e))?,
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server began an upload without a number";
@@ -226,7 +239,7 @@ impl Object for S3Object {
                 told = sum.filter(|_| again.is_some());
                 answer = guarded(send(again)).await;
             }
-            let done = answer.map_err(failure)?;
+            let done = answer.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server took a part and did not say its ETag";
                 Failure::passing(ErrorKind::InvalidData, what)
@@ -253,7 +266,7 @@ impl Object for S3Object {
                 .set_checksum_crc64_nvme(sum.clone())
                 .set_checksum_type(all.then_some(ChecksumType::FullObject))
                 .set_request_payer(self.resolved.payer());
-            async move { complete.send().await.map(drop).map_err(failure) }
+            async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
         match completed {
             // It was done, and the answer lost, if what is there now is what was sent.
@@ -270,7 +283,7 @@ impl Object for S3Object {
         self.request(cancel, |client| async move {
             let abort = client.abort_multipart_upload().bucket(&self.bucket).key(&self.key);
             let abort = abort.set_request_payer(self.resolved.payer());
-            abort.upload_id(upload).send().await.map(drop).map_err(failure)
+            abort.upload_id(upload).send().await.map(drop).map_err(|e| self.resolved.failure(e))
         })
     }
 }

@@ -94,6 +94,12 @@ impl Target {
         Some(format!("{url}?{}", query.finish()))
     }
 
+    /// The host that is asked.
+    #[cfg(feature = "s3")]
+    pub fn host(&self) -> Option<&str> {
+        self.url.host_str()
+    }
+
     /// Whether it is one version of its file.
     pub fn is_version(&self) -> bool {
         self.url.query_pairs().any(|(key, _)| VERSIONS.contains(&&*key))
@@ -278,13 +284,14 @@ impl OneClient {
         self.connection.run(tries, request)
     }
 
-    /// Asks for a range, or for everything, and follows redirects. The file must be the one that
-    /// was opened, if that is known.
+    /// Asks for a range, or for everything, and follows redirects, except those of which `is_answer`
+    /// is true. The file must be the one that was opened, if that is known.
     pub async fn follow(
         &self,
         target: &Target,
         range: Option<Range>,
         opened: Option<&Identity>,
+        is_answer: impl Fn(&HeaderMap) -> bool,
     ) -> std::result::Result<(Target, Response), Failure> {
         let mut target = target.clone();
         for _ in 0..=MAX_REDIRECTS {
@@ -301,7 +308,7 @@ impl OneClient {
             }
             let sent = self.connection.client().execute(request);
             let response = timed(self.stall, sent).await??;
-            if !response.status().is_redirection() {
+            if !response.status().is_redirection() || is_answer(response.headers()) {
                 return Ok((target, response));
             }
             target = target.moved(place(&response)?)?;

@@ -74,7 +74,7 @@ pub fn open(
 }
 
 /// The same for an address that messages call something else.
-#[cfg(any(feature = "clouds", feature = "hf", feature = "s3"))]
+#[cfg(any(feature = "clouds", feature = "hf"))]
 pub fn open_as(
     address: &str,
     shown: &str,
@@ -217,7 +217,9 @@ fn ask_first(
         match found {
             Ok(found) => return Ok(found),
             Err(failure) if tries.renews(&failure) => {}
-            Err(failure) => tries.wait(failure, 0, shown)?,
+            Err(failure) => {
+                tries.wait(failure, 0, shown).map_err(|error| named.with_host(error))?;
+            }
         }
     }
 }
@@ -348,7 +350,8 @@ impl ReadAt for HttpSource {
                 Err(failure) => {
                     // A signed address may have expired: the first one gives another.
                     *self.moved.lock() = None;
-                    tries.wait(failure.or_again(at.is_some()), done, &self.shown)?;
+                    let waited = tries.wait(failure.or_again(at.is_some()), done, &self.shown);
+                    waited.map_err(|error| self.named.with_host(error))?;
                 }
             }
         }

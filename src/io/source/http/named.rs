@@ -5,10 +5,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
+use reqwest::header::HeaderMap;
 use reqwest::{Response, StatusCode};
 
 use super::client::{OneClient, Target};
 use super::reply::{Identity, Range, refusal, says_expired};
+use crate::error::Error;
 use crate::io::net::{Failure, Tries};
 use crate::sys::brief::Brief;
 use crate::sys::clock;
@@ -36,6 +38,27 @@ pub trait Sign: Send + Sync {
     /// Whether it is one version of its object, and not the latest.
     fn is_version(&self) -> bool {
         false
+    }
+
+    /// The server that is asked, for messages. None: they have the address alone.
+    fn host(&self) -> Option<String> {
+        None
+    }
+
+    /// True if a redirect with these fields is an answer, which is not followed.
+    fn is_answer(&self, _headers: &HeaderMap) -> bool {
+        false
+    }
+
+    /// True if these fields, of a refusal from there, say where the object is instead, and the next
+    /// signature is for that place.
+    fn is_elsewhere(&self, _asked: &Target, _headers: &HeaderMap) -> bool {
+        false
+    }
+
+    /// The meaning of a refusal. `said` is the beginning of its body.
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, _said: &[u8]) -> Failure {
+        refusal(status, headers, format!("the server answered {status}"))
     }
 
     /// Signs the address of another file in the same folder.
@@ -90,6 +113,18 @@ impl Named {
         }
     }
 
+    /// Names the server that was asked in an error, where the address does not.
+    pub fn with_host(&self, error: Error) -> Error {
+        let host = match self {
+            Named::Fixed(_) => None,
+            Named::Signed { signer, .. } => signer.host(),
+        };
+        match host {
+            Some(host) => error.at_host(&host),
+            None => error,
+        }
+    }
+
     /// Where to ask now, and since when that is good. Signs if there is no signature, or if it is
     /// about to expire.
     async fn target(&self) -> Result<(Arc<Target>, Instant), Failure> {
@@ -139,11 +174,14 @@ impl Named {
             Some(at) => (Arc::clone(at), clock::now()),
             None => self.target().await?,
         };
-        let (target, mut response) = client.follow(&from, range, opened).await?;
+        let is_answer = |headers: &HeaderMap| match self {
+            Named::Fixed(_) => false,
+            Named::Signed { signer, .. } => signer.is_answer(headers),
+        };
+        let (target, mut response) = client.follow(&from, range, opened, is_answer).await?;
         let status = response.status();
-        let refusals = [StatusCode::UNAUTHORIZED, StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN];
-        if let Named::Signed { signer, .. } = self
-            && refusals.contains(&status)
+        if let Named::Signed { signer, known } = self
+            && is_refusal(status)
         {
             let mut said = Vec::new();
             while said.len() < LONGEST_REFUSAL {
@@ -152,18 +190,35 @@ impl Named {
                     more => said.extend_from_slice(&more),
                 }
             }
-            let what = format!("the server answered {status}");
+            let headers = response.headers();
+            let failure = signer.refusal(status, headers, &said);
             let expired = says_expired(&said)
                 || (status == StatusCode::UNAUTHORIZED && signer.shows_tokens());
             if expired {
                 self.refused(since);
             }
-            return Err(refusal(status, response.headers(), what).if_expired(expired));
+            let elsewhere = signer.is_elsewhere(&target, headers);
+            if elsewhere {
+                known.lock().take();
+            }
+            return Err(failure.if_renewable(expired || elsewhere));
         }
         // What was named is not kept: its signature expires.
         let moved = if at.is_none() && target == *from { None } else { Some(Arc::new(target)) };
         Ok((moved, response))
     }
+}
+
+/// True if the body of an answer says why the server refuses. Those that are about the range, and
+/// those that ask to wait, mean the same from all servers.
+fn is_refusal(status: StatusCode) -> bool {
+    let others = [
+        StatusCode::REQUEST_TIMEOUT,
+        StatusCode::TOO_MANY_REQUESTS,
+        StatusCode::PRECONDITION_FAILED,
+        StatusCode::RANGE_NOT_SATISFIABLE,
+    ];
+    (status.is_redirection() || status.is_client_error()) && !others.contains(&status)
 }
 
 #[cfg(test)]

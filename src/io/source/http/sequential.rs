@@ -105,7 +105,10 @@ impl Body {
                     return Ok(());
                 }
                 Err(failure) if tries.renews(&failure) => {}
-                Err(failure) => tries.wait(failure, self.position, &self.shown)?,
+                Err(failure) => {
+                    let waited = tries.wait(failure, self.position, &self.shown);
+                    waited.map_err(|error| self.named.with_host(error))?;
+                }
             }
         }
     }
