@@ -152,6 +152,18 @@ fn a_pipe_is_read_once() {
 }
 
 #[test]
+fn empty_metadata_are_not_none() {
+    for (stated, found) in
+        [(None, None), (Some(json!(null)), None), (Some(json!({})), Some(&[][..]))]
+    {
+        let bytes = pack(stated, &[("scalar", floats(&[], 7.0))]);
+        let source: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes, "memory"));
+        let file = TensorFile::from_source(source, 0, &Never).unwrap();
+        assert_eq!(file.metadata().unwrap(), found);
+    }
+}
+
+#[test]
 fn shards_are_one_file() {
     let folder = tempfile::tempdir().unwrap();
     write_shards(folder.path());
