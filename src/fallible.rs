@@ -3,6 +3,9 @@
 
 use crate::error::{Error, Result};
 
+/// What lists of tensors are in messages.
+pub const LISTS: &str = "lists of tensors";
+
 /// What is said where so many bytes cannot be had.
 pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
     let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
@@ -36,6 +39,13 @@ pub fn more_room<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
     let bytes = || bytes_of::<T>(out.len().saturating_add(more));
     let bytes = bytes();
     out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
+}
+
+/// So many bytes: what is there, and zeros behind it.
+pub fn resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
+    more_room(out, len.saturating_sub(out.len()), what)?;
+    out.resize(len, 0);
+    Ok(())
 }
 
 /// One more.

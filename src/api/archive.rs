@@ -4,14 +4,13 @@ use std::sync::{Arc, OnceLock};
 
 use super::file::TensorFile;
 use super::part::{Opening, Part, malformed, read_growing};
-use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::Extent;
 use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed};
+use crate::fallible::{LISTS, collected, listed};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;

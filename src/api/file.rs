@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::selection::LISTS;
 use crate::cancel::{Cancel, Once};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result, Shown};
-use crate::fallible::{collected, listed, out_of_memory};
+use crate::fallible::{LISTS, collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::pair::PairId;

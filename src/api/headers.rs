@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::file::TensorFile;
-use super::selection::{LISTS, Selection};
+use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
 use crate::codec::crypt::PIECE_LEN;
@@ -12,7 +12,7 @@ use crate::codec::hash::{Digests, Verify};
 use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed, zeroed};
+use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
 use crate::io::source::{ReadAt, borrowed, read_exact_at};

@@ -12,7 +12,7 @@ use crate::codec::sha256::Sha256;
 use crate::engine::crew;
 use crate::engine::workers::{self, Crew};
 use crate::error::{Error, Result};
-use crate::fallible::more_room;
+use crate::fallible::resize;
 use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
@@ -122,9 +122,7 @@ impl<'s> Proof<'s> {
     fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &dyn Cancel) -> Result<()> {
         let start = number * self.piece;
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
-        let more = len.saturating_sub(buffer.len());
-        more_room(buffer, more, "a file that is hashed")?;
-        buffer.resize(len, 0);
+        resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
         read_exact_at(self.source, start, &mut Buffers::of(buffer), &what, control)?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use crate::api::save_options::{Pair, SaveOptions, SaveTensor};
-use crate::api::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
-use crate::fallible::{listed, more_room, with_room};
+use crate::fallible::{LISTS, listed, more_room, with_room};
 use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::index::{self, end_of_index};

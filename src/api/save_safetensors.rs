@@ -4,11 +4,10 @@ use std::io::IoSlice;
 
 use super::save::Writer;
 use super::save_options::SaveTensor;
-use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed};
+use crate::fallible::{LISTS, collected, listed};
 use crate::format::safetensors::{Layout, Placed};
 use crate::io::sink::write_all_at;
 

@@ -3,11 +3,8 @@
 use super::file::TensorFile;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, repeated, with_room};
+use crate::fallible::{LISTS, listed, repeated, with_room};
 use crate::format::catalog::Entry;
-
-/// What lists of what is loaded are in messages.
-pub const LISTS: &str = "lists of tensors";
 
 /// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
 pub struct Selection<'f> {

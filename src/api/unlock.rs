@@ -4,11 +4,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::file::TensorFile;
 use super::headers::see_headers;
-use super::selection::LISTS;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed, repeated};
+use crate::fallible::{LISTS, collected, listed, repeated};
 
 impl TensorFile {
     /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed

@@ -17,7 +17,7 @@ use memmap2::{Advice, MmapMut, MmapOptions};
 
 use super::mapped::InUse;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, repeated};
+use crate::fallible::{LISTS, listed, repeated};
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
 const HUGE_PAGE: usize = 2 << 20;
@@ -117,7 +117,7 @@ impl Arena {
     /// within the block; overlapping ranges or ranges beyond it are an error.
     pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
         let len = self.len;
-        let mut order = listed(ranges.iter().copied(), "lists of tensors")?;
+        let mut order = listed(ranges.iter().copied(), LISTS)?;
         order.sort_unstable();
         let mut end = 0;
         for (offset, size) in order {
@@ -136,7 +136,7 @@ impl Arena {
             len,
             _owner: Some(Arc::clone(&owner)),
         });
-        listed(buffers, "lists of tensors")
+        listed(buffers, LISTS)
     }
 }
 

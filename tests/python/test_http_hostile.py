@@ -27,7 +27,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 @pytest.fixture
 def endless():
-    """A server of one answer in chunks, and what it sends: the first bytes, and the rest for ever."""
+    """A server of one answer in chunks, and what it sends first: zeros follow for ever."""
     sends = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):

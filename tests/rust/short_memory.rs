@@ -143,13 +143,15 @@ fn with_each_refused(what: &str, work: &dyn Fn() -> Result<(), Error>) {
     assert!(refused > 0, "{what}");
 }
 
+type Options = fn() -> SaveOptions;
+
 /// What the child process does; an allocation that is not made by way of an error ends it.
 #[test]
 #[ignore = "begun by the next one"]
 fn in_a_process_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| -> PathBuf { folder.path().join(name) };
-    let saves: [(&str, fn() -> SaveOptions, usize, bool); 4] = [
+    let saves: [(&str, Options, usize, bool); 4] = [
         ("plain.tensors", SaveOptions::default, 1, false),
         ("metadata.tensors", with_metadata, 3, false),
         ("encrypted.tensors", encrypted, 1, false),

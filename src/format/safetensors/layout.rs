@@ -94,16 +94,7 @@ impl Layout {
         base: u64,
     ) -> Result<Self> {
         let sorted = sorted(tensors)?;
-        let mut json = String::from("{");
-        if let Some(metadata) = metadata {
-            let mut sorted = BTreeMap::new();
-            for (name, value) in metadata {
-                sorted.insert(name, value);
-            }
-            for text in [&to_json(METADATA)?, ":", &to_json(&sorted)?, ","] {
-                push_str(&mut json, text, WHAT)?;
-            }
-        }
+        let mut json = beginning(metadata)?;
         let mut entries = with_room(sorted.len(), WHAT)?;
         let mut order = with_room(sorted.len(), WHAT)?;
         let mut end = 0u64;
@@ -132,20 +123,7 @@ impl Layout {
                 strided: false,
             });
         }
-        if json.ends_with(',') {
-            json.pop();
-        }
-        json.push('}');
-        // Data begin at a multiple of eight bytes.
-        let len = json.len().next_multiple_of(size_of::<u64>());
-        if len as u64 > MAX_HEADER_LEN {
-            let what = format!("names and shapes need a header of {len} bytes: too long");
-            return Err(refused(what));
-        }
-        let mut head = with_room(len + size_of::<u64>(), WHAT)?;
-        head.extend((len as u64).to_le_bytes());
-        head.extend(json.into_bytes());
-        head.resize(len + size_of::<u64>(), b' ');
+        let head = ended(json)?;
         let data_at = base.saturating_add(head.len() as u64);
         for entry in &mut entries {
             entry.data_offset = entry.data_offset.saturating_add(data_at);
@@ -157,6 +135,38 @@ impl Layout {
         }
         Ok(Layout { head, entries, order, end })
     }
+}
+
+/// The header before its tensors.
+fn beginning(metadata: Option<&[(String, String)]>) -> Result<String> {
+    let mut json = String::from("{");
+    let Some(metadata) = metadata else { return Ok(json) };
+    let mut sorted = BTreeMap::new();
+    for (name, value) in metadata {
+        sorted.insert(name, value);
+    }
+    for text in [&to_json(METADATA)?, ":", &to_json(&sorted)?, ","] {
+        push_str(&mut json, text, WHAT)?;
+    }
+    Ok(json)
+}
+
+/// Its length and the header, so long that data begin at a multiple of eight bytes.
+fn ended(mut json: String) -> Result<Vec<u8>> {
+    if json.ends_with(',') {
+        json.pop();
+    }
+    json.push('}');
+    let len = json.len().next_multiple_of(size_of::<u64>());
+    if len as u64 > MAX_HEADER_LEN {
+        let what = format!("names and shapes need a header of {len} bytes: too long");
+        return Err(refused(what));
+    }
+    let mut head = with_room(len + size_of::<u64>(), WHAT)?;
+    head.extend((len as u64).to_le_bytes());
+    head.extend(json.into_bytes());
+    head.resize(len + size_of::<u64>(), b' ');
+    Ok(head)
 }
 
 fn to_json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String> {

@@ -80,8 +80,12 @@ impl Cache {
         let opened = self.open(&identity, cancel);
         cancel.check()?;
         let Ok(Some(entry)) = opened else { return Ok(source) };
-        let origin = Origin { server: source, cache: self.clone(), name: name.into(), patience };
-        Ok(source::before(origin, entry))
+        let (cache, name) = (self.clone(), name.to_owned());
+        let fill = move |server: &Arc<dyn ReadAt>, cancel: &dyn Cancel| {
+            let made = cache.before(Arc::clone(server), &name, patience, cancel);
+            made.unwrap_or_else(|_| Arc::clone(server))
+        };
+        Ok(source::before(Origin { server: source, patience, fill: Box::new(fill) }, entry))
     }
 
     fn failed(&self, error: io::Error) -> Error {

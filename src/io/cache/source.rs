@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::Cache;
 use super::entry::{Entry, Found};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
@@ -34,19 +33,20 @@ struct CachedSource {
 /// Where the bytes of an entry come from.
 pub struct Origin {
     pub server: Arc<dyn ReadAt>,
-    pub cache: Cache,
-    /// The name of the file in the cache.
-    pub name: Box<str>,
     /// How long another process may take for what is waited for.
     pub patience: Duration,
+    /// Puts a new entry before the server.
+    pub fill: Box<Fill>,
 }
+
+/// Gives a source that keeps what the server sends.
+pub type Fill = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
 
 impl Origin {
     /// Removes the entry of an open file, and gives a source that fills a new one.
     fn afresh(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
         remove_own(path, file);
-        let made = self.cache.before(Arc::clone(&self.server), &self.name, self.patience, cancel);
-        made.unwrap_or_else(|_| Arc::clone(&self.server))
+        (self.fill)(&self.server, cancel)
     }
 }
 

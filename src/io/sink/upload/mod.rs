@@ -31,7 +31,7 @@ use bytes::Bytes;
 use super::{Unclosed, WriteAt};
 use crate::cancel::{Cancel, Never, detached};
 use crate::error::{Error, Result};
-use crate::fallible::{append, more_room};
+use crate::fallible::{append, resize};
 use crate::io::net::NetOptions;
 #[cfg(feature = "clouds")]
 use crate::io::net::clouds::Cloud;
@@ -235,11 +235,8 @@ impl Upload {
         let start = usize::try_from(at).map_err(too_large)?;
         let room = usize::try_from(head_len - at).map_err(too_large)?;
         let len = bytes.len().min(room);
-        if state.head.len() < start + len {
-            let more = start + len - state.head.len();
-            more_room(&mut state.head, more, "the head of an upload")?;
-            state.head.resize(start + len, 0);
-        }
+        let end = state.head.len().max(start + len);
+        resize(&mut state.head, end, "the head of an upload")?;
         state.head[start..start + len].copy_from_slice(&bytes[..len]);
         Ok(len)
     }

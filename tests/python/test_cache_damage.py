@@ -1,0 +1,115 @@
+"""Copies of the cache whose bytes are not those of the server's file any more."""
+# ruff: noqa: F811  # parameters are fixtures
+
+import pytest
+import tensorizer
+import torch
+from tensorizer import TensorDeserializer, load
+from test_cache import (  # noqa: F401  # fixtures
+    FIRST,
+    MB,
+    assert_all,
+    entries,
+    folder,
+    served,
+    set_variable,
+    tensors,
+)
+
+
+@pytest.fixture
+def source(nginx, served):
+    """The server, a file of it, and its size."""
+    return nginx, *served
+
+
+def spoil(entry, at, length=4):
+    with entry.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xa5" * length)
+
+
+#: Where a byte of a file is, and how a load finds that it is another one.
+DAMAGED = {
+    "prologue": (2, False),
+    "index": (300, False),
+    "header": (MB // 4 + 50, False),
+    "data": (20 * MB, True),
+}
+
+
+@pytest.mark.parametrize("where", DAMAGED)
+@pytest.mark.parametrize("names", [None, ["t0", "t1", "t2", "t3", "t4", "t5"]], ids=["all", "some"])
+def test_damaged_bytes_are_fetched_anew_once(source, folder, tensors, where, names):
+    nginx, name, size = source
+    uri = f"{nginx.http}/{name}"
+    at, verify = DAMAGED[where]
+    load(uri, names=names, cache_dir=folder)
+    (entry,) = entries(folder)
+    spoil(entry, at)
+    before = nginx.sent(name)
+    assert_all(load(uri, cache_dir=folder, verify_hash=verify), tensors)
+    assert nginx.sent(name) - before <= 2 * size + 2 * FIRST
+    # What was kept meanwhile is right, and not asked for again.
+    before = nginx.sent(name)
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    assert nginx.sent(name) - before <= 2 * FIRST
+
+
+def fill(uri, tensors):
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    torch.ops.tensorizer.load(uri, list(found), list(found.values()), verify=True)
+    return found
+
+
+#: Loads that compare hashes, beside the one above.
+WAYS = {
+    "operator": lambda uri, tensors: torch.ops.tensorizer.load(uri, verify=True),
+    "in place": fill,
+    "iterator": lambda uri, tensors: dict(tensorizer.iterate(uri, verify_hash=True)),
+    "deserializer": lambda uri, tensors: TensorDeserializer(uri, "cpu", verify_hash=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_load_fetches_damaged_bytes_anew(source, folder, tensors, monkeypatch, way):
+    nginx, name, _ = source
+    set_variable(monkeypatch, "TENSORIZER_CACHE", str(folder))
+    uri = f"{nginx.http}/{name}"
+    load(uri)
+    (entry,) = entries(folder)
+    spoil(entry, DAMAGED["data"][0])
+    assert_all(WAYS[way](uri, tensors), tensors)
+
+
+def test_a_wrong_key_is_no_damage(nginx, tensors, folder, tmp_path):
+    name, key = "sealed.tensors", tensorizer.EncryptionParams.random()
+    tensorizer.save(tensors, nginx.root / name, encryption=key)
+    uri, right = f"{nginx.http}/{name}", tensorizer.DecryptionParams.from_key(key.key)
+    wrong = tensorizer.DecryptionParams.from_key(bytes(32))
+    load(uri, cache_dir=folder, encryption=right)
+    (entry,) = entries(folder)
+    before = nginx.sent(name)
+    with pytest.raises(tensorizer.CryptographyError):
+        load(uri, cache_dir=folder, encryption=wrong)
+    assert entries(folder) == [entry]
+    assert nginx.sent(name) - before < 8 * MB
+    spoil(entry, DAMAGED["data"][0])
+    assert_all(load(uri, cache_dir=folder, encryption=right), tensors)
+    assert not entries(folder)
+
+
+def test_damage_that_cannot_be_mended_names_the_entry(nginx, served, folder, tensors):
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    (entry,) = entries(folder)
+    spoil(entry, DAMAGED["data"][0])
+    damaged = entry.stat().st_ino
+    file = TensorDeserializer(uri, "cpu", cache_dir=folder, lazy_load=True, verify_hash=True)
+    (nginx.root / name).rename(nginx.root / f"{name}.gone")
+    with pytest.raises(OSError, match="404") as failed:
+        list(file.values())
+    assert f"the copy in the cache, `{entry}`, was damaged and is removed: " in str(failed.value)
+    assert "crc32" in str(failed.value).lower()
+    assert not entry.exists() or entry.stat().st_ino != damaged
