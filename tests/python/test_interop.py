@@ -320,15 +320,15 @@ return {k: v.tolist() for k, v in m.state_dict().items()}
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.eye(3).to_sparse(), "layout Sparse"),
-        (torch.eye(3).to_sparse_csr(), "layout SparseCsr"),
-        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
-        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+        (torch.eye(3).to_sparse(), "tensor `t`: .*layout Sparse"),
+        (torch.eye(3).to_sparse_csr(), "tensor `t`: .*layout SparseCsr"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "tensor `t`: .*quantized"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "'t' is a nested"),
     ],
 )
 def test_tensors_without_plain_bytes_are_refused_with_a_sentence(tensor, text, tmp_path):
     path = tmp_path / "no.tensors"
-    with pytest.raises(RuntimeError, match=f"tensor `t`: .*{text}"), TensorSerializer(path) as s:
+    with pytest.raises(RuntimeError, match=text), TensorSerializer(path) as s:
         s.write_state_dict({"t": tensor})
     assert list(tmp_path.iterdir()) == []
 

@@ -175,8 +175,14 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         work = (self._file, self._next, names, (self._device, stream), coming)
         # It knows nothing of this object, which goes when its caller lets it go.
         thread = threading.Thread(target=_load, args=work, name="tensorizer-iterate", daemon=True)
-        thread.start()
-        self._thread, self._coming = thread, coming
+        # Known before it runs: it may call progress= at once.
+        before, self._thread = self._thread, thread
+        try:
+            thread.start()
+        except BaseException:
+            self._thread = before
+            raise
+        self._coming = coming
         self._next = next(self._batches, None)
 
     def _arrive(self) -> None:
