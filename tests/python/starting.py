@@ -21,7 +21,8 @@ TIMEOUT = 60
 #: What all of them need, and the programs.
 MODULES = (
     *("tensorizer", "torch._dynamo", "ranks.being", "ranks.common", "ranks.dcp_failures"),
-    *("ranks.dcp_meshes", "ranks.groups", "ranks.lost", "ranks.modules", "ranks.saving"),
+    *("ranks.dcp_jobs", "ranks.dcp_meshes", "ranks.groups", "ranks.lost", "ranks.modules"),
+    "ranks.saving",
 )
 CODE = f"""
 import json, sys
