@@ -102,7 +102,7 @@ def by_operators(path: Path, encryption: Any = None) -> Tensors:
 
 def of_ranks(path: Path) -> Tensors:
     with Whole(path.parent, verify_hash=True) as whole:
-        return dict(whole.load(whole.names))
+        return dict(zip(whole.names, whole.load(whole.names), strict=True))
 
 
 def of_pair(path: Path) -> Tensors:
