@@ -17,7 +17,8 @@ import run  # noqa: E402
 
 #: Inputs of the share of each campaign: as many as show that it works.
 SHARES = {"hostile files": 40, "hostile servers": 4, "old package": 20, "faults": 24, "kills": 24,
-          "power": 60, "network": 32, "TLS": 24, "load": 72, "leaks": 9}  # fmt: skip
+          "power": 60, "network": 32, "TLS": 24, "load": 72, "leaks": 9,
+          "state dicts": 100, "forked children": 48, "short memory": 46}  # fmt: skip
 ROWS = [row for row in run.campaigns([]) if row.get("needs") == ["python"]]
 
 
@@ -201,8 +202,35 @@ def test_what_a_call_once_did_wrong_as_it_failed(kind, call, python):
 
 
 #: A save that puts nothing on the disk before it has its name, one that writes over what is there,
-#: a load of wrong data, and one that believes every server: each must be found by its campaign.
+#: a load of wrong data, one that believes every server, one that is wrong under vmap, one that ends
+#: the process for want of memory, and a file that a child closes for its parent: each must be found
+#: by its campaign.
 BROKEN = {
+    "states": """
+import states, torch
+load = states.LOADS["vmap"]
+states.LOADS = {"vmap": lambda path: {name: tensor * 0 for name, tensor in load(path).items()}}
+""",
+    "short_memory": """
+import os, scenes, short_memory
+def load(folder):
+    try:
+        return scenes.by_path(folder)
+    except MemoryError:
+        os.abort()
+short_memory.SAVES[:] = []
+short_memory.LOADS[:] = [scenes.Load("eager", scenes.once(scenes.save_path), load)]
+""",
+    "children": """
+import children, scenes
+def make(folder, url, chance):
+    file = open(folder / "f.tensors", "rb")
+    def read():
+        return scenes.value_of(scenes.tensorizer.load(file, "cpu"))
+    # Both have one position.
+    return children.Made({"read": lambda: file.seek(100) and None}, read)
+children.KINDS = {"file": make}
+""",
     "power": """
 import os, scenes, power
 def save(folder, value):
@@ -250,6 +278,9 @@ def test_what_is_broken_is_found(campaign, python):
             "kills": ["--only", "over", "--inputs", "20"],
             # Among these there are some certificates of others.
             "tls": ["--inputs", "64"],
+            "states": ["--inputs", "60"],
+            "short_memory": ["--only", "eager", "--inputs", "40"],
+            "children": ["--inputs", "20"],
             "call_faults": ["--only", "eager", "--call", "preadv 1 EIO"]}  # fmt: skip
     done = subprocess.run(
         [python, "-c", code, *only[campaign]],

@@ -4,11 +4,14 @@ import argparse
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
 import time
+import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 #: What is not added up, but is that of the process with the most of it.
@@ -90,6 +93,39 @@ def divide(jobs: int) -> int:
             said = added(said, lost)
     print(json.dumps(said))
     sys.exit(1 if said.get("findings") else max(map(abs, ended)))
+
+
+def in_child(work: Callable[[], object], seconds: float) -> tuple[int | None, object, str]:
+    """Run a function in a fork of this process.
+
+    Return its exit status, or minus the signal that ended it, or None if it was late; what the
+    function returned; and what it printed last.
+    """
+    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for number in (1, 2):
+                    os.dup2(output.fileno(), number)
+                result.write(json.dumps(work()).encode())
+                result.flush()
+                status = 0
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(status)
+        ended = os.pidfd_open(pid)
+        late = not select.select([ended], [], [], seconds)[0]
+        os.close(ended)
+        if late:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for file in (result, output):
+            file.seek(0)
+        text = result.read()
+        said = output.read().decode(errors="replace")[-1500:]
+    return None if late else status, json.loads(text) if text else None, said
 
 
 def large_pages() -> None:
