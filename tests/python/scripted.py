@@ -54,7 +54,7 @@ def stop(server, thread):
     server.server_close()
     for other in threading.enumerate():
         if "process_request_thread" in other.name:
-            other.join(10)
+            other.join(60)  # what it asks may be slow beside other work
 
 
 @contextlib.contextmanager
