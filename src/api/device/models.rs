@@ -11,6 +11,7 @@ use super::*;
 use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
+use crate::error::Error;
 use crate::io::source::Traits;
 use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
