@@ -27,7 +27,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
-.PHONY: demo test test-all test-behaviour test-rust test-rust-more test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
+.PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
   trust lint docs docs-serve packages bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
@@ -37,14 +37,14 @@ demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/built $(STAMPS)/demo $(if $(findstring --old,$(DEMO)),$(STAMPS)/old)
 	$(BIN)/python benchmarks/demo.py $(DEMO)
 
-# Behaviour: Rust's tests compile while those in Python wait.
+# Behaviour: what others do while the tests of Python wait.
 test: build
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-rust test-behaviour
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-python test-beside
 	@echo "make test-all adds: shares of the campaigns, tests of tests, models, memcheck and tch of Rust, documents,"
 	@echo "examples and C++ programs, AOTInductor, packaging and a wheel, torch $(OTHER)"
 
-test-behaviour:
-	@$(MAKE) --no-print-directory test-python
+test-beside:
+	@$(MAKE) --no-print-directory test-rust
 	@$(MAKE) --no-print-directory test-staged
 	@$(MAKE) --no-print-directory test-cuda
 

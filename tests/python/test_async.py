@@ -93,15 +93,18 @@ def test_a_process_that_ends_waits_for_its_saves(tmp_path):
 def test_a_forked_child_is_told_that_nobody_saves_there(tmp_path):
     code = """
 import asyncio, concurrent.futures, io, os, sys, threading, tensorizer, torch
-go = threading.Event()
+go, told = threading.Event(), threading.Event()
 class Slow(io.BytesIO):
     def write(self, data):
         go.wait()
         return super().write(data)
+def tell(future):
+    print("called back in", os.getpid() == parent)
+    told.set()
 done = tensorizer.save_async({"a": torch.ones(3)}, sys.argv[1])
 done.result()
 running = tensorizer.save_async({"a": torch.ones(3)}, Slow())
-running.add_done_callback(lambda future: print("called back in", os.getpid() == parent))
+running.add_done_callback(tell)
 parent = os.getpid()
 child = os.fork()
 if child == 0:
@@ -124,6 +127,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 go.set()
 running.result()
+told.wait()  # those that wait are told before those that are called back
 print(running.saved_bytes)
 """
     done = run_python(code, tmp_path / "f.tensors")
