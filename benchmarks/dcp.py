@@ -12,20 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dcp_report import CASES, PREFIX, Case, case_tables, write
+from forks import Measurement, preload
 from machine import version
 from run import HERE, describe, forget, record, summary, warm
 from serve import server
@@ -34,58 +29,24 @@ from serve import server
 TIMEOUT = 300
 
 
-def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> None:
-    """Be a rank: send what was found, or the text of an error."""
-    from dcp_engines import run
-
-    try:
-        pipe.send(run(*arguments))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    pipe.close()
-    sys.stdout.flush()
-    # Freeing memory is not part of what is measured.
-    os._exit(0)
-
-
-def ranks(world: int, *arguments: object) -> dict[str, object]:
+def ranks(world: int, *arguments: object) -> Mapping[str, object]:
     """Run ranks once, in processes that begin with torch imported; return what the first says."""
-    context = multiprocessing.get_context("forkserver")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    started = []
-    for rank in range(world):
-        receiver, sender = context.Pipe(duplex=False)
-        environment = {name: value for name, value in os.environ.items() if name[:4] == "AWS_"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        given = (sender, (rank, world, environment, arguments))
-        process = context.Process(target=answer, args=given)
-        process.start()
-        sender.close()
-        started.append((process, receiver))
-    found = []
-    try:
-        for _, receiver in started:
-            late = f"nothing after {TIMEOUT} seconds"
-            found.append(receiver.recv() if receiver.poll(TIMEOUT) else late)
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.join()
-    for one in found:
-        if isinstance(one, str):
-            raise RuntimeError(f"{arguments[0]} failed:\n{one[-2000:]}")
-    if not found[0]["verified"]:
-        raise RuntimeError(f"{arguments[0]} loaded other bytes than were written")
-    return found[0]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(world):
+            given = (f"rank {rank} of {arguments[0]}", "dcp_engines:run", rank, world, arguments)
+            started.append(Measurement(*given))
+            stack.callback(started[-1].close)
+        first, *_ = [one.result(TIMEOUT) for one in started]
+    return first
 
 
-def limit(name: str, folder: Path) -> dict[str, object]:
+def limit(name: str, folder: Path) -> Mapping[str, object]:
     """Measure what the machine can do."""
-    command = [sys.executable, str(HERE / "limits.py"), name, str(folder), "limit"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return Measurement(name, "limits:measure", name, folder, "limit").result(TIMEOUT)
 
 
 def measure(case: Case, folder: Path, rounds: int, size: tuple) -> list[dict[str, object]]:
@@ -145,9 +106,7 @@ def main() -> None:
     import dcp_state
 
     size = dcp_state.QUICK if options.quick else dcp_state.FULL
-    # The server that forks ranks passes over what it cannot import, and knows no other path.
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, *sys.path[1:])))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["dcp_engines"])
+    preload("dcp_engines")
     machine = describe()
     machine["versions"] = {**machine["versions"], "s3fs": version("s3fs")}  # type: ignore[dict-item]
     rows: list[dict[str, object]] = []

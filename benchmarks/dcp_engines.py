@@ -112,13 +112,12 @@ def once(engine: str, saves: bool, folder: str, size: tuple[int, int, int]) -> d
     }
 
 
-def run(rank: int, world: int, environment: dict[str, str], arguments: tuple) -> dict[str, object]:
+def run(rank: int, world: int, arguments: tuple) -> dict[str, object]:
     """Join the group and do it."""
     warnings.simplefilter("ignore")
     logging.disable()
     # As with torchrun.
     torch.set_num_threads(1)
-    os.environ |= environment
     dist.init_process_group("gloo", rank=rank, world_size=world)
     found = once(*arguments)
     dist.destroy_process_group()

@@ -11,17 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import importlib
-import multiprocessing
-import multiprocessing.connection
-import os
-import sys
-import traceback
-from collections.abc import Mapping
 from pathlib import Path
 
 import format_models
 from cases import FULL, QUICK
+from forks import Measurement, preload
 from format_cases import CASES, Case
 from format_files import local, one_file, prepare
 from format_report import PREFIX, case_table, write
@@ -33,47 +27,6 @@ from serve import server
 PACKAGES = ("runai-model-streamer-s3", "transformers", "huggingface_hub", "boto3")
 #: Which server an address needs, by how it begins.
 SERVERS = {"http": "nginx", "s3": "nginx", "upload": "s3"}
-#: Seconds that one run of an engine may take.
-TIMEOUT = 600
-
-
-def answer(pipe: multiprocessing.connection.Connection, arguments: tuple) -> None:
-    """Measure, in a process of its own; send what was found, or the text of an error."""
-    _, case, *_ = arguments
-    once = importlib.import_module(case.work).once
-    # Otherwise the locks that tqdm makes, which fastsafetensors imports, have names that are left.
-    multiprocessing.set_start_method("fork", force=True)
-    try:
-        pipe.send(once(*arguments))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    pipe.close()
-    sys.stdout.flush()
-    # Freeing memory is not part of what is measured.
-    os._exit(0)
-
-
-def run(engine: str, *arguments: object) -> Mapping[str, object]:
-    """Run an engine once, in a process that begins with torch imported."""
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(sender, (engine, *arguments)))
-    process.start()
-    sender.close()
-    try:
-        found = receiver.recv() if receiver.poll(TIMEOUT) else f"nothing after {TIMEOUT} seconds"
-    except EOFError:
-        process.join()
-        found = f"ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-    if isinstance(found, str):
-        raise RuntimeError(f"{engine} failed:\n{found[-2000:]}")
-    if not found["verified"]:
-        raise RuntimeError(f"{engine} loaded other bytes than were written")
-    return found
 
 
 def measure(
@@ -90,7 +43,8 @@ def measure(
         for name, found in results.items():
             if case.cold:
                 forget(paths)
-            found.append(run(name, case, folder, address, quick))
+            given = (name, case, folder, address, quick)
+            found.append(Measurement(name, f"{case.work}:once", *given).result())
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
     return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
 
@@ -119,8 +73,7 @@ def main() -> None:
     rounds = options.rounds or (1 if options.quick else 5)
     folder = HERE / "data" / ("quick" if options.quick else "full")
     # To try the programs, what takes longest to import is imported once for all.
-    preload = ["torch", *([format_models.CLASS, "boto3"] if options.quick else [])]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    preload("torch", *([format_models.CLASS, "boto3"] if options.quick else []))
     prepare(folder, QUICK if options.quick else FULL)
     format_models.prepare(folder, options.quick)
     machine = describe()

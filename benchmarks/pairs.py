@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 
 from cases import CASES, FULL, Case
+from forks import preload
 from run import HERE, files_of, forget, prepare, run, warm
 from serve import server
 
@@ -24,11 +25,9 @@ HERE_PYTHON = str(HERE.parent / "python")
 
 def once(tree: str, engine: str, case: Case, folder: Path) -> float:
     """Measure one row once, with the package of a tree."""
-    os.environ["PYTHONPATH"] = tree
     if case.cold:
         forget(files_of(folder, case.model))
-    found = run("engines.py", engine, folder, case.model, quick=False)
-    assert found["verified"], (tree, engine)
+    found = run(engine, folder, case.model, quick=False, packages=tree)
     return float(found["seconds"])  # type: ignore[arg-type]
 
 
@@ -50,6 +49,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     folder = HERE / "data/full"
+    preload("torch")
     prepare(folder, FULL)
     lines = [
         "| case | what | other best s | median s | this best s | median s | best | median |",

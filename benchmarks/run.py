@@ -14,13 +14,13 @@ import datetime
 import json
 import os
 import platform
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import checkpoints
 import torch
-from cases import CASES, FULL, QUICK, Case, Model
+from cases import CASES, FULL, LIMITS, QUICK, Case, Model
+from forks import Measurement, preload
 from machine import commit, version
 from serve import server
 
@@ -78,39 +78,38 @@ def warm(paths: list[Path]) -> None:
                 pass
 
 
-def run(script: str, name: str, folder: Path, model: str, quick: bool) -> dict[str, object]:
-    python = str(OLD_PYTHON) if "2.12.1" in name else sys.executable
-    command = [python, str(HERE / script), name, str(folder), model]
-    if quick and script == "engines.py":
-        command.append("--quick")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    if not result["verified"]:
-        raise RuntimeError(f"{name} loaded other bytes than were written")
-    return result
+def run(
+    name: str, folder: Path, model: str, quick: bool, packages: str | None = None
+) -> Mapping[str, object]:
+    """Run an engine or a limit once, in a process that begins with torch imported.
+
+    ``packages`` is a folder whose packages come before all others.
+    """
+    if name in LIMITS:
+        return Measurement(name, "limits:measure", name, folder, model).result()
+    if "2.12.1" in name:
+        packages = str(next(OLD_PYTHON.parents[1].glob("lib/python*/site-packages")))
+    given = (name, str(folder), model, quick)
+    return Measurement(name, "engines:main", *given, packages=packages).result()
 
 
 def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str, object]]:
     """Let all engines and limits take turns, so that a noisy minute hits all of them."""
-    todo = [("engines.py", engine) for engine in case.engines]
-    todo += [("limits.py", limit) for limit in case.limits]
-    results: dict[str, list[dict[str, object]]] = {name: [] for _, name in todo}
+    results: dict[str, list[Mapping[str, object]]] = {n: [] for n in case.engines + case.limits}
     files = files_of(folder, case.model)
     if not case.cold:
         warm(files)
     for round_ in range(rounds):
-        for script, name in todo:
+        for name, found in results.items():
             if case.cold:
                 forget(files)
-            results[name].append(run(script, name, folder, case.model, quick))
+            found.append(run(name, folder, case.model, quick))
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
     return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
 
 
 def summary(
-    case: str, engine: str, limit: bool, results: list[dict[str, object]]
+    case: str, engine: str, limit: bool, results: list[Mapping[str, object]]
 ) -> dict[str, object]:
     """Return what is recorded of the runs of one engine."""
     seconds = sorted(float(r["seconds"]) for r in results)
@@ -171,6 +170,7 @@ def main() -> None:
     rounds = options.rounds or (1 if options.quick else 5)
     folder = HERE / "data" / ("quick" if options.quick else "full")
     models = QUICK if options.quick else FULL
+    preload("torch")
     prepare(folder, models)
     from report import render, table
 
@@ -186,7 +186,7 @@ def main() -> None:
                 continue
             os.environ["BENCHMARK_SERVER"] = address or ""
             if case.name == "redis":
-                run("engines.py", "ours to_redis", folder, case.model, options.quick)
+                run("ours to_redis", folder, case.model, options.quick)
             mine = measure(case, folder, rounds, options.quick)
         rows += mine
         print(table(case, mine))
