@@ -30,6 +30,7 @@ for feature in cuda http redis s3; do
   try "the core with $feature alone" cargo check --release --package tensorizer --no-default-features --features $feature
 done
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
+try "200,000 tensors by every call" env TENSORS_OF_TESTS=200000 "$PYTHON" -m pytest tests/python/test_large_headers.py
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py
 for torch in $torches; do
   try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"

@@ -92,6 +92,14 @@ def signer_of(handler):
     return found and found[1]
 
 
+def body_of(handler):
+    """Return the body of a request, or None if its connection ends before, and is closed."""
+    length = int(handler.headers.get("Content-Length", 0))
+    body = handler.rfile.read(length)
+    handler.close_connection |= len(body) < length
+    return body if len(body) == length else None
+
+
 class Relay(Scripted):
     """Hands requests on to another server, as a proxy or as if it were that server. Each one is
     given to ``script`` with method, path and number; it returns None, or a fault: ``"status"`` with
@@ -114,7 +122,8 @@ class Relay(Scripted):
         return host, path
 
     def answer(self, handler):
-        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        if (body := body_of(handler)) is None:  # The other server would wait for the rest.
+            return
         path = handler.path
         fields = {name: value for name, value in handler.headers.items() if name.lower() != "host"}
         host = handler.headers["Host"]

@@ -1,6 +1,7 @@
 """Files of many tensors and with large metadata, compared with the library safetensors."""
 
 import json
+import os
 
 import pytest
 import tensorizer
@@ -114,9 +115,10 @@ class Many:
         return root
 
 
-@pytest.fixture(scope="module", params=[6_000, pytest.param(200_000, marks=pytest.mark.extended)])
-def many(request):
-    return Many(request.param)
+@pytest.fixture(scope="module")
+def many():
+    """The model; `make test-long` has one of 200,000 tensors."""
+    return Many(int(os.environ.get("TENSORS_OF_TESTS", "6000")))
 
 
 @pytest.fixture(scope="module")
