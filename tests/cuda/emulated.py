@@ -1,12 +1,15 @@
 """What tests do with the emulated CUDA: settings, statistics, and programs that run on it."""
 
+import atexit
 import ctypes
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+FOLDER = Path(__file__).resolve().parent
 _library = ctypes.CDLL(None)
 #: Whether this process has it.
 PRESENT = hasattr(_library, "fake_cuda_stat")
@@ -28,6 +31,7 @@ _pause = _bind("fake_cuda_pause", None, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 _delay = _bind("fake_cuda_delay", None, ctypes.c_uint64)
 _launch = _bind("cudaLaunchHostFunc", ctypes.c_int, ctypes.c_void_p, _Function, ctypes.c_void_p)
 heal = _bind("fake_cuda_heal", None)
+report_here = _bind("fake_cuda_report_here", None)
 
 
 def stat(name):
@@ -61,13 +65,34 @@ def launch(stream, function):
     assert _launch(stream.cuda_stream, _functions[-1], None) == 0
 
 
+@functools.cache
+def forks():
+    """Return the server that forks interpreters which have not yet called the emulator."""
+    sys.path.append(str(FOLDER.parent / "python"))
+    import forking
+
+    server = forking.Server(modules=["torch", "tensorizer"])
+    atexit.register(server.close)
+    return server
+
+
 def run(code, *args, **env):
-    """Run a program in a process of its own, without random pauses unless `env` has some."""
-    path = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    """Run a program in a process of its own, without random pauses unless `env` has some.
+
+    It is forked, unless other variables than those that are read late must be there before.
+    """
+    head = f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport emulated, torch\n"
+    head += "emulated.report_here()\n"
+    env = os.environ | {"FAKE_CUDA_DELAY_US": "0"} | env
+    given = (head + textwrap.dedent(code), *map(str, args))
+    if forks().takes(env):
+        done = forks().run(*given, timeout=100, env=env, finalize=True)
+        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+        return done
     return subprocess.run(
-        [sys.executable, "-c", "import emulated, torch\n" + textwrap.dedent(code), *map(str, args)],
+        [sys.executable, "-c", *given],
         capture_output=True,
         text=True,
         timeout=100,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "FAKE_CUDA_DELAY_US": "0"} | env,
+        env=env,
     )

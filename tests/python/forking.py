@@ -28,6 +28,7 @@ READ_LATE = (
     *("TENSORIZER_", "AWS_", "HF_", "AZURE_", "GOOGLE_", "REDIS_", "HOME", "TMPDIR", "PYTEST_"),
     *("TORCHINDUCTOR_", "XDG_", "SSL_CERT_", "http_proxy", "https_proxy", "no_proxy", "FAULT_"),
     *("CLOUDSDK_", "GCE_", "IDENTITY_", "STORAGE_EMULATOR_", "_TORCHINDUCTOR_"),
+    *("FAKE_CUDA_", "FAKE_CUFILE_"),
 )
 #: The server's program. Forks have a ``__main__`` of their own.
 PROGRAM = """import sys

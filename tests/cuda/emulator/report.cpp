@@ -13,7 +13,7 @@ namespace emulator {
 namespace {
 
 // The standard error as it was when the process began, which nobody captures and discards.
-const int standard_error = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 100);
+int standard_error = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 100);
 
 void say(const char* kind, const char* format, va_list args) {
   char text[900];
@@ -70,3 +70,8 @@ void report_at_exit() {
 }
 
 }  // namespace emulator
+
+// A process that was forked has another standard error than its parent.
+API void fake_cuda_report_here() {
+  emulator::standard_error = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 100);
+}
