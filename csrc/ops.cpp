@@ -44,11 +44,13 @@ struct Schema {
 constexpr Schema kSchemas[] = {
     {"load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)", true},
     {"load.list(str uri, str[] names, *, Device? device=None, " LOAD_OPTIONS ") -> Tensor[]", true},
+    // Torch tries overloads in this order, and its error of one that does not fit prints what was
+    // given: here names and never tensors, though a string fits where strings are asked for.
+    {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
+    {"load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()", false},
     {"load.checked(str uri, str[] names, str[] expected, *, Device? device=None, " LOAD_OPTIONS
      ") -> Tensor[]",
      true},
-    {"load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()", false},
-    {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
     {"load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()", true},
     {"names(str uri) -> str[]", true},
     {"save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()", true},
