@@ -88,7 +88,12 @@ def run(
     if name in LIMITS:
         return Measurement(name, "limits:measure", name, folder, model).result()
     if "2.12.1" in name:
-        packages = str(next(OLD_PYTHON.parents[1].glob("lib/python*/site-packages")))
+        found = sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages"))
+        if not found:
+            raise FileNotFoundError(
+                f"no packages beside {OLD_PYTHON}: make .make/old installs them"
+            )
+        packages = str(found[0])
     given = (name, str(folder), model, quick)
     return Measurement(name, "engines:main", *given, packages=packages).result()
 

@@ -127,7 +127,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 go.set()
 running.result()
-told.wait()  # those that wait are told before those that are called back
+told.wait()  # result() may return before callbacks have run
 print(running.saved_bytes)
 """
     done = run_python(code, tmp_path / "f.tensors")
