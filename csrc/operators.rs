@@ -10,8 +10,9 @@ use tensorizer::device::{self, CPU, Index};
 use tensorizer::environment::{Guard, within};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
+use tensorizer::io::{OpenOptions, uri::create};
 use tensorizer::stats::Counters;
-use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to, sink};
+use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to};
 use zeroize::Zeroizing;
 
 use crate::guard::guard;
@@ -197,6 +198,7 @@ pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>
         let encryption = take_key(key)?
             .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
         let options = SaveOptions { encryption, ..SaveOptions::default() };
-        save_to(sink::create(uri, &interrupt)?, to_save(&names, tensors)?, options, &interrupt)
+        let to = create(uri, &OpenOptions::from_environment()?, &interrupt)?;
+        save_to(to, to_save(&names, tensors)?, options, &interrupt)
     })
 }

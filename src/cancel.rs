@@ -23,10 +23,6 @@ const TURN: Duration = Duration::from_millis(10);
 pub trait Cancel: Sync {
     /// An error once the call is to end, for the call to end with.
     fn check(&self) -> Result<()>;
-
-    /// Told by whatever moves bytes in the course of a call, as they arrive: a long request would
-    /// show only at its end whether it comes fast.
-    fn moved(&self, _bytes: u64) {}
 }
 
 impl<F: Fn() -> Result<()> + Sync> Cancel for F {

@@ -106,13 +106,8 @@ pub use codec::hash::Verify;
 pub use engine::write::{HostCopy, Origin as Data};
 pub use error::{Error, Result};
 pub use format::tensors::header::Hashes;
-#[doc(inline)]
-pub use io::cache;
-#[cfg(any(feature = "http", feature = "redis"))]
-#[doc(inline)]
-pub use io::net;
-#[doc(inline)]
-pub use io::{sink, source};
+pub use io::local::{FileSink, FileSource};
+pub use io::{Capabilities, MemorySource, ReadAt, StreamSource, WriteAt};
 #[doc(hidden)]
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};

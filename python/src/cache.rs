@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
 
 use pyo3::prelude::*;
-use tensorizer::cache::{Cache, Cached};
 use tensorizer::error::{Error, Result};
+use tensorizer::io::cache::{Cache, CachedFile};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -17,7 +17,7 @@ type Row = (String, u64, u64, f64);
 fn rows(
     py: Python<'_>,
     folder: Option<PathBuf>,
-    found: fn(&Cache) -> Result<Vec<Cached>>,
+    found: fn(&Cache) -> Result<Vec<CachedFile>>,
 ) -> Answer<Vec<Row>> {
     let found = gil::without(py, || {
         let cache = folder.map(Cache::at).transpose()?;
@@ -26,7 +26,7 @@ fn rows(
             || Error::InvalidArgument("no folder is named: set TENSORIZER_CACHE".to_owned());
         found(&cache.ok_or_else(missing)?)
     })?;
-    let row = |cached: Cached| {
+    let row = |cached: CachedFile| {
         let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
         (cached.uri, cached.len, cached.here, used)
     };

@@ -15,9 +15,9 @@ use pyo3::types::PyBytes;
 use tensorizer::PerProcess;
 use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
+use tensorizer::io::WriteAt;
+use tensorizer::io::{Capabilities, ReadAt, Stream};
 use tensorizer::mem::Buffers;
-use tensorizer::sink::WriteAt;
-use tensorizer::source::{ReadAt, Stream, Traits};
 
 /// Bytes asked of a Python object at a time; each one is copied once.
 const REQUEST_LEN: usize = 1 << 20;
@@ -97,15 +97,12 @@ impl ReadAt for PyFile {
         &self.uri
     }
 
-    fn traits(&self) -> Traits {
-        Traits {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
             len: self.len,
-            max_readers: 1,
-            first_readers: 1,
-            most_readers: 1,
-            request_len: 8 << 20,
             merge_gap: 64 << 10,
             reader_memory: 2 << 20,
+            ..Capabilities::SEQUENTIAL
         }
     }
 
@@ -165,7 +162,7 @@ impl WriteAt for PyFile {
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let what = || "bytes written before".to_owned();
-        tensorizer::source::read_exact_at(self, offset, &mut Buffers::of(buffer), &what, &Never)
+        tensorizer::io::read_exact_at(self, offset, &mut Buffers::of(buffer), &what, &Never)
     }
 
     fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {

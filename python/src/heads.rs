@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use tensorizer::source::{KnownHead, KnownHeads};
+use tensorizer::io::{CachedHead, CachedHeads};
 
 /// Address, bytes of the file, `ETag`, `Last-Modified`, what the server sent along, first bytes.
 type Head<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String)>, B);
@@ -13,18 +13,18 @@ pub type Given = Head<PyBackedBytes>;
 pub type Shown<'py> = Head<Bound<'py, PyBytes>>;
 
 /// What Python hands in, for the core.
-pub fn known(heads: impl Iterator<Item = Given>) -> KnownHeads {
+pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
     let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
         let first: &[u8] = &first;
-        KnownHead { uri, len, tag, modified, headers, first: first.into() }
+        CachedHead { uri, len, tag, modified, headers, first: first.into() }
     });
     heads.collect()
 }
 
 /// What the core has found, for Python.
-pub fn for_python<'py>(py: Python<'py>, heads: &[KnownHead]) -> Vec<Shown<'py>> {
+pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<Shown<'py>> {
     let heads = heads.iter().map(|head| {
-        let KnownHead { uri, len, tag, modified, headers, first } = head.clone();
+        let CachedHead { uri, len, tag, modified, headers, first } = head.clone();
         (uri, len, tag, modified, headers, PyBytes::new(py, &first))
     });
     heads.collect()

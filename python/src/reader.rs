@@ -3,19 +3,14 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ffi::{OsString, c_int};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 use tensorizer::TensorFile;
-use tensorizer::cache::Cache;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::{Entry, data_len};
-use tensorizer::source::{MemorySource, PipeSource};
 use tensorizer::{LoadOptions, MemoryLimit, Opening, load, matches_header, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
@@ -23,19 +18,15 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
-use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
 use crate::headers::Headers;
-use crate::heads::{Given, Shown, for_python, known};
+use crate::heads::{Shown, for_python};
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
 use crate::watch::Loads;
-
-/// How files are opened for Python.
-const OPENING: Opening<'_> = Opening { storages: true, ..Opening::new(&signals) };
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -70,63 +61,15 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
-    #[staticmethod]
-    fn from_path(py: Python<'_>, path: OsString) -> Answer<Self> {
-        Ok(Self::new(gil::without(py, || OPENING.path(Path::new(&path)))?))
-    }
-
-    /// Reads a duplicate of the descriptor from `base` on, or from where it is if it is a pipe.
-    #[staticmethod]
-    fn from_fd(py: Python<'_>, descriptor: c_int, uri: String, base: u64) -> Answer<Self> {
-        Ok(Self::new(gil::without(py, || {
-            let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
-            OPENING.file(file, uri, base)
-        })?))
-    }
-
-    /// Reads a Python object from `base` on: at positions if its size is known, else front to back
-    /// from where it is, which is `base`.
-    #[staticmethod]
-    #[pyo3(signature = (object, uri, base, len))]
-    fn from_object(
-        py: Python<'_>,
-        object: Py<PyAny>,
-        uri: String,
-        base: u64,
-        len: Option<u64>,
-    ) -> Answer<Self> {
-        let file = PyFile::new(object, uri.clone(), len);
-        Ok(Self::new(gil::without(py, || match len {
-            Some(_) => OPENING.source(Arc::new(file), base),
-            None => {
-                let pipe = PipeSource::new_at(file, uri, base);
-                OPENING.source(Arc::new(pipe), base)
-            }
-        })?))
-    }
-
-    /// Reads a source from `base` on.
-    #[staticmethod]
-    fn from_source(py: Python<'_>, source: &Source, base: u64) -> Answer<Self> {
+    /// Reads a source from `base` on, or from where its file begins. With `keep_heads` it keeps the heads of
+    /// its files for others.
+    #[new]
+    #[pyo3(signature = (source, base = None, keep_heads = false))]
+    fn open(py: Python<'_>, source: &Source, base: Option<u64>, keep_heads: bool) -> Answer<Self> {
+        let base = base.unwrap_or(source.base());
         let source = source.shared()?;
-        Ok(Self::new(gil::without(py, || OPENING.source(source, base))?))
-    }
-
-    /// Opens an address, as `open_stream` does by default, or that of a folder with a model. Files of
-    /// which there are heads are opened without a request; without any, this keeps them for others.
-    /// `cache` is a folder that keeps what comes.
-    #[staticmethod]
-    #[pyo3(signature = (uri, heads = None, cache = None))]
-    fn from_address(
-        py: Python<'_>,
-        uri: String,
-        heads: Option<Vec<Given>>,
-        cache: Option<PathBuf>,
-    ) -> Answer<Self> {
-        let opening = Opening { keeps_heads: heads.is_none(), ..OPENING };
-        let known = known(heads.into_iter().flatten());
-        let cache = cache.map(Cache::at).transpose().map_err(Raised::from)?;
-        Ok(Self::new(gil::without(py, || opening.uri(&uri, &known, cache.as_ref()))?))
+        let opening = Opening { storages: true, keeps_heads: keep_heads, ..Opening::new(&signals) };
+        Ok(Self::new(gil::without(py, || opening.source(source, base))?))
     }
 
     /// What others need to open its files without a request.
@@ -134,17 +77,14 @@ impl Reader {
         for_python(py, self.file.heads())
     }
 
-    /// Reads bytes in memory, which `uri` is what messages call.
-    #[staticmethod]
-    fn from_bytes(py: Python<'_>, data: PyBackedBytes, uri: String) -> Answer<Self> {
-        let source = Arc::new(MemorySource::new(data, uri));
-        Ok(Self::new(gil::without(py, || OPENING.source(source, 0))?))
-    }
-
     /// What a server sent along when the file was opened.
     fn headers(&self) -> Vec<(String, String)> {
         let sources = self.file.sources();
-        sources.iter().flat_map(|source| source.headers().iter().cloned()).collect()
+        sources
+            .iter()
+            .filter_map(|source| source.response_head())
+            .flat_map(|head| head.headers)
+            .collect()
     }
 
     /// Has loads decrypt.
@@ -270,7 +210,7 @@ impl Reader {
     /// Whether several readers may read at once.
     #[getter]
     fn parallel(&self) -> bool {
-        self.file.sources().iter().all(|source| source.traits().max_readers > 1)
+        self.file.sources().iter().all(|source| source.capabilities().max_readers > 1)
     }
 
     /// Whether tensors can be read in any order.

@@ -9,12 +9,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
-use tensorizer::sink::{FileSink, Unclosed, UploadSink, WriteAt, write_all_at};
+use tensorizer::io::local::FileSink;
+use tensorizer::io::object::UploadSink;
+use tensorizer::io::{Unclosed, WriteAt, write_all_at};
 
 use crate::errors::Answer;
 use crate::gil;
 use crate::signals;
-use crate::source::{Certificates, S3Given};
 
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
@@ -48,6 +49,10 @@ impl Drop for Sink {
 }
 
 impl Sink {
+    pub fn new(sink: UploadSink) -> Self {
+        Sink { sink: Some(sink) }
+    }
+
     /// The same object, for a writer.
     pub fn shared(&self) -> Result<UploadSink> {
         self.sink.clone().ok_or_else(|| Error::Closed("the object is closed".to_owned()))
@@ -56,30 +61,6 @@ impl Sink {
 
 #[pymethods]
 impl Sink {
-    /// Finds endpoint and credentials; nothing is sent yet.
-    #[staticmethod]
-    fn s3(
-        py: Python<'_>,
-        uri: String,
-        options: S3Given,
-        certificates: Certificates,
-    ) -> Answer<Self> {
-        let options = options.into();
-        let sink = gil::without(py, || -> Result<_> {
-            UploadSink::s3(&uri, &options, certificates.options()?, &signals)
-        })?;
-        Ok(Sink { sink: Some(sink) })
-    }
-
-    /// The same for an object of Google Cloud Storage or a blob of Azure.
-    #[staticmethod]
-    fn clouds(py: Python<'_>, uri: String, certificates: Certificates) -> Answer<Self> {
-        let sink = gil::without(py, || -> Result<_> {
-            UploadSink::clouds(&uri, certificates.options()?, &signals)
-        })?;
-        Ok(Sink { sink: Some(sink) })
-    }
-
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Answer<()> {
         let (data, sink) = (data.as_bytes(), self.shared()?);

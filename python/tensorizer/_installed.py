@@ -1,4 +1,4 @@
-"""Says so where the old package of the same name was installed into this package's folder.
+"""An error or a warning where the old package of the same name lies in this package's folder.
 
 pip removes the one before it installs the other. ``--ignore-installed``, conda beside pip, and
 copying do not: then files of both lie in one folder, and some of ours may have been replaced.
@@ -53,22 +53,19 @@ def _replaced(folder: Path) -> list[str]:
     from importlib.metadata import distributions
 
     for distribution in distributions(name="tensorizer", path=[str(folder.parent)]):
-        hashes = {str(file): file.hash for file in distribution.files or [] if file.suffix == ".py"}
-        if "tensorizer/_native.py" in hashes:
+        ours = [file for file in distribution.files or [] if file.suffix == ".py" and file.hash]
+        if "tensorizer/_native.py" in map(str, ours):
+            paths = [(folder.parent / file, file.hash) for file in ours]
             return [
-                Path(name).name
-                for name, recorded in hashes.items()
-                if recorded is not None
-                and _sha256(folder.parent / name) not in (None, recorded.value)
+                path.name
+                for path, recorded in paths
+                if path.is_file() and recorded is not None and recorded.value != _sha256(path)
             ]
     return []
 
 
-def _sha256(path: Path) -> str | None:
-    try:
-        digest = hashlib.sha256(path.read_bytes()).digest()
-    except OSError:
-        return None
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256(path.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypedDict
 
 #: A tensor's name: ``str`` for a path of one string, else a tuple of keys and list indices.
 Name: TypeAlias = "str | tuple[str | int, ...]"
@@ -17,6 +17,34 @@ FilterFuncType: TypeAlias = Callable[[Any], "bool | Any"]
 #: What a process has learnt by opening an address, for others: the address as it is shown, size,
 #: ETag, date, what the server said, and the first bytes.
 Head: TypeAlias = "tuple[str, int, str | None, str | None, list[tuple[str, str]], bytes]"
+
+
+class OpenOptions(TypedDict, total=False):
+    """What the native code is told about a source or a sink; None is the same as nothing."""
+
+    #: What messages call a descriptor, an object or bytes.
+    uri: str
+    #: Position of the first byte of the file.
+    base: int
+    #: Size of an object that can seek.
+    size: int | None
+    #: Whether a folder stands for a file in it.
+    model: bool
+    heads: Sequence[Head] | None
+    #: A folder for what servers send.
+    cache: str | None
+    headers: list[tuple[str, str]]
+    #: A file or folder of trusted certificates.
+    certificates: str | None
+    trust_all: bool
+    access_key: str | None
+    secret_key: str | None
+    endpoint: str | None
+    #: The endpoint where nothing else names one.
+    default_endpoint: str | None
+    config_path: str | None
+    force_http: bool | None
+    region: str | None
 
 
 class TensorType(enum.IntEnum):

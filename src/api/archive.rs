@@ -16,7 +16,7 @@ use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
-use crate::io::source::ReadAt;
+use crate::io::ReadAt;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -39,7 +39,7 @@ pub fn read_archive(
              .tensors file"
         )));
     }
-    let Some(size) = source.traits().len else {
+    let Some(size) = source.capabilities().len else {
         return Err(Error::Unsupported(format!(
             "`{uri}` is a checkpoint of torch.save, whose directory is at its end, and comes front to \
              back only: expected a file, or an address that can be read at positions"

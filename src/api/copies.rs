@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::file::TensorFile;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::source::ReadAt;
+use crate::io::ReadAt;
 
 impl TensorFile {
     /// Does some work with bytes of its files. See [`with_sound_copies`].
@@ -52,7 +52,9 @@ pub fn with_sound_copies<T>(
     // A wrong key looks like damage: which of them it is shows with the server's own bytes.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
-    let distrust = |remove| sources.iter().filter_map(move |s| s.distrust_copy(remove, cancel));
+    let distrust = |remove| {
+        sources.iter().filter_map(move |source| source.local_copy()?.distrust(remove, cancel))
+    };
     let copies: Vec<PathBuf> = distrust(sure).collect();
     if copies.is_empty() {
         return Err(error);

@@ -18,7 +18,7 @@ use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
 use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
-use crate::io::source::{MemorySource, ReadAt, borrowed};
+use crate::io::{MemorySource, ReadAt, borrowed};
 use crate::mem::device::{Consumer, Device, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::{Counters, PAGEABLE};
@@ -318,7 +318,7 @@ impl<'f> DeviceLoad<'f> {
         let files = listed(sources.iter().map(|source| source as &dyn ReadAt), LISTS)?;
         let extents = files.iter().enumerate().map(|(file, source)| Extent {
             file,
-            data_len: source.traits().len.unwrap_or(0),
+            data_len: source.capabilities().len.unwrap_or(0),
             ..Extent::default()
         });
         let extents = listed(extents, LISTS)?;

@@ -13,7 +13,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::tensors::pair::PairId;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use crate::format::tensors::{behind, index, metadata};
-use crate::io::source::{ClosedSource, KnownHead, ReadAt, read_exact_at};
+use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
 use crate::sys::brief::Brief;
@@ -25,7 +25,7 @@ pub struct TensorFile {
     catalog: Catalog,
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
-    heads: Arc<[KnownHead]>,
+    heads: Arc<[CachedHead]>,
     /// Its bytes have the hashes that its hub publishes, or need not have them.
     proven: Arc<Once>,
 }
@@ -52,7 +52,7 @@ impl TensorFile {
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
         own: Option<Own>,
-        heads: Vec<KnownHead>,
+        heads: Vec<CachedHead>,
     ) -> Self {
         let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
         TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
@@ -107,7 +107,7 @@ impl TensorFile {
     ///
     /// [`Opening::keeps_heads`]: super::part::Opening::keeps_heads
     #[doc(hidden)]
-    pub fn heads(&self) -> &[KnownHead] {
+    pub fn heads(&self) -> &[CachedHead] {
         &self.heads
     }
 
@@ -196,14 +196,14 @@ impl TensorFile {
 
     /// Whether tensors can be read in any order.
     pub fn is_seekable(&self) -> bool {
-        self.sources().iter().all(|source| source.traits().len.is_some())
+        self.sources().iter().all(|source| source.capabilities().len.is_some())
     }
 
     /// Lets the sources go, once the reads under way have ended. The catalog stays.
     pub fn close(&self) {
         let sources = self.sources();
         let closed = sources.iter().map(|source| {
-            let (uri, of_hub) = (source.uri().to_owned(), source.is_of_hub());
+            let (uri, of_hub) = (source.uri().to_owned(), source.capabilities().of_hub);
             Arc::new(ClosedSource { uri, of_hub }) as Arc<dyn ReadAt>
         });
         *self.sources.lock() = closed.collect();

@@ -18,7 +18,7 @@ use crate::format::tensors::behind::{self, Behind};
 use crate::format::tensors::index::{self, Index, Start};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::torch_zip;
-use crate::io::source::{Prefixed, ReadAt};
+use crate::io::{PrefixedSource, ReadAt};
 
 /// A source of which the first bytes were read.
 pub struct Head {
@@ -58,7 +58,7 @@ impl Head {
             let what = format!("expected {what} of at most {most} bytes, found {found}");
             Error::Format { uri: self.source.uri().to_owned(), offset: self.base, what }
         };
-        if let Some(len) = self.source.traits().len {
+        if let Some(len) = self.source.capabilities().len {
             let len = len.saturating_sub(self.base);
             return if len > most {
                 Err(too_long(len.to_string()))
@@ -128,7 +128,7 @@ impl Head {
         }
         let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.of(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
-        let traits = self.source.traits();
+        let traits = self.source.capabilities();
         if let Some(size) = traits.len.filter(|&size| size < data_at) {
             let what = "the safetensors header".to_owned();
             let uri = uri.to_owned();
@@ -154,7 +154,7 @@ impl Head {
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // Front to back only, and some of the data were read already.
-            Arc::new(Prefixed::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
+            Arc::new(PrefixedSource::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
         } else {
             self.source
         };
@@ -165,7 +165,7 @@ impl Head {
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
         let (Head { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
-        let file_len = source.traits().len;
+        let file_len = source.capabilities().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
         let index_at = base.saturating_add(PROLOGUE_LEN as u64);
         if let Some(size) =
@@ -226,7 +226,7 @@ fn read_index(
     let (uri, len) = (source.uri(), prologue.index_len);
     let mut block = Vec::new();
     let mut start = Start::default();
-    let mut until = if source.traits().len.is_some() { len } else { FIRST.min(len) };
+    let mut until = if source.capabilities().len.is_some() { len } else { FIRST.min(len) };
     loop {
         let from = at.saturating_add(block.len() as u64);
         read_growing(source, from, until, &mut block, "tensor index", cancel)?;

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
-use crate::io::source::{ReadAt, borrowed, read_exact_at};
+use crate::io::{ReadAt, borrowed, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
@@ -165,7 +165,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
     let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
     let source = file.source(0)?;
-    if source.traits().len.is_none() {
+    if source.capabilities().len.is_none() {
         // It can be read only once.
         return Ok(());
     }

@@ -1,7 +1,12 @@
 //! What opening a file has learnt of it, for others that open it too.
 
 use super::part::Opening;
-use crate::io::source::{KnownHead, ReadAt};
+use crate::io::{CachedHead, ReadAt};
+
+/// Headers of a response that are handed on: they describe the file. Any other may hold a secret, such as
+/// a session, or a signed address.
+const HANDED_ON: [&str; 6] =
+    ["accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"];
 
 impl Opening<'_> {
     /// What its server said of a file that begins with these bytes, in two pieces. None where nobody has
@@ -12,13 +17,14 @@ impl Opening<'_> {
         base: u64,
         first: &[u8],
         rest: &[u8],
-    ) -> Option<KnownHead> {
-        let known = source.known_head().filter(|_| self.keeps_heads && base == 0)?;
+    ) -> Option<CachedHead> {
+        let mut known = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
+        known.headers.retain(|(name, _)| HANDED_ON.contains(&name.as_str()));
         if known.tag.is_none() && known.modified.is_none() {
             // Nothing would prove that another file begins with the same bytes.
             return Some(known);
         }
-        Some(KnownHead { first: [first, rest].concat().into(), ..known })
+        Some(CachedHead { first: [first, rest].concat().into(), ..known })
     }
 }
 
@@ -30,16 +36,16 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::error::{Error, Result};
-    use crate::io::source::KnownHeads;
+    use crate::io::{CachedHeads, OpenOptions, uri};
 
     /// Nobody listens there.
     const ADDRESS: &str = "http://user:word@127.0.0.1:1/f?token=hidden";
 
-    fn head() -> KnownHead {
+    fn head() -> CachedHead {
         let json = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
         let json = format!("{json:80}");
         let first: Vec<u8> = 80u64.to_le_bytes().into_iter().chain(json.bytes()).collect();
-        KnownHead {
+        CachedHead {
             uri: "http://127.0.0.1:1/f?...".to_owned(),
             len: 90,
             tag: Some("\"tag\"".to_owned()),
@@ -49,16 +55,23 @@ mod tests {
         }
     }
 
-    fn open(head: KnownHead) -> Result<TensorFile> {
-        let known = KnownHeads::from_iter([head]);
-        Opening { keeps_heads: true, ..Opening::new(&Never) }.uri(ADDRESS, &known, None)
+    fn open_with(opening: &Opening<'_>, head: CachedHead) -> Result<TensorFile> {
+        let options = OpenOptions::from_environment().unwrap();
+        let heads = CachedHeads::from_iter([head]);
+        let options = OpenOptions { heads, ..options };
+        opening.source(uri::open_model(ADDRESS, &options, &Never)?, 0)
+    }
+
+    fn open(head: CachedHead) -> Result<TensorFile> {
+        let opening = Opening { keeps_heads: true, ..Opening::new(&Never) };
+        open_with(&opening, head)
     }
 
     #[test]
     fn a_file_is_opened_without_its_server() {
         let file = open(head()).unwrap();
         assert_eq!(file.entry(0).unwrap().data_offset, 88);
-        assert_eq!(file.source(0).unwrap().headers(), head().headers);
+        assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, head().headers);
         assert_eq!(file.heads(), [head()]);
     }
 
@@ -66,8 +79,8 @@ mod tests {
     fn only_what_is_said_of_the_file_is_handed_on() {
         let said = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
         let headers = said.map(|name| (name.to_owned(), "value".to_owned()));
-        let file = open(KnownHead { headers: headers.clone().into(), ..head() }).unwrap();
-        assert_eq!(file.source(0).unwrap().headers(), headers);
+        let file = open(CachedHead { headers: headers.clone().into(), ..head() }).unwrap();
+        assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, headers);
         assert_eq!(file.heads()[0].headers, [("etag".to_owned(), "value".to_owned())]);
     }
 
@@ -75,7 +88,7 @@ mod tests {
     fn a_head_that_no_answer_can_prove_is_not_used() {
         let known = |tag: Option<&str>, modified: Option<&str>| {
             let text = |text: Option<&str>| text.map(str::to_owned);
-            open(KnownHead { tag: text(tag), modified: text(modified), ..head() })
+            open(CachedHead { tag: text(tag), modified: text(modified), ..head() })
         };
         known(Some("\"tag\""), None).unwrap();
         known(None, Some("a date")).unwrap();
@@ -85,18 +98,17 @@ mod tests {
 
     #[test]
     fn heads_are_kept_only_where_that_is_asked_for() {
-        let known = KnownHeads::from_iter([head()]);
-        assert_eq!(Opening::new(&Never).uri(ADDRESS, &known, None).unwrap().heads(), []);
+        assert_eq!(open_with(&Opening::new(&Never), head()).unwrap().heads(), []);
     }
 
     #[test]
     fn a_head_is_no_longer_than_its_file() {
-        let error = open(KnownHead { len: 87, ..head() }).err().unwrap();
+        let error = open(CachedHead { len: 87, ..head() }).err().unwrap();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
         assert!(
             error.to_string().contains("at most the 87 bytes of the file, found 88"),
             "{error}"
         );
-        assert!(matches!(open(KnownHead { len: 89, ..head() }), Err(Error::Truncated { .. })));
+        assert!(matches!(open(CachedHead { len: 89, ..head() }), Err(Error::Truncated { .. })));
     }
 }

@@ -4,7 +4,7 @@ use super::file::TensorFile;
 use crate::engine::cold;
 use crate::engine::target::gather;
 use crate::error::Result;
-use crate::io::source::{Traits, borrowed};
+use crate::io::{Capabilities, borrowed};
 use crate::mem::pinned;
 use crate::memory_limit::{CONNECTION, LoadNeeds};
 
@@ -17,7 +17,7 @@ impl TensorFile {
     pub fn least(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
         let files = borrowed(&sources);
-        let of_server = Traits::of_all(&files).map_or(0, |traits| traits.reader_memory);
+        let of_server = Capabilities::of_all(&files).map_or(0, |traits| traits.reader_memory);
         let around = if staged { cold::READER_MEMORY } else { 0 };
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {
@@ -27,7 +27,8 @@ impl TensorFile {
             staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
         };
         // A hub's files are hashed before, piece by piece.
-        let ahead = of_server > CONNECTION || files.iter().any(|source| source.is_of_hub());
+        let ahead =
+            of_server > CONNECTION || files.iter().any(|source| source.capabilities().of_hub);
         Ok(if ahead { needs.least_ahead() } else { needs.least() })
     }
 }

@@ -19,7 +19,7 @@ use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
-use crate::io::source::borrowed;
+use crate::io::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 

@@ -4,7 +4,6 @@ pub mod archive;
 mod copies;
 pub mod device;
 pub mod file;
-mod folder;
 mod head;
 pub mod headers;
 mod known;

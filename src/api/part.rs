@@ -6,7 +6,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::fallible::out_of_memory;
 use crate::format::catalog::{Entry, Format};
-use crate::io::source::{KnownHead, ReadAt, read_exact_at};
+use crate::io::{CachedHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
 /// How files are opened.
@@ -35,7 +35,7 @@ pub struct Part {
     /// Its format.
     pub format: Format,
     /// What others need to open it without a request, if that is kept.
-    pub head: Option<KnownHead>,
+    pub head: Option<CachedHead>,
     /// Its tensors, by position.
     pub entries: Vec<Entry>,
     /// Names and values; None if it states none.

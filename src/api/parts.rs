@@ -14,7 +14,7 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, Index, MAX_LEN};
-use crate::io::source::KnownHead;
+use crate::io::CachedHead;
 
 /// Files that are opened at once: one request each, for which a server takes its time.
 const AT_ONCE: usize = 16;
@@ -26,7 +26,7 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
     let parts = open_all(&head, &index, &uri, opening)?;
     let promised = promised(&index, &uri)?;
-    let mut heads: Vec<KnownHead> = Vec::new();
+    let mut heads: Vec<CachedHead> = Vec::new();
     heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
     let mut sources = with_room(parts.len(), LISTS)?;
     let mut entries: Vec<Entry> = Vec::new();
@@ -109,7 +109,7 @@ fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Res
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, name)) = next else { break };
-            let source = head.source().beside(name, control)?.ok_or_else(|| {
+            let source = head.source().sibling(name, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` names files beside it, which are not known from a file object: open its \
                      path or address"

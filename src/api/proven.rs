@@ -10,10 +10,10 @@ use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::crew;
-use crate::engine::workers::{self, Crew};
+use crate::engine::workers::{self, Control, Crew};
 use crate::error::{Error, Result};
 use crate::fallible::resize;
-use crate::io::source::{Published, ReadAt, Traits, borrowed, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
@@ -41,21 +41,21 @@ impl TensorFile {
     /// The same for all of its files. Those with hashes of their own, as `own` says, need no others.
     fn prove_all(&self, own: bool, options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
         let sources = self.sources();
-        if !sources.iter().any(|source| source.is_of_hub()) {
+        if !sources.iter().any(|source| source.capabilities().of_hub) {
             return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
         let memory = crew::limit(options.memory, &borrowed(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
-                Published::Sha256(expected) => {
+                HubChecksum::Sha256(expected) => {
                     files.push(Proof::new(source, expected, memory)?);
                     continue;
                 }
                 _ if own => return Ok(()),
-                Published::Nowhere => "",
-                Published::Otherwise => ", and its hub publishes no SHA-256 of it",
-                Published::NotAsked => ", and with HF_HUB_OFFLINE its hub is not asked for one",
+                HubChecksum::NoHub => "",
+                HubChecksum::NotSha256 => ", and its hub publishes no SHA-256 of it",
+                HubChecksum::NotAsked => ", and with HF_HUB_OFFLINE its hub is not asked for one",
             };
             return Err(self.no_hashes(source.uri(), why));
         }
@@ -67,14 +67,14 @@ impl TensorFile {
 }
 
 /// What is published of each of some files.
-fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<Published>> {
-    let answers = Mutex::new(vec![Published::Nowhere; sources.len()]);
+fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
+    let answers = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
     let queue = Mutex::new(sources.iter().enumerate());
     workers::run(ASKED_AT_ONCE.min(sources.len()), cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, source)) = next else { break };
-            let answer = source.published(control)?;
+            let answer = source.checksum(control)?;
             let mut answers = answers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = answers.get_mut(number) {
                 *slot = answer;
@@ -99,7 +99,7 @@ struct Proof<'s> {
 
 impl<'s> Proof<'s> {
     fn new(source: &'s dyn ReadAt, expected: [u8; 32], memory: MemoryLimit) -> Result<Self> {
-        let traits = source.traits();
+        let traits = source.capabilities();
         let len = traits.len.ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` cannot be verified: its server sends it front to back only, and it would have \
@@ -119,12 +119,14 @@ impl<'s> Proof<'s> {
     }
 
     /// Reads a piece, and hashes it when those before it were.
-    fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &dyn Cancel) -> Result<()> {
+    fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &Control<'_>) -> Result<()> {
         let start = number * self.piece;
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
-        read_exact_at(self.source, start, &mut Buffers::of(buffer), &what, control)?;
+        Buffers::of(buffer).observed(control, |buffers| {
+            read_exact_at(self.source, start, buffers, &what, control)
+        })?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
         while hashed.0 != number {
             control.check()?;
@@ -147,11 +149,14 @@ impl<'s> Proof<'s> {
             uri: self.source.uri().to_owned(),
             expected: hex(&self.expected).into(),
             found: hex(&found).into(),
-            kept: self.source.copy().map_or_else(Box::default, |path| {
-                let path = path.display();
-                let what = "remove that file to have it downloaded again";
-                format!("; they are kept in `{path}`: {what}").into()
-            }),
+            kept: self.source.local_copy().and_then(LocalCopy::path).map_or_else(
+                Box::default,
+                |path| {
+                    let path = path.display();
+                    let what = "remove that file to have it downloaded again";
+                    format!("; they are kept in `{path}`: {what}").into()
+                },
+            ),
         })
     }
 }
@@ -164,7 +169,7 @@ fn compare(
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
-    let Some(traits) = Traits::of_all(&sources) else { return Ok(()) };
+    let Some(traits) = Capabilities::of_all(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
     let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
     let crew = Crew::of(&traits, options.readers);

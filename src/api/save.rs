@@ -20,7 +20,7 @@ use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::format::tensors::{behind, metadata};
-use crate::io::sink::{Unclosed, WriteAt, write_all_at};
+use crate::io::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
@@ -423,7 +423,7 @@ pub fn save(
     options: SaveOptions,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    save_to(Box::new(crate::io::sink::FileSink::create(path)?), tensors, options, cancel)
+    save_to(Box::new(crate::io::local::FileSink::create(path)?), tensors, options, cancel)
 }
 
 /// The same for any sink.

@@ -9,7 +9,7 @@ use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
 use crate::format::safetensors::{Layout, Placed};
-use crate::io::sink::write_all_at;
+use crate::io::write_all_at;
 
 impl Writer {
     /// Writes all tensors of a safetensors file. Nothing may have been written before, and nothing

@@ -15,7 +15,7 @@ use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
-use crate::codec::crypt::PIECE_LEN;
+use crate::codec::crypt::{DecryptionOptions, PIECE_LEN};
 use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::{Extent, Runs};
@@ -25,7 +25,7 @@ use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::{Entry, Whole};
-use crate::io::source::{ReadAt, Traits, borrowed};
+use crate::io::{Capabilities, ReadAt, borrowed};
 use crate::stats::Counters;
 
 /// Shorter runs are read together with what lies between them: what is planned for each is then small
@@ -96,72 +96,155 @@ pub fn load_slices(
         }
     }
     let runs = collected(selection.entries.iter().map(|entry| runs_of(entry)), LISTS)?;
+    let load = SliceLoad { selection, runs: &runs, options, counters, cancel, load_whole };
     let verified = options.verify != Verify::Nothing;
-    let once = file.decryption().is_some() && !file.is_seekable();
-    if verified || once {
-        return cut_wholes(selection, &runs, destinations, options, counters, cancel, load_whole);
+    match file.decryption() {
+        None if !verified => load.read_plain(destinations),
+        Some(key) if !verified && file.is_seekable() => load.gather_decrypted(key, destinations),
+        _ => load.cut_wholes(destinations),
     }
-    if file.decryption().is_some() {
-        return gather_decrypted(
-            selection,
-            &runs,
-            destinations,
-            options,
-            counters,
-            cancel,
-            load_whole,
-        );
-    }
-    read_plain(selection, &runs, destinations, options, counters, cancel)
 }
 
-/// Reads long runs to where they go, and short ones with what lies between them.
-fn read_plain(
-    selection: &Selection<'_>,
-    runs: &[Runs],
-    destinations: Vec<&mut [MaybeUninit<u8>]>,
-    options: &LoadOptions,
-    counters: &Counters,
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    let file = selection.file;
-    let sources = file.sources();
-    let files = borrowed(&sources);
-    let gap = Traits::of_all(&files).map_or(0, |traits| traits.merge_gap);
-    let mut round = Round::default();
-    let read_round = |round: Round<'_>| {
-        cancel.check()?;
-        round.read(&files, options, counters, cancel)
-    };
-    for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-        if runs.run() >= SHORT && file.is_seekable() {
-            for start in runs.starts() {
-                round.direct.push(extent(entry, &(start..start + runs.run())));
-                round.to_direct.push(cut(&mut rest, runs.run())?);
-                if round.is_full() {
-                    read_round(std::mem::take(&mut round))?;
+/// A load of slices, each with the contiguous ranges of its bytes.
+struct SliceLoad<'s> {
+    selection: &'s Selection<'s>,
+    runs: &'s [Runs],
+    options: &'s LoadOptions,
+    counters: &'s Counters,
+    cancel: &'s dyn Cancel,
+    load_whole: LoadWhole<'s>,
+}
+
+impl SliceLoad<'_> {
+    /// Reads long runs to where they go, and short ones with what lies between them.
+    fn read_plain(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
+        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let file = selection.file;
+        let sources = file.sources();
+        let files = borrowed(&sources);
+        let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
+        let mut round = Round::default();
+        let read_round = |round: Round<'_>| {
+            cancel.check()?;
+            round.read(&files, options, counters, cancel)
+        };
+        for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
+            if runs.run() >= SHORT && file.is_seekable() {
+                for start in runs.starts() {
+                    round.direct.push(extent(entry, &(start..start + runs.run())));
+                    round.to_direct.push(cut(&mut rest, runs.run())?);
+                    if round.is_full() {
+                        read_round(std::mem::take(&mut round))?;
+                    }
+                }
+                continue;
+            }
+            // What is read front to back is read once, and all of it comes.
+            let gap = if file.is_seekable() { gap } else { u64::MAX };
+            for span in runs.spans(gap).filter(|_| runs.total() > 0) {
+                let mut start = span.start;
+                while start < span.end {
+                    let end = span.end.min(start.saturating_add(ROUND_LEN));
+                    let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
+                    round.gathered.push(extent(entry, &(start..end)));
+                    round.spans.push(Span { start, runs, to });
+                    round.len += end - start;
+                    start = end;
+                    if round.is_full() {
+                        read_round(std::mem::take(&mut round))?;
+                    }
                 }
             }
-            continue;
         }
-        // What is read front to back is read once, and all of it comes.
-        let gap = if file.is_seekable() { gap } else { u64::MAX };
-        for span in runs.spans(gap).filter(|_| runs.total() > 0) {
-            let mut start = span.start;
-            while start < span.end {
-                let end = span.end.min(start.saturating_add(ROUND_LEN));
-                let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
-                round.gathered.push(extent(entry, &(start..end)));
-                round.spans.push(Span { start, runs, to });
-                round.len += end - start;
-                start = end;
-                if round.is_full() {
-                    read_round(std::mem::take(&mut round))?;
-                }
-            }
-        }
+        read_round(round)
     }
-    read_round(round)
+
+    /// Reads whole pieces of encryption, and takes from them what is wanted.
+    fn gather_decrypted(
+        &self,
+        decryption: &DecryptionOptions,
+        destinations: Vec<&mut [MaybeUninit<u8>]>,
+    ) -> Result<()> {
+        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let file = selection.file;
+        let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
+        let wholes = wholes(selection)?;
+        let numbers = listed(0..wholes.entries().len(), LISTS)?;
+        let in_chunks = AtomicBool::new(true);
+        see_headers(&wholes, &numbers, cancel, &|tensor, header| {
+            if !decryptor.header(tensor, header, cancel)? {
+                in_chunks.store(false, Ordering::Relaxed);
+            }
+            Ok(())
+        })?;
+        if !in_chunks.into_inner() {
+            return self.cut_wholes(destinations);
+        }
+        let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
+        for (tensor, ((entry, runs), mut rest)) in
+            selection.entries.iter().zip(runs).zip(destinations).enumerate()
+        {
+            for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len)? {
+                let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
+                push(&mut extents, extent(entry, &span), LISTS)?;
+                push(&mut of, (tensor, span.start), LISTS)?;
+                push(&mut spans, Span { start: span.start, runs, to }, LISTS)?;
+            }
+        }
+        let sources = file.sources();
+        let reading = Reading {
+            files: &borrowed(&sources),
+            extents: &extents,
+            codec: &Sealed { decryptor: &decryptor, spans: &of },
+            verify: Verify::Nothing,
+            decrypts: true,
+            readers: options.readers,
+            memory: options.memory,
+        };
+        read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
+    }
+
+    /// Loads whole tensors, some at a time, and takes from them what is wanted.
+    fn cut_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
+        let SliceLoad { selection, runs, options, counters, cancel, load_whole } = *self;
+        let wholes = wholes(selection)?;
+        let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
+        let (most, memory) =
+            options.memory.known()?.tensors(HELD, largest, wholes.least(false, false)?)?;
+        let options = LoadOptions { map: false, memory, ..*options };
+        // Slices of one tensor follow each other: it is loaded once.
+        let tensor_of =
+            |entry: &Entry| (entry.file, entry.header_offset, entry.name.stored().to_owned());
+        let mut counts: Vec<(usize, usize, u64)> = Vec::new();
+        for (at, entry) in wholes.entries().iter().enumerate() {
+            let before = at.checked_sub(1).and_then(|before| wholes.entries().get(before));
+            match counts.last_mut() {
+                Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => {
+                    *count += 1
+                }
+                _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
+            }
+        }
+        let mut wanted = runs.iter().zip(destinations);
+        let mut left = counts.as_slice();
+        while !left.is_empty() {
+            let mut held = 0;
+            let more = left.iter().take_while(|(_, _, len)| {
+                held += len;
+                held <= most
+            });
+            let (now, later) = left.split_at(more.count().max(1));
+            let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
+            let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
+            for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
+                for (runs, to) in wanted.by_ref().take(count) {
+                    cut_one(tensor, runs, to)?;
+                }
+            }
+            left = later;
+        }
+        Ok(())
+    }
 }
 
 /// What is planned and read together: a slice may have more runs than there is memory for plans.
@@ -241,57 +324,6 @@ fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
     Extent { file: entry.file, header_offset: data_offset, data_offset, data_len }
 }
 
-/// Reads whole pieces of encryption, and takes from them what is wanted.
-fn gather_decrypted(
-    selection: &Selection<'_>,
-    runs: &[Runs],
-    destinations: Vec<&mut [MaybeUninit<u8>]>,
-    options: &LoadOptions,
-    counters: &Counters,
-    cancel: &dyn Cancel,
-    load_whole: LoadWhole<'_>,
-) -> Result<()> {
-    let file = selection.file;
-    let Some(decryption) = file.decryption() else {
-        return Err(Error::Bug("decryption without a key".to_owned()));
-    };
-    let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
-    let wholes = wholes(selection)?;
-    let numbers = listed(0..wholes.entries().len(), LISTS)?;
-    let in_chunks = AtomicBool::new(true);
-    see_headers(&wholes, &numbers, cancel, &|tensor, header| {
-        if !decryptor.header(tensor, header, cancel)? {
-            in_chunks.store(false, Ordering::Relaxed);
-        }
-        Ok(())
-    })?;
-    if !in_chunks.into_inner() {
-        return cut_wholes(selection, runs, destinations, options, counters, cancel, load_whole);
-    }
-    let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
-    for (tensor, ((entry, runs), mut rest)) in
-        selection.entries.iter().zip(runs).zip(destinations).enumerate()
-    {
-        for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len)? {
-            let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-            push(&mut extents, extent(entry, &span), LISTS)?;
-            push(&mut of, (tensor, span.start), LISTS)?;
-            push(&mut spans, Span { start: span.start, runs, to }, LISTS)?;
-        }
-    }
-    let sources = file.sources();
-    let reading = Reading {
-        files: &borrowed(&sources),
-        extents: &extents,
-        codec: &Sealed { decryptor: &decryptor, spans: &of },
-        verify: Verify::Nothing,
-        decrypts: true,
-        readers: options.readers,
-        memory: options.memory,
-    };
-    read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
-}
-
 /// The pieces of encryption in which spans lie. Neighbours become one.
 fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
@@ -313,53 +345,6 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
         Entry { shape, whole: None, ..(*entry).clone() }
     });
     selection.file.with_parts(listed(entries, LISTS)?)
-}
-
-/// Loads whole tensors, some at a time, and takes from them what is wanted.
-fn cut_wholes(
-    selection: &Selection<'_>,
-    runs: &[Runs],
-    destinations: Vec<&mut [MaybeUninit<u8>]>,
-    options: &LoadOptions,
-    counters: &Counters,
-    cancel: &dyn Cancel,
-    load_whole: LoadWhole<'_>,
-) -> Result<()> {
-    let wholes = wholes(selection)?;
-    let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
-    let (most, memory) =
-        options.memory.known()?.tensors(HELD, largest, wholes.least(false, false)?)?;
-    let options = LoadOptions { map: false, memory, ..*options };
-    // Slices of one tensor follow each other: it is loaded once.
-    let tensor_of =
-        |entry: &Entry| (entry.file, entry.header_offset, entry.name.stored().to_owned());
-    let mut counts: Vec<(usize, usize, u64)> = Vec::new();
-    for (at, entry) in wholes.entries().iter().enumerate() {
-        let before = at.checked_sub(1).and_then(|before| wholes.entries().get(before));
-        match counts.last_mut() {
-            Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => *count += 1,
-            _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
-        }
-    }
-    let mut wanted = runs.iter().zip(destinations);
-    let mut left = counts.as_slice();
-    while !left.is_empty() {
-        let mut held = 0;
-        let more = left.iter().take_while(|(_, _, len)| {
-            held += len;
-            held <= most
-        });
-        let (now, later) = left.split_at(more.count().max(1));
-        let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
-        let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
-        for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
-            for (runs, to) in wanted.by_ref().take(count) {
-                cut_one(tensor, runs, to)?;
-            }
-        }
-        left = later;
-    }
-    Ok(())
 }
 
 /// Bytes of a tensor that is held as a whole.

@@ -3,11 +3,11 @@
 use crate::engine::plan::Extent;
 use crate::environment::DIRECT_IO;
 use crate::error::Result;
-use crate::io::source::ReadAt;
+use crate::io::ReadAt;
 use crate::stats::Counters;
 
 /// What a reader that goes around the page cache takes.
-pub use crate::io::source::DIRECT_MEMORY as READER_MEMORY;
+pub use crate::io::local::DIRECT_MEMORY as READER_MEMORY;
 
 /// Whether a load goes around the page cache.
 pub fn wants_direct_reads(files: &[&dyn ReadAt], extents: &[Extent]) -> Result<bool> {
@@ -57,7 +57,7 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
 
 /// A reader that goes around the page cache, where there can be one.
 pub fn around_the_cache(source: &dyn ReadAt, counters: &Counters) -> Option<Box<dyn ReadAt>> {
-    if let Some(reader) = crate::io::source::DirectReader::open(source) {
+    if let Some(reader) = crate::io::local::DirectReader::open(source) {
         counters.reading(reader.name());
         return Some(Box::new(reader));
     }

@@ -6,12 +6,12 @@ use super::target::Target;
 use super::workers::Crew;
 use crate::environment::READERS;
 use crate::error::Result;
-use crate::io::source::{ReadAt, Traits};
+use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
 /// With how many readers to begin, and how many there may be, if the caller wants so many.
 pub fn crew(
-    traits: &Traits,
+    traits: &Capabilities,
     files: &[&dyn ReadAt],
     extents: &[Extent],
     wanted: Option<usize>,
@@ -39,7 +39,8 @@ pub fn crew(
 pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> {
     let memory = memory.known()?;
     if memory.bytes().is_some() {
-        files.iter().for_each(|source| source.limit_memory(memory));
+        let window = memory.window(u64::MAX);
+        files.iter().for_each(|source| source.limit_connection(window));
     }
     Ok(memory)
 }
@@ -48,7 +49,7 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
 pub fn share<T: Target>(
     memory: MemoryLimit,
     crew: Crew,
-    traits: &Traits,
+    traits: &Capabilities,
     decrypts: bool,
     target: &mut T,
 ) -> Result<(Crew, u64)> {

@@ -10,10 +10,10 @@ use crate::engine::pace::{Pace, Sample};
 use crate::engine::plan::{Extent, partition};
 use crate::engine::target::{Target, host::Host};
 use crate::engine::workers::Crew;
-use crate::io::net::NetOptions;
-use crate::io::net::s3::good_until;
-use crate::io::source::http::{self, client::WINDOW};
-use crate::io::source::s3::signed_until;
+use crate::io::auth::good_until;
+use crate::io::http;
+use crate::io::object::s3::signed_until;
+use crate::io::transport::{HTTP2_WINDOW, TransportOptions};
 
 const GB: u64 = 1_000_000_000;
 const TICK: Duration = Duration::from_millis(5);
@@ -95,8 +95,9 @@ struct Took {
 fn download(line: f64, signing: &mut Signing) -> Took {
     let extents = model();
     let total = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
-    let options = NetOptions { connections: None, ..NetOptions::from_environment().unwrap() };
-    let traits = http::traits(Some(extents.last().unwrap().end()), &options);
+    let options =
+        TransportOptions { connections: None, ..TransportOptions::from_environment().unwrap() };
+    let traits = http::capabilities(Some(extents.last().unwrap().end()), &options);
     let crew = Crew::of(&traits, None);
     let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, crew, total, false);
     let batches = partition(&extents, &limits).unwrap();
@@ -158,7 +159,7 @@ fn at_100_mb_a_second_and_at_3_gb() {
             // that beside the tensors there is what servers may send unasked.
             assert!((2000..2400).contains(&took.requests), "{took:?}");
             assert!(took.longest <= 66 << 20, "{took:?}");
-            assert!(took.most as u64 * u64::from(WINDOW) <= 512 << 20);
+            assert!(took.most as u64 * u64::from(HTTP2_WINDOW) <= 512 << 20);
             // 1400 s are more than a quarter of an hour.
             let renewed = usize::from(line < 1e9 && hold == Some(900));
             assert_eq!(signing.signed, 1 + renewed, "{line} {hold:?}");

@@ -21,14 +21,12 @@ use crate::codec::hash::{self, Digests, Verify, digest_all};
 use crate::codec::{HashPool, Taken};
 use crate::error::{Error, Result};
 use crate::fallible::{listed, push, zeroed};
-use crate::io::source::{ReadAt, Traits, read_exact_at};
+use crate::io::{Capabilities, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
-/// Requests of more bytes than this are those of sources that wait for an answer.
-const LONG_REQUEST: u64 = 8 << 20;
 /// Less than this is read on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 /// When hashes are verified, a step of reading: a part of the second-level cache of a core.
@@ -88,7 +86,7 @@ pub fn read<T: Target>(
 ) -> Result<Vec<usize>> {
     let begun = Instant::now();
     let memory = crew::limit(what.memory, what.files)?;
-    let Some(traits) = Traits::of_all(what.files) else { return Ok(Vec::new()) };
+    let Some(traits) = Capabilities::of_all(what.files) else { return Ok(Vec::new()) };
     let local = what.files.iter().all(|source| source.file().is_some());
     let crew = crew::crew(&traits, what.files, what.extents, what.readers)?;
     let (crew, passing) = crew::share(memory, crew, &traits, what.decrypts, target)?;
@@ -109,7 +107,7 @@ pub fn read<T: Target>(
     let jobs =
         jobs(what.extents, partition(what.extents, &limits)?, target, (step, whole), large_first)?;
     // Many answers that are waited for take longer than their bytes, however few.
-    let inline = total < INLINE_LEN && traits.request_len <= LONG_REQUEST;
+    let inline = total < INLINE_LEN && !traits.has_long_requests();
     let crew = crew.at_most(if inline { 1 } else { jobs.len() });
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
@@ -149,10 +147,10 @@ fn total(what: &Reading<'_>) -> Result<u64> {
 }
 
 /// Bytes that are read at a time.
-fn step(what: &Reading<'_>, source: &Traits) -> u64 {
+fn step(what: &Reading<'_>, source: &Capabilities) -> u64 {
     match (what.decrypts, what.verify) {
         // Long requests are not cut: each one waits for its answer.
-        _ if source.request_len > LONG_REQUEST => u64::MAX,
+        _ if source.has_long_requests() => u64::MAX,
         (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,
         (false, _) => STEP,
@@ -275,7 +273,8 @@ impl<T: Target> Pass<'_, T> {
         let what = || "tensors".to_owned();
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
-                read_exact_at(source, offset.saturating_add(from), buffers, &what, control)
+                let at = offset.saturating_add(from);
+                buffers.observed(control, |b| read_exact_at(source, at, b, &what, control))
             })
         })?;
         let mut wholes = Vec::new();

@@ -2,7 +2,7 @@
 
 use super::target::Target;
 use crate::error::{Error, Result};
-use crate::io::source::ReadAt;
+use crate::io::ReadAt;
 
 /// How one reader gets to the files.
 pub struct Way<'r, T> {

@@ -10,7 +10,8 @@ use std::time::Duration;
 use crate::cancel::{Cancel, POLL};
 use crate::engine::pace::{Pace, Sample};
 use crate::error::{Error, Result};
-use crate::io::source::Traits;
+use crate::io::Capabilities;
+use crate::mem::Progress;
 use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
 use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
@@ -34,7 +35,7 @@ impl Crew {
     }
 
     /// As many as the caller has asked for, or as suits the source.
-    pub fn of(traits: &Traits, asked: Option<usize>) -> Self {
+    pub fn of(traits: &Capabilities, asked: Option<usize>) -> Self {
         let allowed = |number: usize| number.clamp(1, traits.max_readers.max(1));
         match asked {
             Some(number) => Crew::fixed(allowed(number)),
@@ -96,8 +97,10 @@ impl Cancel for Control<'_> {
     fn check(&self) -> Result<()> {
         if self.stopped() { Err(Error::Cancelled) } else { Ok(()) }
     }
+}
 
-    fn moved(&self, bytes: u64) {
+impl Progress for Control<'_> {
+    fn arrived(&self, bytes: u64) {
         if bytes > 0 {
             self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
             self.shared.arrivals.fetch_add(1, Ordering::Relaxed);
@@ -377,7 +380,7 @@ mod tests {
         let shared = Shared::new(Crew { first: 3, most: 8 }, &Never, false);
         *shared.count() = Count { running: 3, wanted: 0 };
         let workers = [shared.control(), shared.control(), shared.control()];
-        workers.iter().for_each(|worker| worker.moved(1));
+        workers.iter().for_each(|worker| worker.arrived(1));
         let told = workers.each_ref().map(Control::surplus);
         assert_eq!(told, [true, true, false]);
         assert_eq!(shared.count().running, 1);

@@ -1,7 +1,63 @@
-//! Where bytes come from and where they go.
+//! Sources and sinks of bytes, and one transport under those of servers.
+//!
+//! ```text
+//! uri                                     opens and creates what an address or a path names
+//! hf, object, redis                       the hub, objects of S3, Google and Azure, Redis
+//! http, cache                             ranges of HTTP servers, and the cache of what came
+//! local                                   files, pipes, direct reads, replacement of files
+//! auth                                    credentials, one cache of them
+//! transport                               clients, sending, retries, TLS, redirects
+//! read_at, write_at, stream, ...          the interfaces, which know none of the above
+//! ```
 
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[cfg_attr(
+    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
+    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
+)]
+pub(crate) mod auth;
 pub mod cache;
+mod cached_head;
+mod closed;
+#[cfg(feature = "hf")]
+mod hf;
+#[cfg(feature = "http")]
+#[cfg_attr(
+    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
+    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
+)]
+pub(crate) mod http;
+pub mod local;
+mod memory;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[cfg_attr(
+    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
+    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
+)]
+pub mod object;
+mod options;
+mod prefixed;
+mod read_at;
+#[cfg(feature = "redis")]
+mod redis;
+mod stream;
 #[cfg(any(feature = "http", feature = "redis"))]
-pub mod net;
-pub mod sink;
-pub mod source;
+#[cfg_attr(
+    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
+    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
+)]
+pub mod transport;
+#[cfg_attr(not(feature = "http"), allow(unused_imports))]
+pub mod uri;
+mod write_at;
+
+#[cfg(feature = "s3")]
+pub use auth::s3cfg::S3Cfg;
+pub use cached_head::{CachedHead, CachedHeads};
+pub use closed::ClosedSource;
+pub use memory::MemorySource;
+pub use options::{OpenOptions, S3Options};
+pub use prefixed::PrefixedSource;
+pub use read_at::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
+pub use stream::{OpenSibling, Stream, StreamSource};
+pub use write_at::{Unclosed, WriteAt, write_all_at};

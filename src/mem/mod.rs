@@ -7,6 +7,10 @@ pub mod pinned;
 mod rest;
 
 pub(crate) use crate::sys::to_fill;
-pub use crate::sys::{Buffers, Lent, filled, zero_filled};
+pub use crate::sys::{Buffers, Filled, Lent, Progress, filled, zero_filled};
 pub use arena::{ALIGNMENT, Arena, HostBuffer};
 pub use rest::Rest;
+
+/// Positions and lengths of direct reads are multiples of this, and files of the cache have their parts
+/// there: the largest block of usual disks.
+pub const DISK_BLOCK: usize = 4096;

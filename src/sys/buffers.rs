@@ -10,7 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::error;
 use crate::fallible::{more_room, with_room};
 
-/// Buffers that are filled front to back. Nobody reads their bytes before they were written, and how
+/// An observer of what arrives while buffers are filled: a long request would show only at its end
+/// whether it is fast.
+pub trait Progress: Sync {
+    /// Some bytes have arrived.
+    fn arrived(&self, bytes: u64);
+}
+
+/// Buffers that are filled front to back. Their bytes are not read before they were written, and how
 /// many were is counted here.
 #[derive(Default)]
 pub struct Buffers<'a> {
@@ -21,6 +28,7 @@ pub struct Buffers<'a> {
     left: usize,
     /// Grows by what was written, for whoever lent the memory.
     written: Option<&'a AtomicUsize>,
+    progress: Option<&'a dyn Progress>,
     lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
@@ -31,6 +39,27 @@ impl<'a> Buffers<'a> {
         let range = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         buffers.add(range);
         buffers
+    }
+
+    /// Has `progress` observe what arrives while `body` fills them.
+    pub fn observed<T>(
+        &mut self,
+        progress: &dyn Progress,
+        body: impl FnOnce(&mut Buffers<'_>) -> T,
+    ) -> T {
+        let (ranges, written) = (std::mem::take(&mut self.ranges), self.written);
+        let (at, left, lent) = (self.at, self.left, PhantomData);
+        let mut seen = Buffers { ranges, at, left, written, progress: Some(progress), lent };
+        let result = body(&mut seen);
+        (self.ranges, self.at, self.left) = (seen.ranges, seen.at, seen.left);
+        result
+    }
+
+    /// Tells the observer that some bytes have arrived from where they are read.
+    pub fn arrived(&self, bytes: u64) {
+        if let Some(progress) = self.progress {
+            progress.arrived(bytes);
+        }
     }
 
     /// Adds a buffer behind the others; what is adjacent in memory becomes one.
@@ -81,14 +110,15 @@ impl<'a> Buffers<'a> {
         done
     }
 
-    /// Has at most `len` bytes filled by something, which also fills all of `before` and then some of
-    /// `behind`, and may look at all that it has filled, at any time. Says how many of this one's.
+    /// Has `fill` write at most `len` bytes, and before and behind them all of `before` and some of
+    /// `behind`. `arrived` sees all that was written so far each time that bytes arrive, and at the end,
+    /// also after an error, with true. Returns how many of the `len` bytes were written.
     pub fn tee<E>(
         &mut self,
         len: usize,
-        before: &mut [u8],
-        behind: &mut [u8],
-        fill: impl FnOnce(&mut Buffers<'_>, &Filled<'_>) -> Result<(), E>,
+        (before, behind): (&mut [u8], &mut [u8]),
+        arrived: impl Fn(&Filled<'_>, bool) + Sync,
+        fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     ) -> Result<usize, E> {
         let written = AtomicUsize::new(0);
         let mut part = Buffers { written: Some(&written), ..Buffers::default() };
@@ -103,8 +133,12 @@ impl<'a> Buffers<'a> {
         part.push(to_fill(behind));
         let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
         let pieces = part.ranges.iter().map(piece).collect();
-        fill(&mut part, &Filled { pieces, written: &written })?;
-        let filled = written.into_inner().saturating_sub(first).min(len - left);
+        let filled = Filled { pieces, written: &written };
+        let progress = Tee { filled: &filled, arrived: &arrived, outer: self.progress };
+        let outcome = fill(&mut Buffers { progress: Some(&progress), ..part });
+        arrived(&filled, true);
+        outcome?;
+        let filled = written.load(Ordering::Acquire).saturating_sub(first).min(len - left);
         self.advance_by(filled);
         Ok(filled)
     }
@@ -142,7 +176,23 @@ impl<'a> Buffers<'a> {
     }
 }
 
-/// What [`Buffers::tee`] fills, as far as it is filled.
+/// The observer of the part of buffers that [`Buffers::tee`] has filled.
+struct Tee<'t, F> {
+    filled: &'t Filled<'t>,
+    arrived: &'t F,
+    outer: Option<&'t dyn Progress>,
+}
+
+impl<F: Fn(&Filled<'_>, bool) + Sync> Progress for Tee<'_, F> {
+    fn arrived(&self, bytes: u64) {
+        if let Some(outer) = self.outer {
+            outer.arrived(bytes);
+        }
+        (self.arrived)(self.filled, false);
+    }
+}
+
+/// The bytes that [`Buffers::tee`] has filled so far.
 pub struct Filled<'f> {
     /// Address and length of each range, as they were before anything was filled.
     pieces: Vec<(usize, usize)>,
@@ -254,23 +304,31 @@ mod tests {
     }
 
     #[test]
-    fn what_a_part_was_filled_with_is_shown() {
+    fn a_part_shows_what_it_was_filled_with() {
         let (mut one, mut two) = (*b"....", *b"......");
         let mut buffers = Buffers::of(&mut one);
         buffers.push(to_fill(&mut two));
         assert_eq!(buffers.put(b"a"), 1);
         let (mut before, mut behind) = ([0; 2], [0; 2]);
-        let filled = buffers.tee(5, &mut before, &mut behind, |part, filled| {
-            assert_eq!((part.left(), filled.count()), (9, 0));
-            assert_eq!((part.put(b"<<bcde"), filled.count()), (6, 6));
-            assert_eq!(joined(&filled.bytes(1..9)), b"<bcde");
-            assert_eq!((part.put(b"f>"), filled.count()), (2, 8));
-            assert_eq!(joined(&filled.bytes(5..9)), b"ef>");
-            assert!(filled.bytes(8..9).is_empty());
+        let seen = std::sync::Mutex::new(Vec::new());
+        let arrived = |filled: &Filled<'_>, _| {
+            let from = |at: usize| joined(&filled.bytes(at..9));
+            seen.lock().unwrap().push((filled.count(), from(1), from(5), from(8)));
+        };
+        let filled = buffers.tee(5, (&mut before, &mut behind), arrived, |part| {
+            assert_eq!(part.left(), 9);
+            part.arrived(0);
+            assert_eq!(part.put(b"<<bcde"), 6);
+            part.arrived(6);
+            assert_eq!(part.put(b"f>"), 2);
             Ok::<_, ()>(())
         });
         assert_eq!(filled, Ok(5));
-        assert_eq!(buffers.tee(9, &mut [], &mut [], |_, _| Err(())), Err(()));
+        let of = |count, one: &[u8], five: &[u8]| (count, one.to_vec(), five.to_vec(), Vec::new());
+        let last = || of(8, b"<bcdef>", b"ef>");
+        let expected = [of(0, b"", b""), of(6, b"<bcde", b"e"), last()];
+        assert_eq!(seen.into_inner().unwrap(), expected);
+        assert_eq!(buffers.tee(9, (&mut [], &mut []), |_, _| {}, |_| Err(())), Err(()));
         assert_eq!((buffers.put(b"ghijkl"), buffers.left()), (4, 0));
         assert_eq!((&one, &two), (b"abcd", b"efghij"));
     }

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(crate) use buffers::to_fill;
-pub use buffers::{Buffers, Filled, Lent, filled, zero_filled};
+pub use buffers::{Buffers, Filled, Lent, Progress, filled, zero_filled};
 pub use claims::{Claimed, claim, release, share, space, take, user};
 
 /// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).

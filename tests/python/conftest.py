@@ -343,10 +343,12 @@ CLOUDS = ("AWS_", "AZURE_", "CLOUDSDK_", "GCE_", "GOOGLE_", "IDENTITY_", "STORAG
 
 @pytest.fixture
 def no_settings_of_the_machine(monkeypatch, tmp_path):
-    """Hide the credentials and proxies of whoever runs the tests."""
+    """Hide the credentials, proxies and certificates of the machine that runs the tests."""
     for name in [name for name in os.environ if name.startswith(CLOUDS)]:
         monkeypatch.delenv(name)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+    proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    bundles = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    for name in (*proxies, "NO_PROXY", "no_proxy", *bundles):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -28,7 +28,8 @@ READ_LATE = (
     *("TENSORIZER_", "AWS_", "HF_", "AZURE_", "GOOGLE_", "REDIS_", "HOME", "TMPDIR", "PYTEST_"),
     *("TORCHINDUCTOR_", "XDG_", "SSL_CERT_", "http_proxy", "https_proxy", "no_proxy", "FAULT_"),
     *("CLOUDSDK_", "GCE_", "IDENTITY_", "STORAGE_EMULATOR_", "_TORCHINDUCTOR_"),
-    *("FAKE_CUDA_", "FAKE_CUFILE_"),
+    *("FAKE_CUDA_", "FAKE_CUFILE_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY"),
+    *("HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "all_proxy"),
 )
 #: The server's program. Forks have a ``__main__`` of their own.
 PROGRAM = """import sys

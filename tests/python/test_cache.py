@@ -78,6 +78,62 @@ def test_the_second_load_is_from_the_cache(nginx, served, folder, tensors):
     assert stat.S_IMODE(entry.stat().st_mode) == 0o600
 
 
+def statuses(nginx, name):
+    """Return the status of each answer about a file, and the bytes of its body."""
+    lines = [line.split('"') for line in nginx.requests()]
+    return [tuple(map(int, line[2].split()[:2])) for line in lines if f"/{name}" in line[1]]
+
+
+def test_an_unchanged_file_costs_an_answer_without_a_body(nginx, served, folder, tensors):
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    before = len(statuses(nginx, name))
+    for _ in range(2):
+        assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    assert statuses(nginx, name)[before:] == [(304, 0)] * 2
+    # Without a cache nothing is conditional.
+    load(uri, names=["t3"])
+    assert 304 not in [status for status, _ in statuses(nginx, name)[before + 2 :]]
+
+
+def test_parts_of_an_unchanged_file_are_fetched_once(nginx, served, folder, tensors):
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, names=["t3"], cache_dir=folder)
+    before = statuses(nginx, name)
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    after = statuses(nginx, name)[len(before) :]
+    assert after[0] == (304, 0)
+    # The first 64 KiB, and the chunks of t3, are in the cache.
+    assert sum(sent for _, sent in after) <= size - 4 * MB + MB
+
+
+def test_a_new_version_is_sent_with_the_condition(nginx, served, folder, tensors):
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    others = {name: tensor + 1 for name, tensor in tensors.items()}
+    time.sleep(1)  # nginx makes its tags of seconds and sizes
+    tensorizer.save(others, nginx.root / name)
+    before = len(statuses(nginx, name))
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), others)
+    assert 304 not in [status for status, _ in statuses(nginx, name)[before:]]
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), others)
+    assert statuses(nginx, name)[-1] == (304, 0)
+
+
+def test_objects_of_clouds_are_revalidated(bucket, folder, tensors, tmp_path, request):
+    scheme = request.node.callspec.params["bucket"]
+    tensorizer.save(tensors, tmp_path / "f")
+    bucket.put("cached.tensors", (tmp_path / "f").read_bytes())
+    for _ in range(3):
+        uri = f"{scheme}://bucket/cached.tensors"
+        loaded = load(uri, cache_dir=folder, verify_hash=True)
+        assert_all(loaded, tensors)
+    assert len(entries(folder)) == 1
+
+
 def test_by_the_environment_and_by_operators(nginx, served, folder, tensors):
     name, size = served
     program = """

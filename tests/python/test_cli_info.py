@@ -12,6 +12,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import COMMAND, run_python
+from native import open_reader
 from servers import Redis
 from tensorizer import EncryptionParams, TensorSerializer
 from tensorizer_cli.main import main
@@ -189,7 +190,7 @@ def test_hashes_and_places_as_they_are(folder, capsys):
 
 
 def offsets(path):
-    reader = tensorizer._native.Reader.from_path(str(path))
+    reader = open_reader(str(path))
     return [(reader.name(n), start) for n, (_, start) in enumerate(reader.offsets())]
 
 

@@ -12,15 +12,10 @@ import torch
 from conftest import ROOT
 from ranks import groups
 from scripted import FaultServer, Relay
-from tensorizer._native import Reader
 from tensorizer.group import exchange, plan
 from tensorizer.group.plan import Batch, Wanted
 
 FORMATS = ["tensors", "enc.tensors", "safetensors", "index", "pt"]
-#: Addresses are opened by one rank for all.
-by_address = pytest.mark.skipif(
-    not hasattr(Reader, "from_address"), reason="the native code opens no addresses"
-)
 
 # Plans
 
@@ -194,7 +189,6 @@ def test_streams(ranks, addresses, moto):
     ranks.run("groups.group_of_streams", 4, addresses, env=moto.settings())
 
 
-@by_address
 def test_addresses(ranks, addresses, moto):
     ranks.run("groups.group_of_addresses", 4, addresses, env=moto.settings())
 

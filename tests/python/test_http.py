@@ -99,7 +99,7 @@ def test_few_requests(nginx):
     assert len(nginx.requests()) == before + 1
 
 
-def test_tls_with_a_private_authority(nginx, tmp_path):
+def test_tls_with_a_private_authority(nginx, tmp_path, no_settings_of_the_machine):
     url = f"{nginx.https}/f.tensors"
     with pytest.raises(PermissionError, match="certificate is not trusted.*certificate_handling"):
         open_stream(url)

@@ -75,3 +75,29 @@ def test_an_index_without_end(endless, tmp_path, count, said):
     error, grown = done.stdout.rsplit("\n", 2)[:2]
     assert re.search(said, error), error
     assert int(grown) < 100
+
+
+def test_an_answer_that_says_nothing_has_changed_needs_a_condition():
+    """A 304 has no bytes, and was not asked for."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(304)
+            self.send_header("ETag", '"x"')
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        with pytest.raises(OSError, match="answered 304, as for a cached copy"):
+            tensorizer.load(f"http://127.0.0.1:{server.server_address[1]}/f.tensors", "cpu")
+    finally:
+        stop(server, thread)

@@ -11,13 +11,13 @@ import tensorizer
 import torch
 from conftest import assert_same
 from emulators import Doorman, Google
+from native import open_reader
 from packing import filled, pack, pack_tensors
 from safetensors.torch import load_file
 from scripted import Relay
 from servers import Nginx, Redis
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer._C import Reader
-from tensorizer.streams.addresses import open_model
+from tensorizer._C import Reader, open as native_open
 from tensorizer.tensors.exchange import take
 from test_shards import INDEX, TENSORS, write_shards
 
@@ -76,10 +76,10 @@ def check(loaded, expected=TENSORS):
 
 def check_the_same(address, requests, expected=TENSORS):
     """Open an address twice, load what was opened without a request, and return the heads."""
-    first = Reader.from_address(address)
+    first = open_reader(address)
     heads = hand_on(first.heads())
     before = requests()
-    second = Reader.from_address(address, heads)
+    second = open_reader(address, heads)
     assert requests() == before
     assert (second.uri, second.format, second.files()) == (first.uri, first.format, first.files())
     assert second.offsets() == first.offsets()
@@ -103,7 +103,7 @@ def test_one_file(nginx, root, name):
     data = (root / name).read_bytes()
     assert (uri, size) == (address, len(data))
     assert (etag, modified) == (dict(headers)["etag"], dict(headers)["last-modified"])
-    begin = min((at for at, _ in Reader.from_path(str(root / name)).offsets()), default=len(data))
+    begin = min((at for at, _ in open_reader(str(root / name)).offsets()), default=len(data))
     assert first == data[: len(first)]
     assert len(first) <= max(begin, LEAST)
     assert (len(first) > FIRST_REQUEST) == name.startswith("many")
@@ -112,11 +112,11 @@ def test_one_file(nginx, root, name):
 @pytest.mark.parametrize("name", FILES)
 def test_an_index_is_fetched_once(nginx, root, name):
     before = nginx.sent(name)
-    reader = Reader.from_address(f"{nginx.http}/{name}")
+    reader = open_reader(f"{nginx.http}/{name}")
     [head] = reader.heads()
     size = (root / name).stat().st_size
     assert nginx.sent(name) - before == max(len(head[-1]), min(FIRST_REQUEST, size))
-    second = Reader.from_address(f"{nginx.http}/{name}", [head])
+    second = open_reader(f"{nginx.http}/{name}", [head])
     assert nginx.sent(name) - before == max(len(head[-1]), min(FIRST_REQUEST, size))
     assert len(second) == len(reader)
 
@@ -134,8 +134,8 @@ def test_shards(nginx, place):
 
 
 def test_only_ranges_of_data_are_read(nginx, root):
-    reader = Reader.from_address(f"{nginx.http}/many.safetensors")
-    second = Reader.from_address(f"{nginx.http}/many.safetensors", reader.heads())
+    reader = open_reader(f"{nginx.http}/many.safetensors")
+    second = open_reader(f"{nginx.http}/many.safetensors", reader.heads())
     before = len(nginx.requests())
     load(second)
     answers = [line.split('"')[2].split() for line in nginx.requests()[before:]]
@@ -197,13 +197,12 @@ def test_the_keys_of_s3cfg(bucket, monkeypatch, tmp_path):
 def test_archives_of_torch(nginx, root):
     """Their directories are at their ends, and asked for again."""
     address = f"{nginx.http}/f.bin"
-    with open_model(address) as stream:
-        expected = Reader.from_source(stream._native_source(), 0)
-    reader = Reader.from_address(address)
+    expected = Reader(native_open(address, {"model": True}))
+    reader = open_reader(address)
     [head] = hand_on(reader.heads())
     assert head[-1] == (root / "f.bin").read_bytes()[:LEAST]
     numbers = list(range(len(expected)))
-    for opened in (reader, Reader.from_address(address, [head])):
+    for opened in (reader, open_reader(address, [head])):
         assert opened.format == expected.format == "torch"
         assert opened.names(numbers) == expected.names(numbers)
         assert opened.offsets() == expected.offsets()
@@ -227,7 +226,7 @@ def test_secrets_of_addresses(nginx, place):
 
 def test_secrets_of_answers(nginx):
     """Also those that no list of secrets would have."""
-    reader = Reader.from_address(f"{nginx.http}/session/f.tensors")
+    reader = open_reader(f"{nginx.http}/session/f.tensors")
     fields = dict(reader.headers())
     assert fields["set-cookie"] == "session=hidden-hu5hw0rd"
     assert fields["x-of-some-vendor"] == "hidden-hu5hw0rd"
@@ -238,12 +237,12 @@ def test_secrets_of_answers(nginx):
 
 def test_secrets_of_places_that_a_server_names(nginx, root):
     address = f"{nginx.http}/signed/f.tensors"
-    reader = Reader.from_address(address)
+    reader = open_reader(address)
     assert "signature=hidden-hu5hw0rd" in nginx.requests()[-1]
     heads = hand_on(reader.heads())
     assert heads[0][0] == address
     assert b"hidden" not in pickle.dumps(heads)
-    check(load(Reader.from_address(address, heads)))
+    check(load(open_reader(address, heads)))
 
 
 # Files that have changed
@@ -256,14 +255,14 @@ def test_a_file_that_was_replaced(nginx, tmp_path, by_tag, new):
     path = nginx.root / "replaced.tensors"
     tensorizer.save({"first": torch.ones(500_000)}, path)
     address = f"{nginx.http}/replaced.tensors"
-    [(uri, size, etag, modified, headers, first)] = Reader.from_address(address).heads()
+    [(uri, size, etag, modified, headers, first)] = open_reader(address).heads()
     head = (uri, size, etag if by_tag else None, modified, headers, first)
     tensorizer.save(new, tmp_path / "new")
     os.utime(tmp_path / "new", (1, 1))
     shutil.move(tmp_path / "new", path)
-    [(_, new_size, new_etag, *_)] = Reader.from_address(address).heads()
+    [(_, new_size, new_etag, *_)] = open_reader(address).heads()
     before = nginx.requests()
-    reader = Reader.from_address(address, [head])
+    reader = open_reader(address, [head])
     assert nginx.requests() == before
     with pytest.raises(OSError) as caught:
         load(reader)
@@ -283,11 +282,11 @@ def test_a_file_that_was_replaced(nginx, tmp_path, by_tag, new):
 def test_a_shard_that_was_replaced(nginx, root):
     shutil.copytree(root / "model", nginx.root / "changing")
     address = f"{nginx.http}/changing/"
-    heads = Reader.from_address(address).heads()
+    heads = open_reader(address).heads()
     shard = nginx.root / "changing/model-00003-of-00004.safetensors"
     shard.write_bytes(shard.read_bytes() + b" ")
     with pytest.raises(OSError, match=r"00003-of-00004.*the file changed since it was opened"):
-        load(Reader.from_address(address, heads))
+        load(open_reader(address, heads))
 
 
 # What is handed in
@@ -296,24 +295,24 @@ def test_a_shard_that_was_replaced(nginx, root):
 @pytest.mark.parametrize("known", [0, 1, 8, 72, LEAST, 100, 5000])
 def test_less_than_the_whole_index(nginx, known):
     address = f"{nginx.http}/model/{INDEX}"
-    heads = Reader.from_address(address).heads()
+    heads = open_reader(address).heads()
     heads = [(*head[:5], head[5][:known]) for head in heads]
-    check(load(Reader.from_address(address, heads)))
+    check(load(open_reader(address, heads)))
     # A shard is asked for, and the others are not.
-    whole = Reader.from_address(address).heads()
-    check(load(Reader.from_address(address, whole[:3] + whole[4:])))
+    whole = open_reader(address).heads()
+    check(load(open_reader(address, whole[:3] + whole[4:])))
 
 
 def test_heads_of_other_files(nginx):
-    heads = Reader.from_address(f"{nginx.http}/many.tensors").heads()
-    check(load(Reader.from_address(f"{nginx.http}/f.tensors", heads)))
+    heads = open_reader(f"{nginx.http}/many.tensors").heads()
+    check(load(open_reader(f"{nginx.http}/f.tensors", heads)))
 
 
 def test_heads_that_cannot_be(nginx):
     address = f"{nginx.http}/f.tensors"
-    [head] = Reader.from_address(address).heads()
+    [head] = open_reader(address).heads()
     uri, size, etag, modified, headers, first = head
-    opened = functools.partial(Reader.from_address, address)
+    opened = functools.partial(open_reader, address)
     with pytest.raises(ValueError, match=rf"at most the {len(first) - 1} bytes .*{len(first)}$"):
         opened([(uri, len(first) - 1, etag, modified, headers, first)])
     with pytest.raises(tensorizer.TruncatedError):
@@ -339,10 +338,10 @@ def test_heads_that_cannot_be(nginx):
 def test_heads_that_no_answer_can_prove(nginx, tag, date):
     """The address as it is shown may be that of several files."""
     address = f"{nginx.http}/f.tensors"
-    [(uri, size, etag, modified, headers, first)] = Reader.from_address(address).heads()
+    [(uri, size, etag, modified, headers, first)] = open_reader(address).heads()
     head = (uri, size, etag if tag else None, modified if date else None, headers, first)
     before = len(nginx.requests())
-    reader = Reader.from_address(address, [head])
+    reader = open_reader(address, [head])
     assert len(nginx.requests()) - before == (0 if tag or date else 1)
     check(load(reader))
 
@@ -356,20 +355,21 @@ def test_nothing_to_hand_on(nginx, root, tmp_path):
         (root / "model").as_uri(),
         f"{nginx.http}/whole/f.tensors",
     ):
-        reader = Reader.from_address(address)
+        reader = open_reader(address)
         assert reader.heads() == []
-        check(load(Reader.from_address(address, reader.heads())))
-    reader = Reader.from_address(f"{nginx.http}/f.tensors")
+        check(load(open_reader(address, reader.heads())))
+    reader = open_reader(f"{nginx.http}/f.tensors")
     heads = reader.heads()
     assert reader.sliced([(reader.find("large"), [(1, 3), (0, 1000)])]).heads() == heads
-    assert Reader.from_address(f"{nginx.http}/f.tensors", heads).heads() == []
+    assert open_reader(f"{nginx.http}/f.tensors", heads).heads() == []
     with (tmp_path / "framed").open("wb+") as file:
         file.write(b"before")
         with TensorSerializer(file) as serializer:
             serializer.write_state_dict(TENSORS)
     shutil.copy(tmp_path / "framed", nginx.root)
-    with open_model(f"{nginx.http}/framed") as stream:
-        assert Reader.from_source(stream._native_source(), 6).heads() == []
+    source = native_open(f"{nginx.http}/framed")
+    assert Reader(source, 6, keep_heads=True).heads() == []
+    source.close()
 
 
 def test_redis(root, tmp_path):
@@ -380,9 +380,9 @@ def test_redis(root, tmp_path):
             TensorDeserializer(root / "f.tensors", "cpu", lazy_load=True) as deserializer,
         ):
             deserializer.to_redis(client, "model")
-        reader = Reader.from_address(f"{server.address}/model")
+        reader = open_reader(f"{server.address}/model")
         assert reader.heads() == []
-        check(load(Reader.from_address(f"{server.address}/model", [])))
+        check(load(open_reader(f"{server.address}/model", [])))
     finally:
         server.stop()
 
@@ -434,13 +434,12 @@ def test_the_same_as_by_streams(nginx, bucket, address):
     address = address.format(http=nginx.http, https=nginx.https, port=nginx.port)
 
     def by_stream():
-        with open_model(address) as stream:
-            return Reader.from_source(stream._native_source(), 0)
+        return Reader(native_open(address, {"model": True}))
 
     expected = outcome(by_stream)
-    assert outcome(lambda: Reader.from_address(address)) == expected
+    assert outcome(lambda: open_reader(address)) == expected
     if isinstance(expected, tuple):
-        heads = Reader.from_address(address).heads()
+        heads = open_reader(address).heads()
         before = nginx.requests(), len(bucket.requests)
-        assert outcome(lambda: Reader.from_address(address, heads)) == expected
+        assert outcome(lambda: open_reader(address, heads)) == expected
         assert (nginx.requests(), len(bucket.requests)) == before

@@ -5,9 +5,9 @@ import pickle
 import pytest
 import tensorizer
 import torch
+from native import open_reader
 from scripted import Relay
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer._C import Reader
 from tensorizer.stream_io import open_stream
 from tensorizer.tensors.exchange import take
 
@@ -90,11 +90,11 @@ def test_heads_tell_versions_apart(versioned):
     """What one process has learnt of a version is none of what another opens."""
     address = "s3://versioned/f.tensors"
     one, two = (f"{address}?versionId={found}" for found in write(versioned, "f.tensors", 1, 2))
-    heads = [Reader.from_address(place).heads() for place in (address, one, two)]
+    heads = [open_reader(place).heads() for place in (address, one, two)]
     assert [head[0][0] for head in heads] == [address, one, two]
     known = pickle.loads(pickle.dumps([head for of_one in heads for head in of_one]))
     for place, number in ((address, 2), (one, 1), (two, 2)):
-        reader = Reader.from_address(place, known)
+        reader = open_reader(place, known)
         assert reader.heads() == []
         options = {"readers": None, "map": False, "device": -1, "apart": False}
         handle, _ = reader.load([0], verify="nothing", **options)

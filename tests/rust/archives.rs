@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use tensorizer::format::torch_zip::{Directory, Record, TAIL_LEN, find_directory, records};
-use tensorizer::source::{MemorySource, ReadAt};
+use tensorizer::io::{MemorySource, ReadAt};
 use tensorizer::{Error, LoadOptions, Never, Opening, TensorFile, load};
 
 /// An archive, and where the data of each record begin.

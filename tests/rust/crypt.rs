@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
-use tensorizer::source::{MemorySource, ReadAt, Traits};
+use tensorizer::io::{Capabilities, MemorySource, ReadAt};
 use tensorizer::{
     Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, load,
     load_into, save,
@@ -181,8 +181,8 @@ impl ReadAt for TwoFaced {
         "two-faced"
     }
 
-    fn traits(&self) -> Traits {
-        MemorySource::new(&self.faces[0][..], "").traits()
+    fn capabilities(&self) -> Capabilities {
+        MemorySource::new(&self.faces[0][..], "").capabilities()
     }
 
     fn read_at(

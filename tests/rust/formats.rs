@@ -9,7 +9,7 @@ use half::bf16;
 use serde_json::{Map, Value, json};
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
 use tensorizer::format::catalog::Format;
-use tensorizer::source::{MemorySource, PipeSource, ReadAt};
+use tensorizer::io::{MemorySource, ReadAt, StreamSource};
 use tensorizer::{
     Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, load, load_into, save,
 };
@@ -143,7 +143,7 @@ fn tensors_are_mapped_where_their_elements_are_aligned() {
 #[test]
 fn a_pipe_is_read_once() {
     let bytes = pack(None, &[("a", floats(&[2, 2], 1.0)), ("b", halves(&[3.0]))]);
-    let pipe = PipeSource::new(std::io::Cursor::new(bytes), "pipe");
+    let pipe = StreamSource::new(std::io::Cursor::new(bytes), "pipe");
     let file = TensorFile::from_source(Arc::new(pipe), 0, &Never).unwrap();
     assert!(!file.is_seekable());
     let loaded = load(&file, &[0, 1], &LoadOptions::default(), &Never).unwrap();

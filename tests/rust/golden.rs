@@ -10,7 +10,7 @@ use tensorizer::format::catalog::Entry;
 use tensorizer::format::name::Component;
 use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo};
 use tensorizer::format::tensors::header::Header;
-use tensorizer::source::{MemorySource, ReadAt, read_exact_at};
+use tensorizer::io::{MemorySource, ReadAt, read_exact_at};
 use tensorizer::{Error, LoadOptions, Never, TensorFile, Verify, load};
 
 use crate::support::golden;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::sink::FileSink;
-use tensorizer::source::{MemorySource, ReadAt};
+use tensorizer::io::local::FileSink;
+use tensorizer::io::{MemorySource, ReadAt};
 use tensorizer::{
     Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load, save,
 };

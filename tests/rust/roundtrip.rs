@@ -9,8 +9,8 @@ use serde_json::Value;
 use tensorizer::format::TensorKind;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
-use tensorizer::sink::{FileSink, WriteAt};
-use tensorizer::source::{FileSource, MemorySource, PipeSource, ReadAt};
+use tensorizer::io::local::{FileSink, FileSource};
+use tensorizer::io::{MemorySource, ReadAt, StreamSource, WriteAt};
 use tensorizer::{
     Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer,
     load, load_into,
@@ -122,7 +122,7 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
             }
         }
         let pipe: Arc<dyn ReadAt> =
-            Arc::new(PipeSource::new(std::fs::File::open(path).unwrap(), "pipe"));
+            Arc::new(StreamSource::new(std::fs::File::open(path).unwrap(), "pipe"));
         let file = TensorFile::from_source(pipe, 0, &Never).unwrap();
         let options = LoadOptions { verify: Verify::all_if(verify), ..LoadOptions::default() };
         let loaded = load(&file, &all(&file), &options, &Never).unwrap();
@@ -261,9 +261,9 @@ impl ReadAt for Scripted {
         "scripted"
     }
 
-    fn traits(&self) -> tensorizer::source::Traits {
+    fn capabilities(&self) -> tensorizer::io::Capabilities {
         let inner = MemorySource::new(&self.bytes[..], "");
-        inner.traits()
+        inner.capabilities()
     }
 
     fn read_at(
@@ -303,7 +303,7 @@ fn a_pipe_that_promises_too_much_costs_nothing() {
     // An index of 2⁶² bytes, then nothing: memory must grow with what arrives only.
     let mut bytes = golden("v1_linear.tensors.gz")[..300].to_vec();
     bytes[65..73].copy_from_slice(&(1u64 << 62).to_le_bytes());
-    let source = Arc::new(PipeSource::new(std::io::Cursor::new(bytes), "pipe"));
+    let source = Arc::new(StreamSource::new(std::io::Cursor::new(bytes), "pipe"));
     assert!(matches!(TensorFile::from_source(source, 0, &Never), Err(Error::Format { .. })));
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::sink::FileSink;
+use tensorizer::io::local::FileSink;
 use tensorizer::{
     Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer, load,
 };

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .._errors import FormatError
-from .._native import Reader, local_path
+from .._native import Reader, local_path, open as native_open
 from ..file.file_writer import FileWriter
 from ..file.nesting import named_leaves
 from ..streams.addresses import is_address
@@ -246,7 +246,8 @@ def _kept(path: Path) -> Iterator[tuple[Path, str, str]]:
 
 def _pair_of(path: Path) -> str | None:
     """Return the identity that a file of storages states."""
-    reader = Reader.from_path(str(path))
+    with contextlib.closing(native_open(str(path), {"model": True})) as source:
+        reader = Reader(source)
     try:
         return None if reader.pair_id is None else reader.pair_id.hex()
     finally:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, shares_of_tensors
-from .._types import Head, Name
-from ..streams.addresses import is_address, open_model
+from .._native import Reader, open as native_open, shares_of_tensors
+from .._types import Head, Name, OpenOptions
+from ..streams.addresses import is_address
+from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices
 from ..tensors.exchange import cast_dtype, lend, take
 from . import opening
@@ -91,9 +92,8 @@ class TensorFile:
         memory_limit: int | None = None,
     ) -> None:
         self.memory_limit = checked_memory_limit(memory_limit)
-        by_address = (heads is not None or cache_dir is not None) and is_address(file_obj)
-        opened = file_obj if by_address else open_model(file_obj)
-        self._stream = None if isinstance(opened, (str, bytes, os.PathLike, int)) else opened
+        by_address = is_address(file_obj)
+        self._stream = None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
         #: By which it can be opened again.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
@@ -108,15 +108,19 @@ class TensorFile:
             self.verify = checked_verification(verify_hash)
             check_num_readers(num_readers)
             self._num_readers = num_readers
+            keep_heads = by_address and heads is not None and not heads
             if by_address:
-                cache = None if cache_dir is None else os.fsdecode(cache_dir)
-                self.reader = Reader.from_address(opened, heads or None, cache)
+                options: OpenOptions = {
+                    "model": True,
+                    "heads": heads or None,
+                    "cache": None if cache_dir is None else os.fsdecode(cache_dir),
+                    "default_endpoint": assigned_endpoint(reading=True),
+                }
+                self.reader = _read(file_obj, options, keep_heads)
             else:
-                self.reader = _open_reader(opened)
-            self.heads = (
-                self.reader.heads() if by_address and heads is not None and not heads else []
-            )
-            self.is_local = _is_local(opened) or self.reader.local
+                self.reader = _open_reader(file_obj)
+            self.heads = self.reader.heads() if keep_heads else []
+            self.is_local = _is_local(file_obj) or self.reader.local
             self.reader.limit_memory(self.memory_limit)
             told = None if progress is None else progress.part()
             if told is not None:
@@ -411,19 +415,26 @@ def _is_local(opened: Any) -> bool:
 def _open_reader(file_obj: Any) -> Reader:
     """Open a path, descriptor, stream or object, or bytes in memory."""
     if isinstance(file_obj, opening.Memory):
-        return Reader.from_bytes(file_obj.data, file_obj.uri)
+        return _read(file_obj.data, {"uri": file_obj.uri})
     target = opening.classify(file_obj)
     if isinstance(target, opening.LocalPath):
-        return Reader.from_path(target.path)
+        return _read(target.path, {"model": True})
     if isinstance(target, opening.Remote):
-        return Reader.from_source(target.source, target.base)
+        return Reader(target.source, target.base)
     if not isinstance(file_obj, int):
         readable = getattr(file_obj, "readable", None)
         if not hasattr(file_obj, "read") or (readable is not None and not readable()):
             raise ValueError(f"expected a readable file: {target.uri}")
+    place: OpenOptions = {"uri": target.uri, "base": target.base}
     if isinstance(target, opening.Descriptor):
-        return Reader.from_fd(target.number, target.uri, target.base)
-    return Reader.from_object(target.file, target.uri, target.base, target.size)
+        return _read(target.number, place)
+    return _read(target.file, {**place, "size": target.size})
+
+
+def _read(file: Any, options: OpenOptions, keep_heads: bool = False) -> Reader:
+    with contextlib.closing(native_open(file, options)) as source:
+        # Which has a handle of its own; an exception keeps this one in its traceback.
+        return Reader(source, keep_heads=keep_heads)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
-
-class Trust(TypedDict):
-    """What the native code is told about certificates."""
-
-    ca_file: str | None
-    ca_folder: str | None
-    trust_all: bool
+if TYPE_CHECKING:
+    from .._types import OpenOptions
 
 
 class CAInfo:
@@ -68,17 +63,13 @@ class CAInfo:
         return f"CAInfo({', '.join(shown) or 'allow_untrusted=True'})"
 
 
-def trust_of(certificate_handling: CAInfo | None) -> Trust:
-    """Return what stands for an argument of callers."""
+def certificate_options(certificate_handling: CAInfo | None) -> OpenOptions:
+    """Return the options of the native code for an argument of callers."""
     if certificate_handling is None:
-        return {"ca_file": None, "ca_folder": None, "trust_all": False}
+        return {}
     if not isinstance(certificate_handling, CAInfo):
         raise TypeError(
             f"certificate_handling must be a CAInfo, not {type(certificate_handling).__name__}"
         )
     given = certificate_handling
-    return {
-        "ca_file": given.cacert,
-        "ca_folder": given.capath,
-        "trust_all": given.allow_untrusted,
-    }
+    return {"certificates": given.cacert or given.capath, "trust_all": given.allow_untrusted}

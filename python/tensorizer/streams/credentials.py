@@ -1,15 +1,16 @@
-"""What a configuration file of ``s3cmd`` says, for scripts that ask."""
+"""The keys of a configuration file of ``s3cmd``, for scripts that read them."""
 
 from __future__ import annotations
 
-import configparser
 import os
 from pathlib import Path
 from typing import NamedTuple
 
+from .._native import s3cfg
+
 
 class _ParsedCredentials(NamedTuple):
-    """What was found; None for what is not there."""
+    """The keys and their server; None for what is missing."""
 
     config_file: str | None
     s3_endpoint: str | None
@@ -44,16 +45,9 @@ def _infer_credentials(
         if s3_config_path:
             raise FileNotFoundError(f"s3_config_path is not there: {os.fspath(path)!r}")
         raise ValueError(f"two keys of S3 are needed: none were given, and there is no {path}")
-    file = configparser.ConfigParser(interpolation=None)
-    try:
-        file.read_string(path.read_text(), str(path))
-    except configparser.Error as error:
-        raise ValueError(f"{path} is no configuration file: {error}") from None
-    found = dict(file["default"]) if file.has_section("default") else {}
-    access = s3_access_key_id or found.get("access_key")
-    secret = s3_secret_access_key or found.get("secret_key")
+    found_access, found_secret, host, https = s3cfg(os.fspath(path))
+    access, secret = s3_access_key_id or found_access, s3_secret_access_key or found_secret
     for name, key in (("access_key", access), ("secret_key", secret)):
         if not key:
             raise ValueError(f"two keys of S3 are needed: {name} is neither given nor in {path}")
-    https = {"true": True, "false": False}.get(found.get("use_https", "").lower())
-    return _ParsedCredentials(str(path), found.get("host_base") or None, access, secret, https)
+    return _ParsedCredentials(str(path), host, access, secret, https)

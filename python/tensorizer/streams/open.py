@@ -6,75 +6,25 @@ import io
 import os
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .._native import (
-    DEFAULT_S3_READ_ENDPOINT,
-    DEFAULT_S3_WRITE_ENDPOINT,
-    Sink,
-    Source,
-    local_path,
-)
+from .._native import create, local_path, scheme
 from .atomic import AtomicRandom, AtomicWriter
-from .certificates import CAInfo, trust_of
-from .remote import check_range
+from .certificates import CAInfo, certificate_options
+from .endpoints import assigned_endpoint
 from .servers import CURLStreamFile, RedisStreamFile
 from .upload import UploadFile
 
-#: Schemes of Google Cloud Storage and Azure.
-_CLOUDS = ("gs", "az", "abfs", "abfss")
+if TYPE_CHECKING:
+    from .._types import OpenOptions
+
+#: Other ways to write, by the schemes of addresses that are only read.
+_INSTEAD = {
+    "hf": "; write a local file, and upload it with huggingface_hub",
+    "redis": "; TensorDeserializer.to_redis writes them",
+    "rediss": "; TensorDeserializer.to_redis writes them",
+}
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
-
-
-def _check_writing(scheme: str, normal: str, mode: str) -> None:
-    if normal[0] not in "wa":
-        raise ValueError(f"{scheme}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
-
-
-def _assigned_endpoint(reading: bool) -> str | None:
-    """Return the default endpoint that the program has assigned, or None."""
-    # That module imports this one.
-    from .. import stream_io
-
-    # By identity: a program that assigns the text of the default names it.
-    if reading:
-        found = stream_io.default_s3_read_endpoint
-        return None if found is DEFAULT_S3_READ_ENDPOINT else found
-    found = stream_io.default_s3_write_endpoint
-    return None if found is DEFAULT_S3_WRITE_ENDPOINT else found
-
-
-class _S3Options(TypedDict):
-    access_key: str | None
-    secret_key: str | None
-    endpoint: str | None
-    default_endpoint: str | None
-    config_path: str | None
-    force_http: bool | None
-    region: str | None
-
-
-def _s3_options(  # noqa: PLR0917  # the order is that of open_stream
-    access_key: str | None,
-    secret_key: str | None,
-    endpoint: str | None,
-    config_path: str | os.PathLike[Any] | None,
-    force_http: bool | None,
-    region: str | None,
-    signature: str | None,
-    reading: bool,
-) -> _S3Options:
-    if signature not in (None, "v4", "s3v4"):
-        raise ValueError(f"signature version {signature!r} is not supported, only 'v4' is")
-    return {
-        "access_key": access_key,
-        "secret_key": secret_key,
-        "endpoint": endpoint,
-        "default_endpoint": _assigned_endpoint(reading),
-        "config_path": None if config_path is None else os.fspath(config_path),
-        "force_http": force_http,
-        "region": region,
-    }
 
 
 def open_stream(  # noqa: PLR0917  # the order is that of the old package
@@ -130,69 +80,24 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     normal = "".join(sorted(mode, key="rwxab+".find))
     if normal not in _MODES:
         raise ValueError(f"expected a binary mode such as 'rb', found {mode!r}")
-    if isinstance(path_uri, str):
-        local = local_path(path_uri)
-        scheme = path_uri.split(":", 1)[0].lower() if local is None else ""
-        if scheme in ("http", "https"):
-            if normal != "rb":
-                raise ValueError(f"{scheme}:// addresses can only be opened for reading: {mode!r}")
-            return CURLStreamFile(
-                path_uri,
-                begin,
-                end,
-                buffer_size=buffer_size,
-                certificate_handling=certificate_handling,
+    server = scheme(path_uri) if isinstance(path_uri, str) else None
+    if isinstance(path_uri, str) and server is not None:
+        if s3_signature_version not in (None, "v4", "s3v4"):
+            raise ValueError(
+                f"signature version {s3_signature_version!r} is not supported, only 'v4' is"
             )
-        if scheme == "s3":
-            options = _s3_options(
-                s3_access_key_id,
-                s3_secret_access_key,
-                s3_endpoint,
-                s3_config_path,
-                force_http,
-                s3_region_name,
-                s3_signature_version,
-                normal == "rb",
-            )
-            trust = trust_of(certificate_handling)
-            if normal == "rb":
-                check_range(begin, end)
-                uri = path_uri
-                return CURLStreamFile.over(
-                    lambda: Source.s3(uri, options, trust), begin, end, buffer_size
-                )
-            _check_writing(scheme, normal, mode)
-            return UploadFile(Sink.s3(path_uri, options, trust))
-        if scheme == "hf":
-            if normal != "rb":
-                raise ValueError(
-                    f"hf:// addresses can only be opened for reading: {mode!r}; write a local "
-                    "file, and upload it with huggingface_hub"
-                )
-            check_range(begin, end)
-            uri, trust = path_uri, trust_of(certificate_handling)
-            return CURLStreamFile.over(lambda: Source.hf(uri, trust), begin, end, buffer_size)
-        if scheme in _CLOUDS:
-            uri, trust = path_uri, trust_of(certificate_handling)
-            if normal != "rb":
-                _check_writing(scheme, normal, mode)
-                return UploadFile(Sink.clouds(uri, trust))
-            check_range(begin, end)
-            return CURLStreamFile.over(lambda: Source.clouds(uri, trust), begin, end, buffer_size)
-        if scheme in ("redis", "rediss"):
-            if normal != "rb":
-                raise ValueError(
-                    f"{scheme}:// addresses can only be opened for reading: {mode!r}; "
-                    "TensorDeserializer.to_redis writes them"
-                )
-            return RedisStreamFile(
-                path_uri,
-                begin=begin,
-                end=end,
-                buffer_size=buffer_size,
-                certificate_handling=certificate_handling,
-            )
-        path_uri = local or path_uri
+        options: OpenOptions = {
+            "access_key": s3_access_key_id,
+            "secret_key": s3_secret_access_key,
+            "endpoint": s3_endpoint,
+            "default_endpoint": assigned_endpoint(normal == "rb"),
+            "config_path": None if s3_config_path is None else os.fspath(s3_config_path),
+            "force_http": force_http,
+            "region": s3_region_name,
+            **certificate_options(certificate_handling),
+        }
+        return _open_address(path_uri, server, normal, options, (begin, end, buffer_size))
+    path_uri = (local_path(path_uri) or path_uri) if isinstance(path_uri, str) else path_uri
     path = Path(os.fsdecode(path_uri))
     if normal[0] in "wax":
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,6 +110,27 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     file = path.open(normal, buffering=buffering)
     file.seek(begin or 0)
     return file  # type: ignore[return-value]
+
+
+def _open_address(
+    uri: str,
+    server: tuple[str, bool],
+    mode: str,
+    options: OpenOptions,
+    part: tuple[int | None, int | None, int | None],
+) -> CURLStreamFile | RedisStreamFile | UploadFile:
+    name, writable = server
+    if mode == "rb":
+        kind = RedisStreamFile if name.startswith("redis") else CURLStreamFile
+        return kind._of(uri, options, *part)
+    if writable and mode[0] not in "wa":
+        raise ValueError(f"{name}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
+    if not writable:
+        raise ValueError(
+            f"{name}:// addresses can only be opened for reading, not with {mode!r}"
+            + _INSTEAD.get(name, "")
+        )
+    return UploadFile(create(uri, options))
 
 
 def s3_upload(  # noqa: PLR0917  # the order is that of the old package

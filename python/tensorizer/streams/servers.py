@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from .._native import Source
-from .certificates import CAInfo, trust_of
+from .._native import open as native_open
+from .certificates import CAInfo, certificate_options
 from .remote import RemoteFile, check_range
+
+if TYPE_CHECKING:
+    from .._types import OpenOptions
 
 
 class CURLStreamFile(RemoteFile):
@@ -49,33 +52,37 @@ class CURLStreamFile(RemoteFile):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        trust = trust_of(certificate_handling)
-        check_range(begin, end)
-        fields = [(name, str(value)) for name, value in (headers or {}).items()]
-        self._begin(lambda: Source.http(uri, fields, trust), begin, end, buffer_size)
+        options: OpenOptions = {
+            "headers": [(name, str(value)) for name, value in (headers or {}).items()],
+            **certificate_options(certificate_handling),
+        }
+        self._begin(uri, options, begin, end, buffer_size)
 
     @classmethod
-    def over(
+    def _of(
         cls,
-        connect: Callable[[], Source],
+        uri: str,
+        options: OpenOptions,
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
     ) -> CURLStreamFile:
-        """Return the stream of what a function opens."""
+        """Return the stream of any address but those of Redis."""
         stream = cls.__new__(cls)
-        stream._begin(connect, begin, end, buffer_size)
+        stream._begin(uri, options, begin, end, buffer_size)
         return stream
 
     def _begin(
         self,
-        connect: Callable[[], Source],
+        uri: str,
+        options: OpenOptions,
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
     ) -> None:
+        check_range(begin, end)
         asked = time.monotonic()
-        source = connect()
+        source = native_open(uri, options)
         self.http_response_latencies = [time.monotonic() - asked]
         super().__init__(source, begin, end, buffer_size, self.http_response_latencies)
         self.popen_latencies: list[float] = []
@@ -117,14 +124,37 @@ class RedisStreamFile(RemoteFile):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        trust = trust_of(certificate_handling)
-        check_range(begin, end)
+        options = certificate_options(certificate_handling)
         if not uri.lower().startswith(("redis://", "rediss://")):
             raise ValueError(
                 f"expected redis:// or rediss://, found {uri.split('://', maxsplit=1)[0]!r}"
             )
+        self._begin(uri, options, begin, end, buffer_size)
+
+    @classmethod
+    def _of(
+        cls,
+        uri: str,
+        options: OpenOptions,
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
+    ) -> RedisStreamFile:
+        stream = cls.__new__(cls)
+        stream._begin(uri, options, begin, end, buffer_size)
+        return stream
+
+    def _begin(
+        self,
+        uri: str,
+        options: OpenOptions,
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
+    ) -> None:
+        check_range(begin, end)
         asked = time.monotonic()
-        source = Source.redis(uri, trust)
+        source = native_open(uri, options)
         self.setup_latency = time.monotonic() - asked
         self.response_latencies: list[float] = []
         super().__init__(source, begin, end, buffer_size, self.response_latencies)

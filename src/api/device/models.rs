@@ -12,7 +12,7 @@ use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::io::source::Traits;
+use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
@@ -30,8 +30,8 @@ impl ReadAt for Distant {
         "file"
     }
 
-    fn traits(&self) -> Traits {
-        Traits {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
             len: Some(self.0.len() as u64),
             max_readers: 4,
             first_readers: 2,

@@ -14,7 +14,8 @@ use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::error::Error;
-use crate::io::source::{FileSource, PipeSource};
+use crate::io::StreamSource;
+use crate::io::local::FileSource;
 use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::memory_limit::MemoryLimit;
@@ -107,7 +108,7 @@ fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<Tensor
     }
     let file = if schedule.pipe {
         TensorFile::from_source(
-            Arc::new(PipeSource::new(Cursor::new(bytes), "pipe".to_owned())),
+            Arc::new(StreamSource::new(Cursor::new(bytes), "pipe".to_owned())),
             0,
             &Never,
         )?
@@ -249,8 +250,8 @@ impl ReadAt for Noting {
         self.file.uri()
     }
 
-    fn traits(&self) -> crate::io::source::Traits {
-        self.file.traits()
+    fn capabilities(&self) -> crate::io::Capabilities {
+        self.file.capabilities()
     }
 
     fn read_at(

@@ -50,8 +50,7 @@ const ALIGNMENT: usize = crate::mem::ALIGNMENT;
 /// Data of this length lie in a buffer as they lie in the blocks of the file, so that direct reads
 /// can go straight there.
 const BLOCKS_FROM: usize = 64 << 10;
-/// Blocks of direct reads.
-const BLOCK: usize = 4096;
+const BLOCK: usize = crate::mem::DISK_BLOCK;
 
 /// Places the bytes of a batch. Data are cut at multiples of `unit` bytes of their tensor only; `unit`
 /// is at most `buffer_len`. `place` says where a segment at a position of the file goes, if anywhere.

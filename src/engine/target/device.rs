@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::direct::Direct;
-use super::{Chunk, Lease, Target};
+use super::{Chunk, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{
@@ -16,16 +16,11 @@ use crate::engine::plan::{
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::fallible::zeroed;
-use crate::io::source::{ReadAt, Traits};
+use crate::io::{Capabilities, ReadAt};
 use crate::mem::device::{DeviceMemory, Streams};
 use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
-
-/// Requests of more bytes than this are those of sources that wait for an answer.
-pub const LONG_REQUEST: u64 = 8 << 20;
-/// The most segments of a batch: more than fit into a staging buffer.
-const MAX_SEGMENTS: usize = 64 << 10;
 
 /// Opens a source once more, for one reader.
 pub type Reopen<'r> = dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync + 'r;
@@ -95,25 +90,24 @@ impl<'d> Target for ToDevice<'d> {
 
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
-    fn limits(&self, source: &Traits, readers: Crew, _total: u64, decrypts: bool) -> Limits {
+    fn limits(&self, source: &Capabilities, readers: Crew, _total: u64, decrypts: bool) -> Limits {
         let (buffer, limit) = (self.pool.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
-        let long = source.request_len > LONG_REQUEST;
-        let buffers = if long { (source.request_len / buffer).clamp(1, most) } else { 1 };
+        let buffers = if source.has_long_requests() {
+            (source.request_len / buffer).clamp(1, most)
+        } else {
+            1
+        };
         // With few buffers a batch must not need more than those.
         let part = limit.min(pinned::MIN_BUFFERS as u64);
-        Limits {
-            len: buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64,
-            tapers: false,
-            merge_gap: source.merge_gap,
-            segments: MAX_SEGMENTS,
-            unit: if decrypts { PIECE_LEN } else { 1 },
-            apart: u64::MAX,
-            passing: u64::MAX,
-        }
+        batches_of(
+            buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64,
+            source,
+            decrypts,
+        )
     }
 
-    fn needs(&self, source: &Traits, readers: usize, _decrypts: bool) -> LoadNeeds {
+    fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
         let buffer = self.pool.buffer_len() as u64;
         let fewest = pinned::fewest(buffer);
         let reader = source.reader_memory + self.reader_memory;
@@ -132,14 +126,10 @@ impl<'d> Target for ToDevice<'d> {
         PIECE_LEN.min(self.pool.buffer_len() as u64 / 2).max(1)
     }
 
-    fn takes_steps(&self) -> bool {
-        false
-    }
-
     /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
-    fn room(&self, source: &Traits, readers: Crew) -> Option<u64> {
+    fn room(&self, source: &Capabilities, readers: Crew) -> Option<u64> {
         let bytes = self.buffers() * self.pool.buffer_len() as u64;
-        let any_order = source.max_readers > 1 && source.request_len <= LONG_REQUEST;
+        let any_order = source.max_readers > 1 && !source.has_long_requests();
         any_order.then_some(bytes / (2 * readers.most.max(1)) as u64)
     }
 
@@ -148,7 +138,7 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        (self.around_the_cache)(source).or_else(|| source.for_one_reader())
+        (self.around_the_cache)(source).or_else(|| source.own_handle())
     }
 
     fn enter(&self) -> Ticket<'d> {

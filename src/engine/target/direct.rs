@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::cancel::Cancel;
 use crate::engine::plan::{Extent, Place};
 use crate::error::{Error, Result};
-use crate::io::source::{ReadAt, read_exact_at};
+use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::{DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;

@@ -5,14 +5,14 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Chunk, Lease, Target};
+use super::{Chunk, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::fallible::zeroed;
-use crate::io::source::{ReadAt, Traits};
+use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
@@ -20,8 +20,6 @@ use crate::memory_limit::{LoadNeeds, LoadShares};
 const MOST: u64 = 16 << 20;
 /// What its most is at least.
 const LEAST: u64 = 1 << 20;
-/// The most segments of a batch.
-const MAX_SEGMENTS: usize = 64 << 10;
 
 /// So many times its usual length a batch may have.
 const LONGER: u64 = 2;
@@ -78,20 +76,12 @@ impl<'a> Target for Gather<'a> {
         Self: 't;
     type Bytes = &'static [u8];
 
-    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits {
+    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits {
         let even = total.div_ceil(readers.most.max(1) as u64).max(LEAST);
-        Limits {
-            len: even.min(source.request_len).min(self.most),
-            tapers: false,
-            merge_gap: source.merge_gap,
-            segments: MAX_SEGMENTS,
-            unit: if decrypts { PIECE_LEN } else { 1 },
-            apart: u64::MAX,
-            passing: u64::MAX,
-        }
+        batches_of(even.min(source.request_len).min(self.most), source, decrypts)
     }
 
-    fn needs(&self, source: &Traits, readers: usize, decrypts: bool) -> LoadNeeds {
+    fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
         let gathers = least(decrypts);
         LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
     }
@@ -102,10 +92,6 @@ impl<'a> Target for Gather<'a> {
 
     fn unit(&self) -> u64 {
         u64::MAX
-    }
-
-    fn takes_steps(&self) -> bool {
-        false
     }
 
     fn plan(&mut self, batch: &Batch) -> Result<Vec<Wanted<'a>>> {
@@ -126,10 +112,6 @@ impl<'a> Target for Gather<'a> {
             at += segment.len;
         }
         Ok(wanted)
-    }
-
-    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        source.for_one_reader()
     }
 
     fn enter(&self) {}
@@ -160,8 +142,6 @@ impl<'a> Target for Gather<'a> {
         };
         Ok(Scratch { segments: batch.segments, wanted, bytes, len })
     }
-
-    fn withhold(&self, _lease: &mut Scratch<'a>, _tensor: usize) {}
 
     fn commit(&self, lease: Scratch<'a>, _keep: bool) -> Result<Vec<&'static [u8]>> {
         let bug = || Error::Bug("a run beyond its batch".to_owned());

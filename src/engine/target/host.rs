@@ -2,21 +2,18 @@
 
 use std::mem::MaybeUninit;
 
-use super::{Chunk, Lease, Target};
+use super::{Chunk, Lease, Target, batches_of};
 use crate::cancel::Cancel;
-use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::PLAN;
 use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
 use crate::engine::workers::Crew;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
-use crate::io::source::{ReadAt, Traits};
+use crate::io::Capabilities;
 use crate::mem::{Buffers, Lent, filled};
 
 /// Less than this is not worth a batch.
 const MIN_BATCH: u64 = 1 << 20;
-/// The most segments of a batch: a reader's share of the smallest tensors.
-const MAX_SEGMENTS: usize = 64 << 10;
 
 /// Memory for the tensors of a load.
 pub struct Host<'a> {
@@ -138,22 +135,15 @@ impl<'a> Target for Host<'a> {
 
     /// As many bytes as suit the source; a number of readers that stays has rounds in which each has
     /// the same to do.
-    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits {
+    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits {
         let stays = readers.first == readers.most;
         let number = readers.most as u64;
         let rounds = total.div_ceil(number.saturating_mul(source.request_len)).max(1);
         let even = total.div_ceil(number.saturating_mul(rounds));
         // Batches end where tensors do, if that is near: a little more, so that there are not more.
         let even = even.saturating_add(even / 32).max(MIN_BATCH);
-        Limits {
-            len: if stays { even } else { source.request_len },
-            tapers: !stays,
-            merge_gap: source.merge_gap,
-            segments: MAX_SEGMENTS,
-            unit: if decrypts { PIECE_LEN } else { 1 },
-            apart: u64::MAX,
-            passing: u64::MAX,
-        }
+        let len = if stays { even } else { source.request_len };
+        Limits { tapers: !stays, ..batches_of(len, source, decrypts) }
     }
 
     fn unit(&self) -> u64 {
@@ -198,10 +188,6 @@ impl<'a> Target for Host<'a> {
         Ok(runs)
     }
 
-    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        source.for_one_reader()
-    }
-
     fn enter(&self) {}
 
     fn acquire<'t>(
@@ -219,8 +205,6 @@ impl<'a> Target for Host<'a> {
         let passing = zeroed(passing.sum(), || "headers of tensors".to_owned())?;
         Ok(HostLease { segments: batch.segments, runs, passing })
     }
-
-    fn withhold(&self, _lease: &mut HostLease<'a>, _tensor: usize) {}
 
     fn commit(&self, lease: HostLease<'a>, keep: bool) -> Result<Vec<&'a [u8]>> {
         if !keep {

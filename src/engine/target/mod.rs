@@ -6,10 +6,11 @@ pub mod gather;
 pub mod host;
 
 use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, SegmentKind};
 use crate::engine::workers::Crew;
 use crate::error::Result;
-use crate::io::source::{ReadAt, Traits};
+use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
@@ -30,10 +31,10 @@ pub trait Target: Sync {
 
     /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
     /// pieces of encryption do.
-    fn limits(&self, source: &Traits, readers: Crew, total: u64, decrypts: bool) -> Limits;
+    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits;
 
     /// What it takes beside the memory of the tensors, for so many readers of such a source at most.
-    fn needs(&self, source: &Traits, readers: usize, _decrypts: bool) -> LoadNeeds {
+    fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
         LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging: None }
     }
 
@@ -43,20 +44,24 @@ pub trait Target: Sync {
     /// Bytes in whose multiples data are cut within a batch, at most.
     fn unit(&self) -> u64;
 
-    /// Whether batches are read in shorter steps where hashes are to find their bytes in the cache.
-    fn takes_steps(&self) -> bool;
+    /// True if batches are read in shorter steps, so that hashes find their bytes in the CPU's cache.
+    fn takes_steps(&self) -> bool {
+        false
+    }
 
     /// Bytes of one tensor that may wait for their hash before other tensors are read. None where
     /// they wait in memory that is their own.
-    fn room(&self, _source: &Traits, _readers: Crew) -> Option<u64> {
+    fn room(&self, _source: &Capabilities, _readers: Crew) -> Option<u64> {
         None
     }
 
     /// Plans a batch. Batches come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
 
-    /// A way of its own to a source for one reader, where that is faster.
-    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>>;
+    /// A file handle of a source for one reader, where that is faster.
+    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
+        source.own_handle()
+    }
 
     /// Takes a place in the queue for memory.
     fn enter(&self) -> Self::Turn<'_>;
@@ -72,7 +77,7 @@ pub trait Target: Sync {
     ) -> Result<Self::Lease<'t>>;
 
     /// Keeps the data of a tensor, which could not be decrypted, from where they were to go.
-    fn withhold(&self, lease: &mut Self::Lease<'_>, tensor: usize);
+    fn withhold(&self, _lease: &mut Self::Lease<'_>, _tensor: usize) {}
 
     /// Takes a full lease. With `keep`, gives the bytes of its chunks, in their order.
     fn commit(&self, lease: Self::Lease<'_>, keep: bool) -> Result<Vec<Self::Bytes>>;
@@ -80,6 +85,22 @@ pub trait Target: Sync {
     /// What brings bytes into place by itself, without host memory.
     fn direct(&self) -> Option<&direct::Direct<'_>> {
         None
+    }
+}
+
+/// The most segments of a batch.
+const MAX_SEGMENTS: usize = 64 << 10;
+
+/// Limits of batches of `len` bytes: of any source, into any memory.
+fn batches_of(len: u64, source: &Capabilities, decrypts: bool) -> Limits {
+    Limits {
+        len,
+        tapers: false,
+        merge_gap: source.merge_gap,
+        segments: MAX_SEGMENTS,
+        unit: if decrypts { PIECE_LEN } else { 1 },
+        apart: u64::MAX,
+        passing: u64::MAX,
     }
 }
 

@@ -33,7 +33,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
                 let now = at_work.fetch_add(1, Ordering::Relaxed);
                 assert!(now < crew.most, "{now} others of {crew:?}");
                 thread::sleep(Duration::from_millis(1));
-                control.moved(1000);
+                control.arrived(1000);
                 done[piece].fetch_add(1, Ordering::Relaxed);
                 at_work.fetch_sub(1, Ordering::Relaxed);
             }

@@ -16,7 +16,7 @@ use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed, push};
 use crate::format::tensors::header::{Draft, Hashes};
-use crate::io::sink::{WriteAt, write_all_at};
+use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
 
 /// What the threads of one call share.

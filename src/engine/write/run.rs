@@ -18,7 +18,7 @@ use crate::engine::workers;
 use crate::error::Result;
 use crate::fallible::{collected, repeated};
 use crate::format::tensors::header::Hashes;
-use crate::io::sink::WriteAt;
+use crate::io::WriteAt;
 use crate::mem::device::StreamsByDevice;
 use crate::mem::pinned::{Pool, Share, buffer_len};
 use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};

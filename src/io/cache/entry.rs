@@ -1,9 +1,9 @@
-//! A file of the cache: the bytes of a server's file at their own positions, behind them a byte for
-//! each 64 KiB that says whether these are here, and a line that says what it all is.
+//! An entry of the cache: the bytes of a server's file at their own positions, behind them a flag for each
+//! chunk of 64 KiB that is present, and a line of JSON that describes the file.
 //!
-//! Bytes are written before the byte that tells of them, so that a process may be killed at any time.
-//! A machine may lose what was written last: before its file was synced as a whole, an entry counts
-//! for the boot only in which it was made.
+//! Bytes are written before their flag, so that a process may be killed at any time. A crash of the machine
+//! may lose what was written last: until it was synced as a whole, an entry is valid only in the boot in
+//! which it was made.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
@@ -17,48 +17,50 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::io::source::{KnownHead, ReadAt};
+use crate::io::{CachedHead, ReadAt};
+use crate::mem::DISK_BLOCK;
 use crate::sys::{self, Claimed};
 
-/// Bytes that are here together or not.
+/// Bytes of a chunk, which is present as a whole or not.
 const CHUNK: u64 = 64 << 10;
-const PAGE: u64 = 4096;
-/// Bytes of the line at its end.
-const ABOUT: u64 = 4 * PAGE;
-/// Chunks that are looked at together.
+/// Parts of an entry begin at multiples of this.
+const BLOCK: u64 = DISK_BLOCK as u64;
+/// Bytes of the description.
+const ABOUT: u64 = 4 * BLOCK;
+/// The most flags that are read at once.
 const LOOK: u64 = 4096;
-/// No file is that large; nothing overflows below it.
+/// Sizes below this overflow nowhere.
 const LARGEST: u64 = 1 << 60;
 const FORMAT: u32 = 1;
 
-/// What a file is known by.
+/// A version of a file: its address, `ETag` and size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct FileVersion {
     format: u32,
     /// Its address without secrets, which tells servers and objects apart.
     name: String,
-    /// How messages call it.
+    /// The address as messages show it.
     uri: String,
     tag: String,
     len: u64,
 }
 
-/// The line at the end of an entry.
+/// The description at the end of an entry.
 #[derive(Serialize, Deserialize)]
 struct About {
     #[serde(flatten)]
-    identity: Identity,
+    version: FileVersion,
     boot: String,
-    /// Whether all of it is on the disk.
+    /// True if all of it is on the disk.
     synced: bool,
 }
 
-impl Identity {
-    /// Of a source whose server says which bytes it has: by a strong `ETag`, and their number.
+impl FileVersion {
+    /// The version of a source whose server tells versions apart: by a strong `ETag`, and a size.
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
-        let KnownHead { uri, len, tag, .. } = source.known_head()?;
+        let CachedHead { uri, len, tag, .. } = source.response_head()?;
         let tag = tag.filter(|tag| !tag.starts_with("W/") && !tag.trim_matches('"').is_empty())?;
-        (0 < len && len < LARGEST).then(|| Identity {
+        (0 < len && len < LARGEST).then(|| FileVersion {
             format: FORMAT,
             name: name.to_owned(),
             uri,
@@ -71,12 +73,17 @@ impl Identity {
         self.len
     }
 
-    /// One name for an address, and one for its content.
+    /// A digest of the address, and one of the version.
     pub fn file_name(&self) -> String {
-        format!("{}-{}", digest(&[&self.name]), digest(&[&self.tag, &self.len.to_string()]))
+        format!("{}-{}", Self::prefix(&self.name), digest(&[&self.tag, &self.len.to_string()]))
     }
 
-    /// Whether a path is that of another content of the same address.
+    /// The beginning of the file names of all versions of a file.
+    pub fn prefix(name: &str) -> String {
+        digest(&[name])
+    }
+
+    /// True if a path is that of another version of the same file.
     pub fn is_older(&self, path: &Path) -> bool {
         let own = self.file_name();
         let of_address = own.split('-').next().unwrap_or(&own);
@@ -88,13 +95,13 @@ impl Identity {
         self.len.div_ceil(CHUNK)
     }
 
-    /// Where the bytes begin that tell of chunks.
+    /// Position of the flags.
     fn flags_at(&self) -> u64 {
-        self.len.next_multiple_of(PAGE)
+        self.len.next_multiple_of(BLOCK)
     }
 
     fn about_at(&self) -> u64 {
-        (self.flags_at() + self.chunks()).next_multiple_of(PAGE)
+        (self.flags_at() + self.chunks()).next_multiple_of(BLOCK)
     }
 }
 
@@ -107,55 +114,55 @@ fn digest(parts: &[&str]) -> String {
     sha.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What says whether the machine was started again since.
+/// Identifies this boot of the machine.
 fn boot() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map_or(String::new(), |id| id.trim().to_owned())
 }
 
-/// What is in the cache of some bytes.
-pub enum Found {
-    /// All of them up to here.
+/// The state of some bytes.
+pub enum Presence {
+    /// Present up to this position.
     Here(u64),
-    /// None of them up to here.
+    /// Missing up to this position.
     Missing(u64),
 }
 
-/// An open entry, which nobody removes meanwhile.
-pub struct Entry {
+/// An open entry, which is not removed meanwhile.
+pub struct CacheEntry {
     file: File,
     path: PathBuf,
-    identity: Identity,
+    version: FileVersion,
     complete: bool,
-    /// Nothing more is written: the disk is full or broken.
-    given_up: AtomicBool,
-    /// Something was written.
+    /// True once it is neither read nor written: the disk is full or broken.
+    abandoned: AtomicBool,
+    /// True once something was written.
     written: AtomicBool,
 }
 
-/// What `tensorizer cache ls` shows of a file.
+/// A file as `tensorizer cache ls` shows it.
 #[derive(Debug, Clone)]
-pub struct Cached {
-    /// Where it is from, without secrets.
+pub struct CachedFile {
+    /// The address, without secrets.
     pub uri: String,
     /// Bytes of the file.
     pub len: u64,
-    /// How many of them are here.
+    /// Bytes that are present.
     pub here: u64,
-    /// When it was opened last.
+    /// Time of its last use.
     pub used: SystemTime,
     pub(super) path: PathBuf,
     complete: bool,
 }
 
-impl Cached {
-    /// Bytes that are still to come.
+impl CachedFile {
+    /// Bytes that are still missing.
     pub(super) fn promised(&self) -> u64 {
         if self.complete { 0 } else { self.len.saturating_sub(self.here) }
     }
 }
 
-/// The right to bring some chunks, which other openings wait for.
+/// The lock of some chunks, which this process fetches.
 pub struct Claim<'e> {
     file: &'e File,
     chunks: Range<u64>,
@@ -167,27 +174,38 @@ impl Drop for Claim<'_> {
     }
 }
 
-impl Entry {
-    /// Makes an empty one.
-    pub fn create(path: &Path, identity: &Identity) -> io::Result<()> {
+impl CacheEntry {
+    /// Creates an empty entry.
+    pub fn create(path: &Path, version: &FileVersion) -> io::Result<()> {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        let about = About { identity: identity.clone(), boot: boot(), synced: false };
+        let about = About { version: version.clone(), boot: boot(), synced: false };
         let made =
-            file.set_len(identity.about_at() + ABOUT).and_then(|()| write_about(&file, &about));
+            file.set_len(version.about_at() + ABOUT).and_then(|()| write_about(&file, &about));
         if made.is_err() {
             let _ = fs::remove_file(path);
         }
         made
     }
 
-    /// Opens one; None if it is not to be used, or about to be removed.
-    pub fn open(path: &Path, identity: &Identity) -> io::Result<Option<Self>> {
+    /// Opens the entry of a version; None if it is damaged, or about to be removed.
+    pub fn open(path: &Path, version: &FileVersion) -> io::Result<Option<Self>> {
+        Self::open_if(path, |found| found == version)
+    }
+
+    /// Opens an entry of any version of a file, of which the first chunk is present.
+    pub fn open_latest(path: &Path, name: &str) -> io::Result<Option<Self>> {
+        let Some(entry) = Self::open_if(path, |found| found.name == name)? else { return Ok(None) };
+        let first = 0..CHUNK.min(entry.file_len());
+        Ok(matches!(entry.look(&first)?, Presence::Here(_)).then_some(entry))
+    }
+
+    fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
         let file = open_alone(path)?;
         if !sys::share(&file)? || file.metadata()?.nlink() == 0 {
             return Ok(None);
         }
-        let Some(about) = read_about(&file)?.filter(|about| about.identity == *identity) else {
+        let Some(about) = read_about(&file)?.filter(|about| is_wanted(&about.version)) else {
             return Ok(None);
         };
         let now = boot();
@@ -195,22 +213,22 @@ impl Entry {
             return Ok(None);
         }
         file.set_modified(SystemTime::now())?;
-        let complete = count(&file, identity)? == identity.chunks();
-        let (given_up, written) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (path, identity) = (path.to_owned(), identity.clone());
-        Ok(Some(Entry { file, path, identity, complete, given_up, written }))
+        let version = about.version;
+        let complete = count(&file, &version)? == version.chunks();
+        let (abandoned, written) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Some(CacheEntry { file, path: path.to_owned(), version, complete, abandoned, written }))
     }
 
-    /// What one is, without using it; None for what is none.
-    pub fn about(path: &Path, metadata: &Metadata) -> Option<Cached> {
+    /// Describes an entry without using it; None for another file.
+    pub fn about(path: &Path, metadata: &Metadata) -> Option<CachedFile> {
         let file = open_alone(path).ok()?;
-        let About { identity, .. } = read_about(&file).ok()??;
-        let chunks = count(&file, &identity).ok()?;
-        Some(Cached {
-            here: chunks.saturating_mul(CHUNK).min(identity.len),
-            complete: chunks == identity.chunks(),
-            len: identity.len,
-            uri: identity.uri,
+        let About { version, .. } = read_about(&file).ok()??;
+        let chunks = count(&file, &version).ok()?;
+        Some(CachedFile {
+            here: chunks.saturating_mul(CHUNK).min(version.len),
+            complete: chunks == version.chunks(),
+            len: version.len,
+            uri: version.uri,
             used: metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH),
             path: PathBuf::from(path),
         })
@@ -224,45 +242,56 @@ impl Entry {
         &self.path
     }
 
-    pub fn len(&self) -> u64 {
-        self.identity.len
+    /// Bytes of its file.
+    pub fn file_len(&self) -> u64 {
+        self.version.len
     }
 
-    /// Whether all of it was here when it was opened.
+    /// The `ETag` of its file.
+    pub fn tag(&self) -> &str {
+        &self.version.tag
+    }
+
+    pub fn version(&self) -> &FileVersion {
+        &self.version
+    }
+
+    /// True if all of it was present when it was opened.
     pub fn is_complete(&self) -> bool {
         self.complete
     }
 
-    /// Whether it is of no use any more.
-    pub fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::Relaxed)
+    /// True once it is neither read nor written.
+    pub fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Relaxed)
     }
 
-    /// Neither reads nor writes any more.
-    pub fn give_up(&self) {
-        self.given_up.store(true, Ordering::Relaxed);
+    /// Neither reads nor writes it any more.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the first of some bytes are here, and up to where that holds. The range is not empty.
-    pub fn look(&self, range: &Range<u64>) -> io::Result<Found> {
+    /// Looks up whether the first of some bytes are present, and up to where that holds. The range is not
+    /// empty.
+    pub fn look(&self, range: &Range<u64>) -> io::Result<Presence> {
         let chunks = self.touched(range);
         let flags = self.flags(chunks.start..chunks.end.min(chunks.start + LOOK))?;
         let first = flags.first().copied().unwrap_or(0);
         let same = flags.iter().take_while(|flag| (**flag == 1) == (first == 1)).count() as u64;
         let until = ((chunks.start + same) * CHUNK).min(range.end);
-        Ok(if first == 1 { Found::Here(until) } else { Found::Missing(until) })
+        Ok(if first == 1 { Presence::Here(until) } else { Presence::Missing(until) })
     }
 
-    /// The chunks that some bytes are in, as bytes.
+    /// The range of the chunks that hold some bytes.
     pub fn whole_chunks(&self, range: &Range<u64>) -> Range<u64> {
         let chunks = self.touched(range);
-        chunks.start * CHUNK..(chunks.end * CHUNK).min(self.identity.len)
+        chunks.start * CHUNK..(chunks.end * CHUNK).min(self.version.len)
     }
 
-    /// How many of the first `count` bytes from a position on are whole chunks.
+    /// The number of the first `count` bytes from a position on that are whole chunks.
     pub fn whole_until(&self, start: u64, count: usize) -> usize {
         let end = start + count as u64;
-        let rest = if end == self.identity.len { 0 } else { end % CHUNK };
+        let rest = if end == self.version.len { 0 } else { end % CHUNK };
         usize::try_from((count as u64).saturating_sub(rest)).unwrap_or(0)
     }
 
@@ -274,12 +303,12 @@ impl Entry {
     fn flags(&self, chunks: Range<u64>) -> io::Result<Vec<u8>> {
         let len = usize::try_from(chunks.end - chunks.start).map_err(io::Error::other)?;
         let mut flags = vec![0; len];
-        self.file.read_exact_at(&mut flags, self.identity.flags_at() + chunks.start)?;
+        self.file.read_exact_at(&mut flags, self.version.flags_at() + chunks.start)?;
         Ok(flags)
     }
 
-    /// Takes the right to bring bytes, from the first on and as far as it is free; None while another
-    /// opening has it.
+    /// Locks the chunks of a range, from the first on and as far as they are free; None while another
+    /// process has the first.
     pub fn claim(&self, range: &Range<u64>) -> io::Result<Option<(Claim<'_>, u64)>> {
         let mut chunks = self.touched(range);
         loop {
@@ -294,7 +323,7 @@ impl Entry {
         }
     }
 
-    /// Keeps bytes that have arrived.
+    /// Writes bytes that have arrived.
     pub fn keep(&self, offset: u64, pieces: &[IoSlice<'_>]) -> io::Result<()> {
         self.written.store(true, Ordering::Relaxed);
         let mut pieces = pieces.to_vec();
@@ -311,37 +340,37 @@ impl Entry {
                 }
             }
         }
-        self.tell(offset..at)
+        self.set_flags(offset..at)
     }
 
-    /// Tells that bytes are here, of all chunks that are among them.
-    fn tell(&self, range: Range<u64>) -> io::Result<()> {
+    /// Sets the flags of the whole chunks in a range.
+    fn set_flags(&self, range: Range<u64>) -> io::Result<()> {
         let end =
-            if range.end == self.identity.len { self.identity.chunks() } else { range.end / CHUNK };
+            if range.end == self.version.len { self.version.chunks() } else { range.end / CHUNK };
         let whole = range.start.div_ceil(CHUNK)..end;
         if whole.is_empty() {
             return Ok(());
         }
         let count = usize::try_from(whole.end - whole.start).map_err(io::Error::other)?;
-        self.file.write_all_at(&vec![1; count], self.identity.flags_at() + whole.start)
+        self.file.write_all_at(&vec![1; count], self.version.flags_at() + whole.start)
     }
 }
 
-/// What was written is synced when it is let go. A whole entry outlives the boot then, and one of which
-/// the disk has lost something is not used again: who opened it later would not be told.
-impl Drop for Entry {
+/// Syncs what was written. A complete entry is then valid in later boots, and one that could not be synced
+/// is not used again: a later reader would not learn of the failure.
+impl Drop for CacheEntry {
     fn drop(&mut self) {
         if !self.written.load(Ordering::Relaxed) {
             return;
         }
         let Ok(file) = self.file.try_clone() else { return };
-        let identity = self.identity.clone();
-        // Nobody waits for a disk that takes its time.
+        let version = self.version.clone();
+        // On another thread: a disk may take its time.
         let sync = move || {
-            let about = |boot, synced| About { identity: identity.clone(), boot, synced };
+            let about = |boot, synced| About { version: version.clone(), boot, synced };
             let synced = file.sync_data().and_then(|()| {
-                if count(&file, &identity)? == identity.chunks() {
-                    // That is no use of it.
+                if count(&file, &version)? == version.chunks() {
+                    // A sync is no use of the entry.
                     let used = file.metadata()?.modified()?;
                     write_about(&file, &about(boot(), true))?;
                     file.set_modified(used)?;
@@ -350,7 +379,7 @@ impl Drop for Entry {
                 Ok(())
             });
             if synced.is_err() {
-                // Of no boot.
+                // Invalid in every boot.
                 let _ = write_about(&file, &about(String::new(), false));
             }
         };
@@ -358,7 +387,7 @@ impl Drop for Entry {
     }
 }
 
-/// Opens a file of the folder, and nothing that it may lead to, or that waits.
+/// Opens a file of the folder; follows no link, and does not wait for a pipe.
 pub fn open_alone(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
@@ -371,26 +400,26 @@ fn write_about(file: &File, about: &About) -> io::Result<()> {
         return Err(io::Error::other("an address that is too long"));
     }
     line.resize(room, b' ');
-    file.write_all_at(&line, about.identity.about_at())
+    file.write_all_at(&line, about.version.about_at())
 }
 
-/// What an entry says of itself; None for a file that is none.
+/// Reads the description of an entry; None for another file.
 fn read_about(file: &File) -> io::Result<Option<About>> {
     let size = file.metadata()?.len();
     let Some(at) = size.checked_sub(ABOUT) else { return Ok(None) };
     let mut line = vec![0; usize::try_from(ABOUT).map_err(io::Error::other)?];
     file.read_exact_at(&mut line, at)?;
     let Ok(about) = serde_json::from_slice::<About>(&line) else { return Ok(None) };
-    let right = about.identity.format == FORMAT
-        && about.identity.len < LARGEST
-        && about.identity.about_at() == at;
+    let right = about.version.format == FORMAT
+        && about.version.len < LARGEST
+        && about.version.about_at() == at;
     Ok(right.then_some(about))
 }
 
-/// How many chunks are here.
-fn count(file: &File, identity: &Identity) -> io::Result<u64> {
+/// The number of chunks that are present.
+fn count(file: &File, version: &FileVersion) -> io::Result<u64> {
     const STEP: u64 = 1 << 20;
-    let (mut at, end) = (identity.flags_at(), identity.flags_at() + identity.chunks());
+    let (mut at, end) = (version.flags_at(), version.flags_at() + version.chunks());
     let mut found = 0;
     while at < end {
         let len = STEP.min(end - at);

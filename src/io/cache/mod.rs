@@ -1,7 +1,7 @@
-//! A folder with what servers have sent, so that the next load of the same file finds it here.
+//! The cache: a folder with what servers have sent, for the next load of the same file.
 //!
-//! Files are known by their address, and by what says that they are the same byte for byte: their
-//! `ETag` and size, for which each opening asks the server. `entry.rs` says what is in the folder.
+//! Versions of a file are told apart by `ETag` and size, which each opening asks of the server: it answers
+//! without a body if it still has what is here. `entry.rs` describes the files of the folder.
 
 mod entry;
 mod source;
@@ -17,72 +17,92 @@ use std::time::{Duration, SystemTime};
 use crate::cancel::{self, Cancel};
 use crate::environment::{CACHE, CACHE_GB};
 use crate::error::{Error, Result};
-use crate::io::source::ReadAt;
+use crate::io::ReadAt;
 use crate::sys;
-pub use entry::Cached;
-use entry::{Entry, Identity};
+use entry::FileVersion;
+pub use entry::{CacheEntry, CachedFile};
 use source::Origin;
 
-/// What the names of its files end with.
+/// The ending of file names of entries.
 const ENDING: &str = ".cached";
-/// What those of files begin with that are being made.
+/// The beginning of file names of entries that are being made.
 const NEW: &str = ".new-";
-/// After so long nobody makes them any more.
+/// Age after which such a file is a leftover.
 const STALE: Duration = Duration::from_secs(60 * 60);
 /// Part of the disk that stays free unless a size is named: one in so many.
 const FREE: u64 = 20;
-/// How often an opening tries again because somebody removes what it has found.
+/// Attempts of an opening whose entry another process removes.
 const TRIES: usize = 8;
-/// How long it waits in between.
+/// Pause between them.
 const PAUSE: Duration = Duration::from_millis(10);
-/// How often it looks whether it is its turn to make an entry.
+/// Attempts to lock the folder.
 const TURNS: usize = 200;
-/// Tells files apart that this process makes.
+/// Numbers the files that this process makes.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
-/// A folder, and how much it may hold.
+/// A folder, and its limit.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: Arc<PathBuf>,
-    /// In bytes; None for all but a part of the disk.
+    /// Bytes that it may hold; None for all but a part of the disk.
     most: Option<u64>,
 }
 
 impl Cache {
-    /// The one that the environment names, if it does.
+    /// The cache that the environment names.
     pub fn from_environment() -> Result<Option<Self>> {
         CACHE.path().map(Self::at).transpose()
     }
 
-    /// One in a folder, which is made when it is first used. How much it may hold is what the
-    /// environment says.
+    /// The cache in a folder, which is made at its first use, with the limit of the environment.
     pub fn at(folder: PathBuf) -> Result<Self> {
         let most = Some(CACHE_GB.value()?).filter(|most| *most > 0);
         let most = most.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
         Ok(Cache { folder: Arc::new(folder), most })
     }
 
-    /// Puts the cache before a source of a server, if the server says enough of its file.
+    /// The last entry of a file, whatever its version, so that the server can be asked whether it still
+    /// has that; None without one, or if it cannot be used.
+    pub fn latest(&self, name: &str) -> Option<CacheEntry> {
+        self.check().ok()?;
+        let prefix = format!("{}-", FileVersion::prefix(name));
+        let names = fs::read_dir(&*self.folder).ok()?.filter_map(|file| Some(file.ok()?.path()));
+        let is_version = |path: &PathBuf| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
+            name.starts_with(&prefix) && name.ends_with(ENDING)
+        };
+        let used = |path: &PathBuf| fs::metadata(path).and_then(|found| found.modified()).ok();
+        let latest = names.filter(is_version).max_by_key(used)?;
+        CacheEntry::open_latest(&latest, name).ok()?
+    }
+
+    /// Puts the cache before a source of a server, if the server tells its versions apart. `latest` is
+    /// what [`Cache::latest`] has found. Another process is waited for at most `patience`.
     pub fn before(
         &self,
         source: Arc<dyn ReadAt>,
         name: &str,
+        latest: Option<CacheEntry>,
         patience: Duration,
         cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
-        let Some(identity) = Identity::of(&*source, name) else { return Ok(source) };
+        let Some(version) = FileVersion::of(&*source, name) else { return Ok(source) };
         match self.check() {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.failed(e)),
-            // What is wrong with a disk, an entry or a full disk is no reason not to load.
+            // A load does without the cache where the disk is full or broken.
             Err(_) => return Ok(source),
         }
-        let opened = self.open(&identity, cancel);
+        // An entry of another version is dropped here, so that it can be removed.
+        let opened = match latest.filter(|latest| *latest.version() == version) {
+            Some(latest) => Ok(Some(latest)),
+            None => self.open(&version, cancel),
+        };
         cancel.check()?;
         let Ok(Some(entry)) = opened else { return Ok(source) };
         let (cache, name) = (self.clone(), name.to_owned());
         let fill = move |server: &Arc<dyn ReadAt>, cancel: &dyn Cancel| {
-            let made = cache.before(Arc::clone(server), &name, patience, cancel);
+            let made = cache.before(Arc::clone(server), &name, None, patience, cancel);
             made.unwrap_or_else(|_| Arc::clone(server))
         };
         Ok(source::before(Origin { server: source, patience, fill: Box::new(fill) }, entry))
@@ -92,7 +112,7 @@ impl Cache {
         Error::io("using the cache in", &self.folder.display().to_string(), error)
     }
 
-    /// Makes the folder, or refuses one in which others could put what we would take for ours.
+    /// Makes the folder; refuses one into which other users could put files.
     fn check(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
         let found = fs::metadata(&*self.folder)?;
@@ -109,16 +129,16 @@ impl Cache {
         Ok(())
     }
 
-    /// The entry of a file, which is made if there is none; None where there is no room for it.
-    fn open(&self, identity: &Identity, cancel: &dyn Cancel) -> io::Result<Option<Entry>> {
-        let path = self.folder.join(format!("{}{ENDING}", identity.file_name()));
+    /// Opens the entry of a version, and creates it if there is none; None where there is no room.
+    fn open(&self, version: &FileVersion, cancel: &dyn Cancel) -> io::Result<Option<CacheEntry>> {
+        let path = self.folder.join(format!("{}{ENDING}", version.file_name()));
         for _ in 0..TRIES {
-            match Entry::open(&path, identity) {
+            match CacheEntry::open(&path, version) {
                 Ok(Some(entry)) => return Ok(Some(entry)),
-                // Damaged, of a boot that has ended, or about to be removed.
+                // Damaged, invalid since the last boot, or about to be removed.
                 Ok(None) => drop(remove(&path)?),
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    if !self.make(identity, &path, cancel)? {
+                    if !self.make(version, &path, cancel)? {
                         return Ok(None);
                     }
                     continue;
@@ -130,17 +150,17 @@ impl Cache {
         Ok(None)
     }
 
-    /// Makes an entry, unless somebody has just made it; false where there is no room for it.
-    fn make(&self, identity: &Identity, path: &Path, cancel: &dyn Cancel) -> io::Result<bool> {
+    /// Creates an entry, unless another process just has; false where there is no room.
+    fn make(&self, version: &FileVersion, path: &Path, cancel: &dyn Cancel) -> io::Result<bool> {
         let folder = File::open(&*self.folder)?;
-        // One at a time, or each would see the same room. Who takes long for it is not waited for.
+        // One process at a time, or each would count the same room; not for longer than this.
         for _ in 0..TURNS {
             if sys::try_lock(&folder)? {
                 break;
             }
             pause(cancel)?;
         }
-        if !self.make_room(identity, &folder)? {
+        if !self.make_room(version, &folder)? {
             return Ok(false);
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -148,7 +168,7 @@ impl Cache {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let new =
             self.folder.join(format!("{NEW}{nanos:x}-{}-{number}{ENDING}", std::process::id()));
-        Entry::create(&new, identity)?;
+        CacheEntry::create(&new, version)?;
         match sys::rename_to_free_name(&new, path) {
             Ok(()) => Ok(true),
             Err(e) => {
@@ -158,18 +178,18 @@ impl Cache {
         }
     }
 
-    /// Removes what was used least recently until a file fits; nothing, and false, if it cannot fit.
-    fn make_room(&self, identity: &Identity, folder: &File) -> io::Result<bool> {
+    /// Removes the least recently used entries until a file fits; none, and false, if it cannot fit.
+    fn make_room(&self, version: &FileVersion, folder: &File) -> io::Result<bool> {
         let mut entries = self.list()?;
-        // Another version of the file is of no use any more.
-        let is_older = |cached: &Cached| identity.is_older(&cached.path);
+        // The older versions of the file are useless.
+        let is_older = |cached: &CachedFile| version.is_older(&cached.path);
         entries.retain(|cached| !(is_older(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
         entries.sort_by_key(|cached| cached.used);
         let (all, free) = sys::space(folder)?;
-        let sum = |of: fn(&Cached) -> u64| entries.iter().map(of).fold(0, u64::saturating_add);
-        let (held, promised) = (sum(|cached| cached.here), sum(Cached::promised));
-        let needed = promised.saturating_add(identity.len());
-        // How much is too much.
+        let sum = |of: fn(&CachedFile) -> u64| entries.iter().map(of).fold(0, u64::saturating_add);
+        let (held, promised) = (sum(|cached| cached.here), sum(CachedFile::promised));
+        let needed = promised.saturating_add(version.len());
+        // Bytes over the limit.
         let mut over = match self.most {
             Some(most) => held.saturating_add(needed).saturating_sub(most),
             None => needed.saturating_add(all / FREE).saturating_sub(free),
@@ -188,7 +208,7 @@ impl Cache {
         Ok(over == 0)
     }
 
-    fn list(&self) -> io::Result<Vec<Cached>> {
+    fn list(&self) -> io::Result<Vec<CachedFile>> {
         let mut found = Vec::new();
         for file in fs::read_dir(&*self.folder)? {
             let path = file?.path();
@@ -198,7 +218,7 @@ impl Cache {
                 continue;
             }
             if !name.starts_with(NEW) {
-                found.extend(Entry::about(&path, &about));
+                found.extend(CacheEntry::about(&path, &about));
             } else if is_stale(&about) {
                 let _ = fs::remove_file(&path);
             }
@@ -206,8 +226,8 @@ impl Cache {
         Ok(found)
     }
 
-    /// What is in it, the least recently used first; nothing if there is no such folder.
-    pub fn entries(&self) -> Result<Vec<Cached>> {
+    /// All entries, the least recently used first; none if there is no such folder.
+    pub fn entries(&self) -> Result<Vec<CachedFile>> {
         match self.list() {
             Ok(mut found) => {
                 found.sort_by_key(|cached| cached.used);
@@ -218,8 +238,8 @@ impl Cache {
         }
     }
 
-    /// Removes all that nobody is using; gives what it has removed.
-    pub fn clear(&self) -> Result<Vec<Cached>> {
+    /// Removes all entries that are not in use, and returns them.
+    pub fn clear(&self) -> Result<Vec<CachedFile>> {
         let mut removed = self.entries()?;
         let mut failed = None;
         removed.retain(|cached| match remove(&cached.path) {
@@ -233,7 +253,7 @@ impl Cache {
     }
 }
 
-/// Waits a little; whoever ends the call asks once more why.
+/// Pauses. A cancelled call is an interruption here; the caller checks for its error.
 fn pause(cancel: &dyn Cancel) -> io::Result<()> {
     cancel::sleep(PAUSE, cancel).map_err(|_| io::Error::from(ErrorKind::Interrupted))
 }
@@ -243,7 +263,7 @@ fn is_stale(about: &Metadata) -> bool {
     age.is_ok_and(|age| age.is_ok_and(|age| age > STALE))
 }
 
-/// Removes an entry unless somebody is using it; says whether it is gone.
+/// Removes an entry unless it is in use; true if it is gone.
 fn remove(path: &Path) -> io::Result<bool> {
     let file = match entry::open_alone(path) {
         Ok(file) => file,
@@ -256,7 +276,7 @@ fn remove(path: &Path) -> io::Result<bool> {
     let id = |about: &Metadata| (about.dev(), about.ino());
     let own = file.metadata()?;
     if fs::symlink_metadata(path).is_ok_and(|there| id(&there) != id(&own)) {
-        // Somebody has removed it before, and another is there now.
+        // Another process has removed it, and there is a new one.
         return Ok(true);
     }
     match fs::remove_file(path) {

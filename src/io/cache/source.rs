@@ -1,4 +1,4 @@
-//! A server's file with the cache before it.
+//! Sources that read from the cache, and write to it what their server sends.
 
 use std::fs::File;
 use std::ops::Range;
@@ -8,93 +8,93 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::entry::{Entry, Found};
+use super::entry::{CacheEntry, Presence};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
-use crate::io::source::{FileSource, KnownHead, ReadAt, Traits, read_exact_at};
-use crate::mem::Buffers;
-use crate::memory_limit::MemoryLimit;
-use crate::sys::{self, Filled};
+use crate::io::local::FileSource;
+use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
+use crate::mem::{Buffers, Filled};
+use crate::sys;
 
-/// How often somebody looks whether another process has brought what it brings.
+/// Pause between two looks for what another process fetches.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Bytes that are here are read here. Others are asked for, and kept; or waited for, while another
-/// process brings them.
+/// A file of which some chunks are cached. Others are fetched and written; or waited for, while another
+/// process fetches them.
 struct CachedSource {
     origin: Origin,
-    entry: Entry,
-    /// One has taken longer: nobody is waited for any more.
+    entry: CacheEntry,
+    /// True once another process has taken too long: none is waited for any more.
     impatient: AtomicBool,
-    /// What is read instead, once the entry is not trusted any more.
+    /// The source that replaces the entry once that is not trusted.
     anew: OnceLock<Arc<dyn ReadAt>>,
 }
 
-/// Where the bytes of an entry come from.
+/// The origin of an entry's bytes.
 pub struct Origin {
     pub server: Arc<dyn ReadAt>,
-    /// How long another process may take for what is waited for.
+    /// Time limit for another process that fetches the same bytes.
     pub patience: Duration,
     /// Puts a new entry before the server.
     pub fill: Box<Fill>,
 }
 
-/// Gives a source that keeps what the server sends.
+/// Returns a source that caches what the server sends.
 pub type Fill = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
 
 impl Origin {
-    /// Removes the entry of an open file, and gives a source that fills a new one.
+    /// Removes the entry of an open file, and returns a source that fills a new one.
     fn afresh(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
         remove_own(path, file);
         (self.fill)(&self.server, cancel)
     }
 }
 
-/// Removes an entry, if it still is that of an open file. Who reads it goes on with what it was.
+/// Removes an entry, if it still is that of an open file. Its readers go on with the removed file.
 fn remove_own(path: &Path, file: &File) {
     let id = |about: std::fs::Metadata| (about.dev(), about.ino());
     let there = std::fs::symlink_metadata(path).map(id);
     if there.is_ok_and(|there| file.metadata().is_ok_and(|own| id(own) == there)) {
-        // Where that fails, the next opening finds it again.
+        // If this fails, the next opening finds it again.
         let _ = std::fs::remove_file(path);
     }
 }
 
-/// Puts an entry before the source that fills it: as a local file if all of it is here.
-pub fn before(origin: Origin, entry: Entry) -> Arc<dyn ReadAt> {
+/// Puts an entry before its server: as a local file if it is complete.
+pub fn before(origin: Origin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     // A duplicate keeps the entry in use.
     if entry.is_complete()
         && let Ok(file) = entry.file().try_clone()
     {
-        let here = FileSource::beginning(file, origin.server.uri().to_owned(), entry.len());
-        let shared = Arc::new(Whole { origin, entry, anew: OnceLock::new() });
-        return Arc::new(WholeSource { here: Box::new(here), shared });
+        let here = FileSource::beginning(file, origin.server.uri().to_owned(), entry.file_len());
+        let shared = Arc::new(Complete { origin, entry, anew: OnceLock::new() });
+        return Arc::new(CompleteSource { here: Box::new(here), shared });
     }
     let (impatient, anew) = (AtomicBool::new(false), OnceLock::new());
     Arc::new(CachedSource { origin, entry, impatient, anew })
 }
 
-/// A server's file that is here as a whole. What the disk does not give comes from the server.
-struct WholeSource {
+/// A complete file. Bytes that the disk does not give come from the server.
+struct CompleteSource {
     here: Box<dyn ReadAt>,
-    shared: Arc<Whole>,
+    shared: Arc<Complete>,
 }
 
-/// What its readers share.
-struct Whole {
+/// The state that its readers share.
+struct Complete {
     origin: Origin,
-    entry: Entry,
-    /// What is read instead, once the entry is not trusted any more.
+    entry: CacheEntry,
+    /// The source that replaces the entry once that is not trusted.
     anew: OnceLock<Arc<dyn ReadAt>>,
 }
 
-impl ReadAt for WholeSource {
+impl ReadAt for CompleteSource {
     fn uri(&self) -> &str {
         self.shared.origin.server.uri()
     }
 
-    fn traits(&self) -> Traits {
-        self.shared.anew.get().map_or_else(|| self.here.traits(), |anew| anew.traits())
+    fn capabilities(&self) -> Capabilities {
+        self.shared.anew.get().map_or_else(|| self.here.capabilities(), |anew| anew.capabilities())
     }
 
     fn read_at(
@@ -114,33 +114,24 @@ impl ReadAt for WholeSource {
         }
     }
 
-    fn for_one_reader(&self) -> Option<Box<dyn ReadAt>> {
+    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
         if let Some(anew) = self.shared.anew.get() {
-            return anew.for_one_reader();
+            return anew.own_handle();
         }
-        let here = self.here.for_one_reader()?;
-        Some(Box::new(WholeSource { here, shared: Arc::clone(&self.shared) }))
+        let here = self.here.own_handle()?;
+        Some(Box::new(CompleteSource { here, shared: Arc::clone(&self.shared) }))
     }
 
-    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.shared.origin.server.beside(name, cancel)
+    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.shared.origin.server.sibling(name, cancel)
     }
 
-    fn headers(&self) -> &[(String, String)] {
-        self.shared.origin.server.headers()
+    fn response_head(&self) -> Option<CachedHead> {
+        self.shared.origin.server.response_head()
     }
 
-    fn known_head(&self) -> Option<KnownHead> {
-        self.shared.origin.server.known_head()
-    }
-
-    fn copy(&self) -> Option<PathBuf> {
-        self.shared.anew.get().is_none().then(|| self.shared.entry.path().to_owned())
-    }
-
-    fn distrust_copy(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        let Whole { origin, entry, anew } = &*self.shared;
-        distrust(origin, entry, anew, remove, cancel)
+    fn local_copy(&self) -> Option<&dyn LocalCopy> {
+        Some(self)
     }
 
     fn file(&self) -> Option<&File> {
@@ -148,24 +139,33 @@ impl ReadAt for WholeSource {
     }
 }
 
+impl LocalCopy for CompleteSource {
+    fn path(&self) -> Option<PathBuf> {
+        self.shared.anew.get().is_none().then(|| self.shared.entry.path().to_owned())
+    }
+
+    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+        let Complete { origin, entry, anew } = &*self.shared;
+        distrust(origin, entry, anew, remove, cancel)
+    }
+}
+
 impl CachedSource {
-    /// Reads bytes that are here; an error or none says that they are not.
-    fn read_here(
-        &self,
-        range: &Range<u64>,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> std::io::Result<usize> {
-        let read = buffers.tee(len(range), &mut [], &mut [], |part, _| {
-            sys::read_vectored_at(self.entry.file(), range.start, part).map(drop)
-        })?;
-        cancel.moved(read as u64);
+    /// Reads bytes of the entry; an error or none means that they are not there.
+    fn read_here(&self, range: &Range<u64>, buffers: &mut Buffers<'_>) -> std::io::Result<usize> {
+        let read = buffers.tee(
+            len(range),
+            (&mut [], &mut []),
+            |_, _| {},
+            |part| sys::read_vectored_at(self.entry.file(), range.start, part).map(drop),
+        )?;
+        buffers.arrived(read as u64);
         Ok(read)
     }
 
-    /// Reads bytes from the server, and keeps them: with others of the same chunks, so that none is
-    /// asked for again.
-    fn bring(
+    /// Reads bytes from the server, and writes them to the entry, with the rest of their chunks, so that
+    /// none is fetched again. They are written while they arrive: the connection goes on meanwhile.
+    fn fetch(
         &self,
         range: &Range<u64>,
         buffers: &mut Buffers<'_>,
@@ -174,26 +174,36 @@ impl CachedSource {
         let whole = self.entry.whole_chunks(range);
         let mut before = vec![0; len(&(whole.start..range.start))];
         let mut behind = vec![0; len(&(range.end..whole.end))];
-        buffers.tee(len(range), &mut before, &mut behind, |part, filled| {
-            let keeping = Keeping {
-                entry: &self.entry,
-                start: whole.start,
-                filled,
-                kept: AtomicUsize::new(0),
-                cancel,
-            };
+        let kept = AtomicUsize::new(0);
+        let keep = |filled: &Filled<'_>, last| {
+            self.keep(whole.start, filled, &kept, if last { 1 } else { KEPT_AT_ONCE });
+        };
+        buffers.tee(len(range), (&mut before, &mut behind), keep, |part| {
             let what = || "tensors".to_owned();
-            let read = read_exact_at(&*self.origin.server, whole.start, part, &what, &keeping);
-            keeping.keep(1);
-            read
+            read_exact_at(&*self.origin.server, whole.start, part, &what, cancel)
         })
+    }
+
+    /// Writes to the entry what has arrived from `start` on and was not written before, if that
+    /// is at least `least` bytes.
+    fn keep(&self, start: u64, filled: &Filled<'_>, kept: &AtomicUsize, least: usize) {
+        let (before, count) = (kept.load(Ordering::Relaxed), filled.count());
+        let end = self.entry.whole_until(start, count);
+        if end.saturating_sub(before) < least || self.entry.is_abandoned() {
+            return;
+        }
+        if self.entry.keep(start + before as u64, &filled.bytes(before..end)).is_err() {
+            // Such as a full disk. The chunks with a flag are valid, and the rest is not needed.
+            self.entry.abandon();
+        }
+        kept.store(end, Ordering::Relaxed);
     }
 }
 
-/// Has an entry read no more; gives its path the first time.
+/// Distrusts an entry: its source is replaced. Returns its path the first time.
 fn distrust(
     origin: &Origin,
-    entry: &Entry,
+    entry: &CacheEntry,
     anew: &OnceLock<Arc<dyn ReadAt>>,
     remove: bool,
     cancel: &dyn Cancel,
@@ -213,45 +223,8 @@ fn distrust(
     first.then(|| entry.path().to_owned())
 }
 
-/// Bytes are kept while they arrive: the connection goes on meanwhile.
+/// Bytes that are written at once while others arrive.
 const KEPT_AT_ONCE: usize = 4 << 20;
-
-/// Keeps what a request has brought, as it is told of bytes.
-struct Keeping<'k> {
-    entry: &'k Entry,
-    /// Position of the first byte.
-    start: u64,
-    filled: &'k Filled<'k>,
-    kept: AtomicUsize,
-    cancel: &'k dyn Cancel,
-}
-
-impl Keeping<'_> {
-    /// Keeps what is new, if it is that much.
-    fn keep(&self, least: usize) {
-        let kept = self.kept.load(Ordering::Relaxed);
-        let end = self.entry.whole_until(self.start, self.filled.count());
-        if end.saturating_sub(kept) < least || self.entry.is_given_up() {
-            return;
-        }
-        if self.entry.keep(self.start + kept as u64, &self.filled.bytes(kept..end)).is_err() {
-            // Such as a full disk: what was told of is here, and the rest is not needed.
-            self.entry.give_up();
-        }
-        self.kept.store(end, Ordering::Relaxed);
-    }
-}
-
-impl Cancel for Keeping<'_> {
-    fn check(&self) -> Result<()> {
-        self.cancel.check()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.cancel.moved(bytes);
-        self.keep(KEPT_AT_ONCE);
-    }
-}
 
 fn len(range: &Range<u64>) -> usize {
     usize::try_from(range.end - range.start).unwrap_or(usize::MAX)
@@ -262,12 +235,12 @@ impl ReadAt for CachedSource {
         self.origin.server.uri()
     }
 
-    fn traits(&self) -> Traits {
-        self.origin.server.traits()
+    fn capabilities(&self) -> Capabilities {
+        self.origin.server.capabilities()
     }
 
-    fn limit_memory(&self, limit: MemoryLimit) {
-        self.origin.server.limit_memory(limit);
+    fn limit_connection(&self, bytes: u64) {
+        self.origin.server.limit_connection(bytes);
     }
 
     fn read_at(
@@ -276,7 +249,7 @@ impl ReadAt for CachedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.left() as u64).min(self.entry.len());
+        let end = offset.saturating_add(buffers.left() as u64).min(self.entry.file_len());
         if end <= offset {
             return Ok(0);
         }
@@ -284,17 +257,17 @@ impl ReadAt for CachedSource {
             return anew.read_at(offset, buffers, cancel);
         }
         let begun = Instant::now();
-        while !self.entry.is_given_up() {
+        while !self.entry.is_abandoned() {
             let Ok(found) = self.entry.look(&(offset..end)) else { break };
             let missing = match found {
-                Found::Here(until) => match self.read_here(&(offset..until), buffers, cancel) {
+                Presence::Here(until) => match self.read_here(&(offset..until), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                     _ => break,
                 },
-                Found::Missing(until) => offset..until,
+                Presence::Missing(until) => offset..until,
             };
-            // Who cannot claim, or has waited for long, asks for it although others may.
+            // If the range lock fails or times out, fetch anyway.
             let claimed = match self.entry.claim(&missing) {
                 Ok(None) if !self.impatient.load(Ordering::Relaxed) => {
                     let late = begun.elapsed() >= self.origin.patience;
@@ -306,38 +279,40 @@ impl ReadAt for CachedSource {
                 Err(_) => None,
             };
             let Some((claim, until)) = claimed else {
-                return self.bring(&missing, buffers, cancel);
+                return self.fetch(&missing, buffers, cancel);
             };
-            // It may have come since it was looked for.
-            if let Ok(Found::Here(_)) = self.entry.look(&missing) {
+            // Another process may have fetched it just before the lock.
+            if let Ok(Presence::Here(_)) = self.entry.look(&missing) {
                 continue;
             }
-            let read = self.bring(&(offset..until), buffers, cancel);
+            let read = self.fetch(&(offset..until), buffers, cancel);
             drop(claim);
             return read;
         }
-        self.entry.give_up();
+        self.entry.abandon();
         self.origin.server.read_at(offset, buffers, cancel)
     }
 
-    fn beside(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.origin.server.beside(name, cancel)
+    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.origin.server.sibling(name, cancel)
     }
 
-    fn headers(&self) -> &[(String, String)] {
-        self.origin.server.headers()
+    fn response_head(&self) -> Option<CachedHead> {
+        self.origin.server.response_head()
     }
 
-    fn known_head(&self) -> Option<KnownHead> {
-        self.origin.server.known_head()
+    fn local_copy(&self) -> Option<&dyn LocalCopy> {
+        Some(self)
+    }
+}
+
+impl LocalCopy for CachedSource {
+    fn path(&self) -> Option<PathBuf> {
+        let is_read = !self.entry.is_abandoned() && self.anew.get().is_none();
+        is_read.then(|| self.entry.path().to_owned())
     }
 
-    fn copy(&self) -> Option<PathBuf> {
-        let read = !self.entry.is_given_up() && self.anew.get().is_none();
-        read.then(|| self.entry.path().to_owned())
-    }
-
-    fn distrust_copy(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
         distrust(&self.origin, &self.entry, &self.anew, remove, cancel)
     }
 }

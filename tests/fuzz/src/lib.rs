@@ -14,7 +14,7 @@ pub mod zip;
 
 use std::sync::Arc;
 
-use tensorizer::source::MemorySource;
+use tensorizer::io::MemorySource;
 use tensorizer::{LoadOptions, Never, Opening, Result, Tensor, TensorFile, Verify, load};
 
 /// Opens bytes in memory, of any format.

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::*;
 use crate::api::load::load_counted;
-use crate::io::source::Traits;
+use crate::io::Capabilities;
 
 /// Number of the tensor, rows and columns.
 type Part = (usize, Range<u64>, Range<u64>);
@@ -37,8 +37,8 @@ impl ReadAt for Counting {
         self.0.uri()
     }
 
-    fn traits(&self) -> Traits {
-        self.0.traits()
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
     }
 
     fn read_at(

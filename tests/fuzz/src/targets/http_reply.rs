@@ -36,7 +36,7 @@ const VALUES: [&str; 20] = [
     "Mon, 01 Jan 2024 00:00:00 GMT",
 ];
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let start = *input.one_of(&[0, 10, u64::MAX - 1]);

@@ -4,7 +4,7 @@ use crate::tensors;
 use tensorizer::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use tensorizer::format::tensors::{behind, index, metadata};
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = input.once_in(2);

@@ -3,7 +3,7 @@ use tensorizer::format::dtype::DType;
 use tensorizer::format::name::{Component, Name};
 use tensorizer::format::name_tree::NameTree;
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     if let Ok(dtype) = DType::parse(bytes) {
         assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));

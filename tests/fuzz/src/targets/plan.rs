@@ -6,7 +6,7 @@ use tensorizer::engine::plan::{
 
 const LENS: [u64; 12] = [0, 1, 7, 63, 64, 65, 1000, 4096, 5000, 65536, 1 << 20, 5 << 20];
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let mut limits = Limits {

@@ -2,7 +2,7 @@
 use crate::input::Input;
 use crate::safetensors::{compare, file};
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = !input.once_in(4);

@@ -4,7 +4,7 @@ use crate::{load_all, open, zip};
 use tensorizer::Verify;
 use tensorizer::format::catalog::Format;
 
-/// Tries an input.
+/// RetryBudget an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = !input.once_in(4);

@@ -1,0 +1,164 @@
+//! `tensorizer._C.open` and `.create`: the one way to open anything.
+
+use std::ffi::{OsString, c_int};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyInt, PyString};
+use tensorizer::error::{Error, Result};
+use tensorizer::io::cache::Cache;
+use tensorizer::io::transport::Trust;
+use tensorizer::io::uri::{self, Address};
+use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
+
+use crate::errors::{Answer, Raised};
+use crate::file::{PyFile, duplicate};
+use crate::gil;
+use crate::heads::{Given, known};
+use crate::signals;
+use crate::sink::Sink;
+use crate::source::Source;
+
+/// The options of a call: `OpenOptions` of `_C.pyi`.
+#[derive(Default)]
+pub struct Options<'py>(Option<Bound<'py, PyDict>>);
+
+impl<'py> Options<'py> {
+    fn get<T: for<'a> FromPyObject<'a, 'py>>(&self, name: &str) -> PyResult<Option<T>> {
+        let found = self.0.as_ref().map(|options| options.get_item(name)).transpose()?.flatten();
+        let found = found.filter(|found| !found.is_none());
+        let extract = |found: Bound<'py, PyAny>| {
+            let py = found.py();
+            found.extract().map_err(|error: T::Error| {
+                let error: PyErr = error.into();
+                PyErr::from_type(error.get_type(py), format!("{name}: {}", error.value(py)))
+            })
+        };
+        found.map(extract).transpose()
+    }
+
+    fn trust(&self) -> PyResult<Option<Trust>> {
+        let path = self.get::<PathBuf>("certificates")?.map(Trust::argument);
+        let any = self.get::<bool>("trust_all")?.unwrap_or(false);
+        Ok(if any { Some(Trust::Anything) } else { path })
+    }
+
+    fn s3(&self) -> PyResult<S3Options> {
+        Ok(S3Options {
+            access_key: self.get("access_key")?,
+            secret_key: self.get("secret_key")?,
+            endpoint: self.get("endpoint")?,
+            default_endpoint: self.get("default_endpoint")?,
+            config_path: self.get("config_path")?,
+            force_http: self.get("force_http")?,
+            region: self.get("region")?,
+            requester_pays: None,
+        })
+    }
+
+    /// The options of the environment, with those of the call.
+    fn resolved(&self) -> Answer<OpenOptions> {
+        let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
+        found.s3 = self.s3()?;
+        found.heads = known(self.get::<Vec<Given>>("heads")?.into_iter().flatten());
+        if let Some(trust) = self.trust()? {
+            found.transport.trust = trust;
+        }
+        if let Some(headers) = self.get("headers")? {
+            found.transport.headers = headers;
+        }
+        if let Some(folder) = self.get("cache")? {
+            found.cache = Some(Cache::at(folder).map_err(Raised::from)?);
+        }
+        Ok(found)
+    }
+}
+
+/// Opens an address or a path (a `str`), a descriptor (an `int`), a file in memory (`bytes`), or a Python
+/// object that has `read`.
+#[pyfunction]
+#[pyo3(signature = (file, options = None))]
+pub fn open(
+    py: Python<'_>,
+    file: &Bound<'_, PyAny>,
+    options: Option<Bound<'_, PyDict>>,
+) -> Answer<Source> {
+    let options = Options(options);
+    let uri = options.get::<String>("uri")?;
+    let uri = || uri.clone().unwrap_or_else(|| "<file>".to_owned());
+    let base = options.get("base")?.unwrap_or(0);
+    if file.is_instance_of::<PyString>() {
+        let name: OsString = file.extract()?;
+        let model = options.get("model")?.unwrap_or(false);
+        let Some(address) = name.to_str().map(str::to_owned) else {
+            return Ok(Source::new(gil::without(py, || uri::open_path(name.as_ref()))?, 0));
+        };
+        let options = options.resolved()?;
+        let opened = gil::without(py, || {
+            if model {
+                return uri::open_model(&address, &options, &signals);
+            }
+            uri::open(&address, &options, &signals)
+        })?;
+        return Ok(Source::new(opened, 0));
+    }
+    if file.is_instance_of::<PyInt>() {
+        let (descriptor, uri): (c_int, _) = (file.extract()?, uri());
+        let (source, base) = gil::without(py, || -> Result<_> {
+            let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
+            uri::open_file(file, uri, base)
+        })?;
+        return Ok(Source::new(source, base));
+    }
+    if file.is_instance_of::<PyBytes>() {
+        let bytes: PyBackedBytes = file.extract().map_err(PyErr::from)?;
+        return Ok(Source::new(Arc::new(MemorySource::new(bytes, uri())), base));
+    }
+    let size: Option<u64> = options.get("size")?;
+    let object = PyFile::new(file.clone().unbind(), uri(), size);
+    let source: Arc<dyn ReadAt> = match size {
+        Some(_) => Arc::new(object),
+        None => Arc::new(StreamSource::new_at(object, uri(), base)),
+    };
+    Ok(Source::new(source, base))
+}
+
+/// Creates an object at an address. Nothing is sent before a part is complete.
+#[pyfunction]
+#[pyo3(signature = (address, options = None))]
+pub fn create(py: Python<'_>, address: String, options: Option<Bound<'_, PyDict>>) -> Answer<Sink> {
+    let options = Options(options).resolved()?;
+    Ok(Sink::new(gil::without(py, || uri::create_object(&address, &options, &signals))?))
+}
+
+/// The path that a string names, or None for the address of a server.
+#[pyfunction]
+pub fn local_path(uri: OsString) -> Answer<Option<OsString>> {
+    Ok(match uri::parse(&uri).map_err(Raised::from)? {
+        Address::Path(path) => Some(path.into_os_string()),
+        Address::Server(_) => None,
+    })
+}
+
+/// The scheme of the address of a server, and whether objects can be written there; None for a path.
+#[pyfunction]
+pub fn scheme(uri: OsString) -> Answer<Option<(&'static str, bool)>> {
+    Ok(match uri::parse(&uri).map_err(Raised::from)? {
+        Address::Path(_) => None,
+        Address::Server(scheme) => Some((scheme.name, scheme.is_writable())),
+    })
+}
+
+/// Access key, secret key, host and use of https, each None where the file does not have it.
+type S3Keys = (Option<String>, Option<String>, Option<String>, Option<bool>);
+
+/// The `[default]` section of a configuration file of `s3cmd`.
+#[pyfunction]
+pub fn s3cfg(path: PathBuf) -> PyResult<S3Keys> {
+    let failed = |e: std::io::Error| PyValueError::new_err(format!("{}: {e}", path.display()));
+    let S3Cfg { access_key, secret_key, host, use_https } = S3Cfg::read(&path).map_err(failed)?;
+    Ok((access_key, secret_key, host, use_https))
+}

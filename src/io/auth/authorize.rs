@@ -1,0 +1,61 @@
+//! Credentials of Google and Azure in a request.
+
+use std::io::ErrorKind;
+
+use object_store::azure::{AzureAuthorizer, AzureCredential};
+use object_store::client::{HttpRequest, HttpRequestBody};
+use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::{Request, Url};
+
+use super::Credential;
+use crate::io::transport::Failure;
+
+/// The header with the version of Azure's API, for requests that are not signed.
+pub const AZURE_VERSION: (&str, &str) = ("x-ms-version", "2023-11-03");
+
+impl Credential {
+    /// Adds credentials to a request. Azure's keys sign all other headers.
+    pub fn authorize(&self, account: &str, request: &mut Request) -> Result<(), Failure> {
+        let credential = match self {
+            #[cfg(feature = "s3")]
+            Credential::Aws(_) => {
+                let what = "credentials of AWS for another cloud";
+                return Err(Failure::permanent(ErrorKind::InvalidInput, what));
+            }
+            // A service account for emulators has no token.
+            Credential::Google(found) if found.bearer.is_empty() => return Ok(()),
+            Credential::Google(found) => {
+                let mut proof = token(&format!("Bearer {}", found.bearer))?;
+                proof.set_sensitive(true);
+                request.headers_mut().insert(AUTHORIZATION, proof);
+                return Ok(());
+            }
+            Credential::Azure(credential) => credential,
+        };
+        let odd = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
+        if let AzureCredential::BearerToken(bearer) = &**credential {
+            token(bearer)?;
+        }
+        let mut asked = HttpRequest::new(HttpRequestBody::empty());
+        *asked.method_mut() = request.method().clone();
+        *asked.uri_mut() =
+            request.url().as_str().parse().map_err(|_| odd("not an address".to_owned()))?;
+        *asked.headers_mut() = request.headers().clone();
+        let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut asked);
+        signed.map_err(|error| odd(format!("signing a request: {error}")))?;
+        if let Some(proof) = asked.headers_mut().get_mut(AUTHORIZATION) {
+            proof.set_sensitive(true);
+        }
+        // A shared access signature is in the address.
+        let url = Url::parse(&asked.uri().to_string()).map_err(|e| odd(e.to_string()))?;
+        *request.url_mut() = url;
+        *request.headers_mut() = std::mem::take(asked.headers_mut());
+        Ok(())
+    }
+}
+
+/// A token as the value of a header.
+fn token(text: &str) -> Result<HeaderValue, Failure> {
+    let odd = |_| Failure::permanent(ErrorKind::InvalidData, "a token that is not well-formed");
+    HeaderValue::from_str(text).map_err(odd)
+}

@@ -1,0 +1,310 @@
+//! AWS: the settings of environment and profile, and AWS's own chain of credentials: environment, shared
+//! files and profiles, web identity, roles of the machine.
+
+use std::error::Error as _;
+use std::fmt;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use aws_config::environment::EnvironmentVariableRegionProvider;
+use aws_config::imds::client::error::ImdsError;
+use aws_config::imds::region::ImdsRegionProvider;
+use aws_config::meta::region::RegionProviderChain;
+use aws_config::profile::{ProfileFileRegionProvider, ProfileSet};
+use aws_config::provider_config::ProviderConfig;
+use aws_config::{BehaviorVersion, SdkConfig};
+use aws_credential_types::provider::error::CredentialsError;
+use aws_credential_types::provider::future;
+use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredentialsProvider};
+use aws_sdk_s3::error::DisplayErrorContext;
+use aws_types::os_shim_internal::{Env, Fs};
+
+use super::cache::{
+    BuildChain, Chain, Credential, CredentialProvider, FoundCredential, Missing, Pending,
+    good_until,
+};
+use super::snapshot::{PerSnapshot, Snapshot, locked};
+use crate::environment::reading;
+use crate::error::{Error, Result, Shown};
+use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
+use crate::sys::clock;
+
+/// Time for which a missing region of the machine is cached: finding out may take seconds.
+const ABSENCE: Duration = Duration::from_secs(60);
+/// Variables that name the profile: the SDK reads the first, boto3 both.
+const PROFILES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
+const ENVIRONMENT_CHANGED: &str =
+    "credentials must be looked for again, and the environment that names them has changed";
+
+/// Credentials of S3.
+#[derive(Clone)]
+pub enum AwsKeys {
+    /// Those of the call, or of its `.s3cfg`.
+    Given(Credentials),
+    /// Those that AWS's chain finds.
+    Chain(CredentialProvider),
+}
+
+impl fmt::Debug for AwsKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The environment may hold secrets.
+        f.write_str("AwsKeys")
+    }
+}
+
+impl AwsKeys {
+    /// The present credentials.
+    pub async fn get(&self) -> Result<Credentials, Missing> {
+        match self {
+            AwsKeys::Given(credentials) => Ok(credentials.clone()),
+            AwsKeys::Chain(provider) => match provider.get().await? {
+                Credential::Aws(credentials) => Ok(credentials),
+                #[cfg(feature = "clouds")]
+                _ => Err(Missing::Absent),
+            },
+        }
+    }
+
+    /// Forgets the credentials that were used at that time: a server has refused them.
+    pub fn refused(&self, used: Instant) {
+        if let AwsKeys::Chain(provider) = self {
+            provider.refused(used);
+        }
+    }
+}
+
+impl ProvideCredentials for AwsKeys {
+    fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+    where
+        Self: 'a,
+    {
+        future::ProvideCredentials::new(async {
+            self.get()
+                .await
+                .map_err(|missing| CredentialsError::provider_error(Failure::from(missing)))
+        })
+    }
+}
+
+/// The profile that the environment names; None for the default one. The SDK would take an empty name for
+/// that of a profile.
+pub fn profile() -> Option<String> {
+    reading(|| {
+        let values = PROFILES.map(|name| std::env::var(name).ok());
+        let named = values.iter().flatten().find(|name| !name.is_empty()).cloned();
+        let is_empty = values.iter().flatten().next().is_some();
+        named.or_else(|| is_empty.then(|| "default".to_owned()))
+    })
+}
+
+/// The settings of environment and profile. No server is asked.
+pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
+    let mut loader = aws_config::defaults(BehaviorVersion::latest()).region(Region::new(region));
+    if let Some(profile) = profile() {
+        loader = loader.profile_name(profile);
+    }
+    loader.http_client(LazySdkClient::new(options)).load().await
+}
+
+/// The region that the environment or the profile names.
+pub async fn named_region() -> Option<String> {
+    let mut of_profile = ProfileFileRegionProvider::builder();
+    if let Some(profile) = profile() {
+        of_profile = of_profile.profile_name(profile);
+    }
+    let found = RegionProviderChain::first_try(EnvironmentVariableRegionProvider::new());
+    found.or_else(of_profile.build()).region().await.map(|region| region.to_string())
+}
+
+/// AWS's files; None where they are not well-formed, which the chain itself reports.
+async fn profiles() -> Option<ProfileSet> {
+    let profile = profile().map(Into::into);
+    aws_config::profile::load(&Fs::real(), &Env::real(), &Default::default(), profile).await.ok()
+}
+
+/// The certificates that the environment, or the profile by `ca_bundle`, names for AWS.
+pub async fn trust() -> Option<Trust> {
+    if let Some(trust) = Trust::of_variable("AWS_CA_BUNDLE") {
+        return Some(trust);
+    }
+    let profiles = profiles().await?;
+    let path = profiles.get("ca_bundle").filter(|path| !path.is_empty())?;
+    let path = PathBuf::from(path);
+    let path = match path.strip_prefix("~") {
+        Ok(rest) => crate::environment::home()?.join(rest),
+        Err(_) => path,
+    };
+    Some(Trust::Bundle { path, named_by: "`ca_bundle` of AWS's profile" })
+}
+
+/// Refuses a profile that is in no file: the chain would skip it where there are no files, and find
+/// other credentials.
+pub async fn check_profile(uri: &str) -> Result<()> {
+    let Some(profile) = profile().filter(|name| name != "default") else { return Ok(()) };
+    if profiles().await.is_none_or(|profiles| profiles.get_profile(&profile).is_some()) {
+        return Ok(());
+    }
+    let what = format!(
+        "AWS_PROFILE names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
+         ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
+        Shown(&profile)
+    );
+    Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
+}
+
+/// The variables and files of AWS's chain.
+fn snapshot(region: String) -> Snapshot {
+    let counts = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
+    Snapshot::take(region, counts, |snapshot| {
+        let home = snapshot.variable("HOME").map(PathBuf::from);
+        let file = |name: &str, usual: &str| {
+            let named = snapshot.variable(name).map(PathBuf::from);
+            named.or_else(|| Some(home.as_ref()?.join(".aws").join(usual)))
+        };
+        let files =
+            [file("AWS_CONFIG_FILE", "config"), file("AWS_SHARED_CREDENTIALS_FILE", "credentials")];
+        files.into_iter().flatten().collect()
+    })
+}
+
+/// The credentials of AWS's chain in the present environment.
+pub fn provider(region: String, options: &TransportOptions) -> CredentialProvider {
+    let builder = AwsChain {
+        snapshot: snapshot(String::new()),
+        region: region.clone(),
+        options: options.clone(),
+    };
+    CredentialProvider::new(snapshot(region), Arc::new(builder))
+}
+
+/// Builds AWS's chain.
+struct AwsChain {
+    snapshot: Snapshot,
+    region: String,
+    options: TransportOptions,
+}
+
+impl BuildChain for AwsChain {
+    fn build(&self, _answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+        Box::pin(async {
+            // It reads the present environment, which may name other credentials by now.
+            if !snapshot(String::new()).has_the_variables_of(&self.snapshot) {
+                return Err(Missing::Failed(Failure::permanent(
+                    ErrorKind::PermissionDenied,
+                    format!("finding credentials: {ENVIRONMENT_CHANGED}"),
+                )));
+            }
+            let settings = settings(self.region.clone(), &self.options).await;
+            let provider = settings.credentials_provider().ok_or(Missing::Absent)?;
+            Ok(Arc::new(AwsProvider(provider)) as Arc<dyn Chain>)
+        })
+    }
+}
+
+/// A provider of the SDK as a chain.
+struct AwsProvider(SharedCredentialsProvider);
+
+impl Chain for AwsProvider {
+    fn get(&self) -> Pending<'_, FoundCredential> {
+        Box::pin(async {
+            let credentials = self.0.provide_credentials().await.map_err(missing)?;
+            let expiry = credentials.expiry();
+            let good_until = expiry.map(|expiry| good_until(clock::date(), expiry));
+            Ok(FoundCredential { credential: Credential::Aws(credentials), expiry, good_until })
+        })
+    }
+}
+
+fn missing(error: CredentialsError) -> Missing {
+    if is_absent(&error) {
+        return Missing::Absent;
+    }
+    let what = format!("finding credentials: {}", DisplayErrorContext(error));
+    Missing::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
+}
+
+/// True if nothing names credentials. Other clouds have another service in the place of AWS's metadata
+/// service, so that no or a strange answer from there means the same; a busy service does not.
+fn is_absent(error: &CredentialsError) -> bool {
+    let of_machine = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
+    match of_machine {
+        Some(ImdsError::ErrorResponse(answer)) => {
+            let status = answer.response().status().as_u16();
+            status < 500 && status != 429
+        }
+        Some(_) => true,
+        None => matches!(error, CredentialsError::CredentialsNotLoaded(_)),
+    }
+}
+
+/// The region of a machine, and when it was asked.
+#[derive(Default)]
+struct MachineRegion {
+    asking: tokio::sync::Mutex<()>,
+    found: Mutex<Option<(Option<String>, Instant)>>,
+}
+
+static REGIONS: PerSnapshot<MachineRegion> = PerSnapshot::new();
+
+/// The region that the metadata service of this machine names.
+pub async fn machine_region(options: &TransportOptions) -> Option<String> {
+    let cached = REGIONS.of(&Arc::new(snapshot(String::new())));
+    let _asking = cached.asking.lock().await;
+    let holds = |(region, since): &(Option<String>, Instant)| {
+        region.is_some() || clock::since(*since) < ABSENCE
+    };
+    let before = locked(&cached.found).clone().filter(holds);
+    if let Some((region, _)) = before {
+        return region;
+    }
+    let config = ProviderConfig::default().with_http_client(LazySdkClient::new(options));
+    let provider = ImdsRegionProvider::builder().configure(&config).build();
+    let region = provider.region().await.map(|region| region.to_string());
+    locked(&cached.found).insert((region, clock::now())).0.clone()
+}
+
+/// Has the chain of an environment find the credentials of a simulated day, for tests.
+#[cfg(test)]
+pub fn simulate(
+    day: &Arc<crate::io::transport::simulated::Day>,
+    region: &str,
+    options: &TransportOptions,
+) {
+    let found = SharedCredentialsProvider::new(OfDay(Arc::clone(day)));
+    provider(region.to_owned(), options).use_chain(Arc::new(AwsProvider(found)));
+}
+
+#[cfg(test)]
+#[derive(Debug)]
+struct OfDay(Arc<crate::io::transport::simulated::Day>);
+
+#[cfg(test)]
+impl ProvideCredentials for OfDay {
+    fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+    where
+        Self: 'a,
+    {
+        let given = self.0.give().map(|(name, hold)| {
+            Credentials::new(name, "secret", None, clock::date().checked_add(hold), "day")
+        });
+        let away = || CredentialsError::provider_error("no answer");
+        future::ProvideCredentials::ready(given.ok_or_else(away))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_credentials_are_told_from_a_service_that_is_away() {
+        let away = missing(CredentialsError::provider_error("no answer"));
+        let Missing::Failed(failure) = away else { panic!("absent") };
+        assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
+        assert!(matches!(missing(CredentialsError::not_loaded("none")), Missing::Absent));
+    }
+}

@@ -1,0 +1,249 @@
+//! Azure's credentials: a key or signature of the account, a client's secret, the identity of a workload,
+//! the machine's identity.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use reqwest::header::HeaderValue;
+
+use super::azure_account::{Account, is_word};
+use super::cache::{Credential, CredentialProvider};
+use super::settings::{CloudSettings, Identity, endpoint, printable, says_yes};
+use super::snapshot::Snapshot;
+use super::token_chain::{TokenChain, without_retries};
+use super::token_client::{FixedSettings, TokenClient};
+use crate::error::{Error, Result};
+use crate::io::transport::TransportOptions;
+
+/// The account of Azurite, and where it listens.
+const EMULATOR: (&str, &str) = ("devstoreaccount1", "http://127.0.0.1:10000");
+const EMULATOR_URL: &str = "AZURITE_BLOB_STORAGE_URL";
+/// The variable with the header of the identity service.
+const IDENTITY_HEADER: &str = "IDENTITY_HEADER";
+/// Settings that the chain gets, beside key and signature.
+const PASSED_ON: [AzureConfigKey; 10] = [
+    AzureConfigKey::Token,
+    AzureConfigKey::ClientId,
+    AzureConfigKey::ClientSecret,
+    AzureConfigKey::AuthorityId,
+    AzureConfigKey::AuthorityHost,
+    AzureConfigKey::FederatedTokenFile,
+    AzureConfigKey::MsiEndpoint,
+    AzureConfigKey::ObjectId,
+    AzureConfigKey::MsiResourceId,
+    AzureConfigKey::CredentialType,
+];
+/// Those of them that do not name an identity.
+const OF_AUTHORITIES: [AzureConfigKey; 3] =
+    [AzureConfigKey::ClientSecret, AzureConfigKey::AuthorityId, AzureConfigKey::AuthorityHost];
+/// Settings that the chain uses before Azure's command line.
+const BEFORE_CLI: [AzureConfigKey; 3] =
+    [AzureConfigKey::Token, AzureConfigKey::ClientSecret, AzureConfigKey::FederatedTokenFile];
+/// Bytes of the longest signature: a request's address has an end.
+const LONGEST_SIGNATURE: usize = 8 << 10;
+
+/// The container that is asked for.
+pub struct Container<'c> {
+    pub name: &'c str,
+    /// Account and host ending, where the address names them.
+    pub account: Option<&'c (String, String)>,
+    /// The address as messages show it.
+    pub shown: &'c str,
+}
+
+/// The settings of the environment for a container.
+pub fn settings(asked: &Container<'_>, options: &TransportOptions) -> Result<CloudSettings> {
+    let counts = |name: &[u8]| {
+        name.starts_with(b"AZURE_")
+            || name == b"IDENTITY_ENDPOINT"
+            || [IDENTITY_HEADER, EMULATOR_URL].iter().any(|other| other.as_bytes() == name)
+    };
+    let of = asked.account.map_or(String::new(), |(account, ending)| format!("{account}.{ending}"));
+    let snapshot = Snapshot::take(format!("azure {of}"), counts, |snapshot| {
+        let file = value(&given(snapshot), AzureConfigKey::FederatedTokenFile).map(PathBuf::from);
+        file.into_iter().collect()
+    });
+    let given = given(&snapshot);
+    let yes = |key| value(&given, key).is_some_and(says_yes);
+    let emulator = yes(AzureConfigKey::UseEmulator);
+    let (name, account) = account(asked, &given, &snapshot)?;
+    let server = server(asked, &name, &account, &given, &snapshot);
+    let builder = configured(&given, &account)?.with_use_emulator(emulator);
+    let of_the_account = account.key.is_some() || account.signature.is_some();
+    let mut naming = PASSED_ON.into_iter().filter(|key| !OF_AUTHORITIES.contains(key));
+    let identity = if yes(AzureConfigKey::SkipSignature) {
+        Identity::Anonymous
+    } else if emulator || of_the_account || naming.any(|key| value(&given, key).is_some()) {
+        Identity::Configured
+    } else {
+        Identity::Machine
+    };
+    if identity != Identity::Anonymous && !emulator {
+        refuse_cli(&given, of_the_account)?;
+    }
+    let builder = builder.with_account(&name).with_container_name(asked.name);
+    let fixed = FixedSettings { identity: identity_header(&snapshot)?, ..FixedSettings::default() };
+    let client = TokenClient::new(options, identity == Identity::Machine, fixed);
+    let chain = TokenChain::new(client, move |client| {
+        let store = builder.clone().with_http_connector(client).build()?;
+        Ok((Arc::clone(store.credentials()), Credential::Azure))
+    });
+    let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
+    Ok(CloudSettings { endpoint: endpoint(&server)?, account: name, identity, credentials })
+}
+
+/// The server of an account.
+fn server(
+    asked: &Container<'_>,
+    name: &str,
+    account: &Account,
+    given: &AzureSettings<'_>,
+    snapshot: &Snapshot,
+) -> String {
+    let yes = |key| value(given, key).is_some_and(says_yes);
+    if yes(AzureConfigKey::UseEmulator) {
+        let found = snapshot.texts().find(|(name, _)| *name == EMULATOR_URL);
+        let found = found.map_or(EMULATOR.1, |(_, text)| text);
+        return format!("{}/{name}", found.trim_end_matches('/'));
+    }
+    let fabric = yes(AzureConfigKey::UseFabricEndpoint);
+    let usual = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
+    let ending = asked.account.map_or(usual, |(_, ending)| ending);
+    account.endpoint.clone().unwrap_or_else(|| format!("https://{name}.blob.{ending}"))
+}
+
+/// A builder with the settings of the chain.
+fn configured(given: &AzureSettings<'_>, account: &Account) -> Result<MicrosoftAzureBuilder> {
+    let mut builder = MicrosoftAzureBuilder::new().with_retry(without_retries());
+    for key in PASSED_ON {
+        if let Some(text) = value(given, key) {
+            builder = builder.with_config(key, checked(key, text)?);
+        }
+    }
+    if let Some(key) = &account.key {
+        builder = builder.with_access_key(key);
+    }
+    let Some(signature) = &account.signature else { return Ok(builder) };
+    if signature.len() > LONGEST_SIGNATURE {
+        let what = format!("a shared access signature of more than {LONGEST_SIGNATURE} bytes");
+        return Err(Error::InvalidArgument(what));
+    }
+    Ok(builder.with_config(AzureConfigKey::SasKey, signature))
+}
+
+/// Refuses settings that would have tokens come from Azure's command line.
+fn refuse_cli(given: &AzureSettings<'_>, of_the_account: bool) -> Result<()> {
+    let kind = value(given, AzureConfigKey::CredentialType);
+    let others = of_the_account || BEFORE_CLI.iter().any(|key| value(given, *key).is_some());
+    let asked = value(given, AzureConfigKey::UseAzureCli).is_some_and(says_yes);
+    if kind != Some("azure_cli") && (!asked || kind.is_some() || others) {
+        return Ok(());
+    }
+    let what = "Azure's command line is not asked for tokens: set AZURE_STORAGE_TOKEN to what `az \
+                account get-access-token --resource https://storage.azure.com/ --query \
+                accessToken --output tsv` prints";
+    Err(Error::InvalidArgument(what.to_owned()))
+}
+
+/// The account of a container, that of its address or of the environment, and what is known of it.
+fn account(
+    asked: &Container<'_>,
+    given: &AzureSettings<'_>,
+    snapshot: &Snapshot,
+) -> Result<(String, Account)> {
+    let text = |key| value(given, key).map(str::to_owned);
+    let mine = Account {
+        name: text(AzureConfigKey::AccountName),
+        key: text(AzureConfigKey::AccessKey),
+        signature: text(AzureConfigKey::SasKey),
+        endpoint: text(AzureConfigKey::Endpoint),
+    };
+    let string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
+    let string =
+        string.map_or_else(|| Ok(Account::default()), |(_, text)| Account::of_string(text))?;
+    // Variables without an account belong to that of the others.
+    let owner = mine.owner().or_else(|| string.owner()).map(|(name, _)| name);
+    let mine = Account { name: owner.clone(), ..mine };
+    let of_address = asked.account;
+    let emulator = value(given, AzureConfigKey::UseEmulator).is_some_and(says_yes);
+    let named = of_address.map(|(name, _)| name.clone()).or(owner.clone());
+    let name = named.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
+    let name = name.filter(|name| is_word(name)).ok_or_else(|| {
+        Error::InvalidArgument(format!(
+            "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
+             abfss://container@account.dfs.core.windows.net/name",
+            asked.shown
+        ))
+    })?;
+    if of_address.is_some() && owner.is_none() && mine.has_something() {
+        let what = format!(
+            "`{}`: the environment has a key, a signature or an endpoint, and does not say of which \
+             account: set AZURE_STORAGE_ACCOUNT_NAME to its name",
+            asked.shown
+        );
+        return Err(Error::InvalidArgument(what));
+    }
+    // Credentials of one account are not sent to another.
+    let ending = of_address.map(|(_, ending)| ending.as_str());
+    let of_any = owner.is_none();
+    let ours = [mine, string].into_iter().filter(|found| of_any || found.is_of(&name, ending));
+    let found = ours.fold(Account::default(), Account::or);
+    Ok((name, found))
+}
+
+/// A variable as the chain can use it.
+fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
+    let variable = key.as_ref().to_ascii_uppercase();
+    Ok(match key {
+        AzureConfigKey::Token => printable(&variable, text)?.to_owned(),
+        AzureConfigKey::MsiEndpoint => endpoint(text)?.to_string(),
+        AzureConfigKey::AuthorityHost => {
+            let bare = !text.contains("://");
+            let found = if bare { format!("https://{text}") } else { text.to_owned() };
+            endpoint(&found)?.as_str().trim_end_matches('/').to_owned()
+        }
+        AzureConfigKey::AuthorityId if !is_word(text) => {
+            let what = format!("{variable}: expected the identity or the domain of a tenant");
+            return Err(Error::InvalidArgument(what));
+        }
+        _ => text.to_owned(),
+    })
+}
+
+/// The header of the identity service.
+fn identity_header(snapshot: &Snapshot) -> Result<Option<HeaderValue>> {
+    let text = snapshot.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
+    let found = text.map(|text| {
+        HeaderValue::from_str(printable(IDENTITY_HEADER, text)?)
+            .map_err(|_| Error::InvalidArgument(format!("{IDENTITY_HEADER}: not a header")))
+    });
+    found.transpose()
+}
+
+/// Settings, and their values.
+type AzureSettings<'p> = Vec<(AzureConfigKey, &'p str)>;
+
+/// The value of a setting: of two that mean the same the last counts.
+fn value<'p>(given: &AzureSettings<'p>, key: AzureConfigKey) -> Option<&'p str> {
+    given.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text)
+}
+
+/// The settings that variables hold.
+fn given(snapshot: &Snapshot) -> AzureSettings<'_> {
+    let text = |wanted| snapshot.texts().find(|(name, _)| *name == wanted).map(|(_, text)| text);
+    // The names of Azure's command line and of its libraries come first: others overrule them.
+    let aliases = [
+        ("AZURE_STORAGE_ACCOUNT", AzureConfigKey::AccountName),
+        ("AZURE_STORAGE_KEY", AzureConfigKey::AccessKey),
+        ("IDENTITY_ENDPOINT", AzureConfigKey::MsiEndpoint),
+    ];
+    let aliases = aliases.into_iter().filter_map(|(name, key)| Some((key, text(name)?)));
+    let mut found: Vec<_> = aliases.collect();
+    found.extend(snapshot.texts().filter_map(|(name, value)| {
+        let name = name.starts_with("AZURE_").then(|| name.to_ascii_lowercase())?;
+        Some((name.parse().ok()?, value))
+    }));
+    found.retain(|found| *found != (AzureConfigKey::CredentialType, "auto"));
+    found
+}

@@ -1,0 +1,29 @@
+//! Credentials of AWS, Google and Azure: where each cloud's own clients look for them, one cache of what
+//! was found, and their use in a request.
+
+#[cfg(feature = "clouds")]
+mod authorize;
+#[cfg(feature = "s3")]
+pub mod aws;
+#[cfg(feature = "clouds")]
+pub mod azure;
+#[cfg(feature = "clouds")]
+pub mod azure_account;
+mod cache;
+#[cfg(feature = "clouds")]
+pub mod google;
+#[cfg(feature = "s3")]
+pub mod s3cfg;
+#[cfg(feature = "clouds")]
+mod settings;
+mod snapshot;
+#[cfg(feature = "clouds")]
+pub(crate) mod token_chain;
+#[cfg(feature = "clouds")]
+mod token_client;
+
+#[cfg(feature = "clouds")]
+pub use authorize::AZURE_VERSION;
+pub use cache::{Credential, CredentialProvider, Missing, RENEWAL_MARGIN, good_until, retry_at};
+#[cfg(feature = "clouds")]
+pub use settings::Identity;

@@ -1,0 +1,79 @@
+//! The configuration file of `s3cmd`.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use crate::environment::reading;
+use crate::error::{Error, Result};
+
+/// The `[default]` section of such a file.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct S3Cfg {
+    pub access_key: Option<String>,
+    pub secret_key: Option<String>,
+    pub host: Option<String>,
+    pub use_https: Option<bool>,
+}
+
+impl S3Cfg {
+    /// Reads the file that was named, which must be there, or `~/.s3cfg`, which need not.
+    pub fn find(named: Option<&Path>) -> Result<Self> {
+        if let Some(path) = named {
+            let shown = path.display().to_string();
+            return Self::read(path).map_err(|e| Error::io("reading", &shown, e));
+        }
+        let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
+        let found = home.and_then(|path| Self::read(&path).ok());
+        Ok(found.unwrap_or_else(S3Cfg::default))
+    }
+
+    /// Reads a file.
+    pub fn read(path: &Path) -> std::io::Result<Self> {
+        let mut found = S3Cfg::default();
+        let (mut within, mut sections) = (false, false);
+        for line in std::fs::read_to_string(path)?.lines().map(str::trim) {
+            if let Some(section) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                (within, sections) = (section.trim() == "default", true);
+            }
+            if !sections && !line.is_empty() && !line.starts_with(['#', ';']) {
+                let what = "no configuration file: expected a [section] first";
+                return Err(std::io::Error::new(ErrorKind::InvalidData, what));
+            }
+            let Some((name, value)) = line.split_once(['=', ':']).filter(|_| within) else {
+                continue;
+            };
+            let value = value.trim();
+            let text = (!value.is_empty()).then(|| value.to_owned());
+            match name.trim() {
+                "access_key" => found.access_key = text,
+                "secret_key" => found.secret_key = text,
+                "host_base" => found.host = text,
+                "use_https" => found.use_https = Some(!value.eq_ignore_ascii_case("false")),
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_default_section_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s3cfg");
+        let text = "[other]\naccess_key = no\n[default]\naccess_key = key\nsecret_key=se=cret\n\
+                    host_base = host:1\nuse_https = False\n";
+        std::fs::write(&path, text).unwrap();
+        let found = S3Cfg::find(Some(&path)).unwrap();
+        assert_eq!(found.access_key.unwrap(), "key");
+        assert_eq!(found.secret_key.unwrap(), "se=cret");
+        assert_eq!(found.host.unwrap(), "host:1");
+        assert_eq!(found.use_https, Some(false));
+        std::fs::write(&path, "# a comment\n\nno sections\n").unwrap();
+        assert!(S3Cfg::find(Some(&path)).unwrap_err().to_string().contains("[section]"));
+    }
+}

@@ -1,0 +1,87 @@
+//! Snapshots of the environment: the variables and files that decide which credentials are found.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::environment::reading;
+use crate::sys::process::PerProcess;
+use crate::sys::{Stamp, stamp};
+
+/// The most snapshots for which something is cached.
+const MOST_CACHED: usize = 16;
+
+/// Variables of the environment, and the state of files that they name, at one moment.
+#[derive(PartialEq, Eq, Hash)]
+pub struct Snapshot {
+    scope: String,
+    variables: Vec<(OsString, OsString)>,
+    files: Vec<(PathBuf, Option<Stamp>)>,
+}
+
+impl Snapshot {
+    /// Takes a snapshot of the variables for which `counts` is true, and of the files that `files`
+    /// finds in it. Snapshots of other scopes differ.
+    pub fn take(
+        scope: String,
+        counts: impl Fn(&[u8]) -> bool,
+        files: impl FnOnce(&Snapshot) -> Vec<PathBuf>,
+    ) -> Self {
+        reading(move || {
+            let mut variables: Vec<_> =
+                std::env::vars_os().filter(|(name, _)| counts(name.as_encoded_bytes())).collect();
+            variables.sort();
+            let mut snapshot = Snapshot { scope, variables, files: Vec::new() };
+            let stamped = files(&snapshot).into_iter().map(|path| {
+                let found = stamp(&path);
+                (path, found)
+            });
+            snapshot.files = stamped.collect();
+            snapshot
+        })
+    }
+
+    /// The value of a variable.
+    pub fn variable(&self, name: &str) -> Option<&OsStr> {
+        let mut all = self.variables.iter();
+        all.find(|(found, _)| found == name).map(|(_, value)| value.as_os_str())
+    }
+
+    /// The variables that are text and not empty, without spaces around them.
+    #[cfg(feature = "clouds")]
+    pub fn texts(&self) -> impl Iterator<Item = (&str, &str)> {
+        let texts = self.variables.iter();
+        let texts = texts.filter_map(|(name, to)| Some((name.to_str()?, to.to_str()?.trim())));
+        texts.filter(|(_, value)| !value.is_empty())
+    }
+
+    /// True if the variables of both are the same.
+    #[cfg(feature = "s3")]
+    pub fn has_the_variables_of(&self, other: &Snapshot) -> bool {
+        self.variables == other.variables
+    }
+}
+
+/// Values cached for each snapshot in this process. A forked child starts without any.
+pub struct PerSnapshot<T: 'static>(PerProcess<Mutex<HashMap<Arc<Snapshot>, Arc<T>>>>);
+
+impl<T: Default + Send + Sync> PerSnapshot<T> {
+    pub const fn new() -> Self {
+        PerSnapshot(PerProcess::new())
+    }
+
+    /// The value of a snapshot; a new one if there was none.
+    pub fn of(&'static self, snapshot: &Arc<Snapshot>) -> Arc<T> {
+        let mut all = locked(self.0.get());
+        if all.len() >= MOST_CACHED && !all.contains_key(snapshot) {
+            all.clear();
+        }
+        Arc::clone(all.entry(Arc::clone(snapshot)).or_default())
+    }
+}
+
+/// Locks a mutex whose value stays valid after a panic.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,172 @@
+//! The chains of Google and Azure, which object_store has.
+
+use std::io::{self, ErrorKind};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use object_store::RetryConfig;
+use object_store::client::CredentialProvider as StoreProvider;
+
+use super::cache::{BuildChain, Chain, Credential, FoundCredential, Missing, Pending};
+use super::token_client::TokenClient;
+use crate::environment::reading;
+use crate::io::transport::Failure;
+use crate::sys::clock;
+
+/// Retries are the transport's, so that a caller's limits and interrupts hold.
+pub fn without_retries() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+/// A provider of object_store, and the credential that its answers are.
+type Built<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> Credential);
+
+/// Builds a chain of object_store over a client of the transport.
+pub struct TokenChain<F> {
+    client: TokenClient,
+    build: F,
+}
+
+impl<F> TokenChain<F> {
+    pub fn new<T>(client: TokenClient, build: F) -> Self
+    where
+        F: Fn(TokenClient) -> object_store::Result<Built<T>>,
+    {
+        TokenChain { client, build }
+    }
+}
+
+impl<T, F> BuildChain for TokenChain<F>
+where
+    T: std::fmt::Debug + Send + Sync + 'static,
+    F: Fn(TokenClient) -> object_store::Result<Built<T>> + Send + Sync,
+{
+    fn build(&self, answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+        let client = self.client.clone().reporting(answered);
+        Box::pin(async move {
+            let (provider, wrap) = reading(|| (self.build)(client)).map_err(missing)?;
+            Ok(Arc::new(Provider { provider, wrap }) as Arc<dyn Chain>)
+        })
+    }
+
+    fn is_optional(&self) -> bool {
+        self.client.is_of_machine()
+    }
+}
+
+struct Provider<T> {
+    provider: Arc<dyn StoreProvider<Credential = T>>,
+    wrap: fn(Arc<T>) -> Credential,
+}
+
+impl<T: std::fmt::Debug + Send + Sync + 'static> Chain for Provider<T> {
+    fn get(&self) -> Pending<'_, FoundCredential> {
+        Box::pin(async {
+            let found = self.provider.get_credential().await.map_err(missing)?;
+            // Asked each time: object_store caches tokens, and knows when they expire.
+            let good_until = Some(clock::date());
+            Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, good_until })
+        })
+    }
+}
+
+/// The failure of a chain: permanent where a file or a server says that there are no credentials.
+fn missing(error: object_store::Error) -> Missing {
+    let error: Box<dyn std::error::Error> = error.into();
+    let named = |failure: Failure| {
+        let what = format!("finding credentials: {failure}");
+        Missing::Failed(failure.with_text(what))
+    };
+    let mut cause = Some(&*error);
+    while let Some(found) = cause {
+        if let Some(found) = found.downcast_ref::<Failure>() {
+            return named(found.copy());
+        }
+        if let Some(found) = found.downcast_ref::<io::Error>() {
+            let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
+            let permanent = refused.contains(&found.kind());
+            let make = if permanent { Failure::permanent } else { Failure::transient };
+            return named(make(found.kind(), found.to_string()));
+        }
+        if let Some(found) = found.downcast_ref::<serde_json::Error>() {
+            // The text of the error may quote the file.
+            let (line, column) = (found.line(), found.column());
+            let what = format!(
+                "the credentials file or answer is of an unknown type or not well-formed, at line \
+                 {line}, column {column}"
+            );
+            return named(Failure::permanent(ErrorKind::InvalidData, what));
+        }
+        cause = found.source();
+    }
+    named(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
+}
+
+/// Chains of a simulated day, for tests. They keep a token until five minutes before its end, as those
+/// of the clouds do.
+#[cfg(test)]
+pub mod simulated {
+    use std::sync::Mutex;
+    use std::time::{Duration, Instant};
+
+    use object_store::azure::AzureCredential;
+    use object_store::gcp::GcpCredential;
+
+    use super::*;
+    use crate::io::auth::cache::CredentialProvider;
+    use crate::io::auth::snapshot::{Snapshot, locked};
+    use crate::io::auth::token_client::FixedSettings;
+    use crate::io::transport::TransportOptions;
+    use crate::io::transport::simulated::Day;
+
+    #[derive(Debug)]
+    struct OfDay<T> {
+        day: Arc<Day>,
+        make: fn(String) -> T,
+        kept: Mutex<Option<(Arc<T>, Instant)>>,
+    }
+
+    #[async_trait::async_trait]
+    impl<T: std::fmt::Debug + Send + Sync> StoreProvider for OfDay<T> {
+        type Credential = T;
+
+        async fn get_credential(&self) -> object_store::Result<Arc<T>> {
+            let mut kept = locked(&self.kept);
+            let soon = clock::now() + Duration::from_secs(300);
+            if let Some((token, _)) = kept.as_ref().filter(|(_, expiry)| soon < *expiry) {
+                return Ok(Arc::clone(token));
+            }
+            let away = || io::Error::new(ErrorKind::TimedOut, "no answer");
+            let failed = || object_store::Error::Generic { store: "day", source: Box::new(away()) };
+            let (name, hold) = self.day.give().ok_or_else(failed)?;
+            let token = Arc::new((self.make)(name));
+            Ok(Arc::clone(&kept.insert((token, clock::now() + hold)).0))
+        }
+    }
+
+    fn provider<T: std::fmt::Debug + Send + Sync + 'static>(
+        day: &Arc<Day>,
+        options: &TransportOptions,
+        make: fn(String) -> T,
+        wrap: fn(Arc<T>) -> Credential,
+    ) -> CredentialProvider {
+        let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(day));
+        let day = Arc::clone(day);
+        let client = TokenClient::new(options, false, FixedSettings::default());
+        let chain = TokenChain::new(client, move |_| {
+            let day = Arc::clone(&day);
+            let provider: Arc<dyn StoreProvider<Credential = T>> =
+                Arc::new(OfDay { day, make, kept: Mutex::default() });
+            Ok((provider, wrap))
+        });
+        CredentialProvider::new(Snapshot::take(name, |_| false, |_| Vec::new()), Arc::new(chain))
+    }
+
+    pub fn google(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
+        provider(day, options, |bearer| GcpCredential { bearer }, Credential::Google)
+    }
+
+    pub fn azure(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
+        provider(day, options, AzureCredential::BearerToken, Credential::Azure)
+    }
+}

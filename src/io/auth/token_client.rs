@@ -1,0 +1,263 @@
+//! The client of the transport as the HTTP client of object_store's chains, which ask servers for tokens.
+
+use std::io::ErrorKind;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
+};
+use reqwest::header::HeaderValue;
+use reqwest::{Body, Request, StatusCode};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::error::Brief;
+use crate::io::transport::{
+    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, document, is_transient,
+};
+
+/// Time limits for connecting to, and for the answer of, a metadata service that may not exist.
+const MACHINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
+/// The latest expiry of a token that is accepted, in seconds: later ones overflow in date arithmetic.
+const LATEST: u64 = 100_000_000_000;
+/// The path with which requests to Google's metadata server begin.
+const METADATA_PATH: &str = "/computeMetadata/";
+
+/// Settings that object_store's chains read from the environment at each request, fixed at the time of
+/// the snapshot: the environment may name other credentials since.
+#[derive(Debug, Clone, Default)]
+pub struct FixedSettings {
+    /// The names of Google's metadata server; the first one replaces all others.
+    pub metadata: Vec<String>,
+    /// The header of Azure's identity service.
+    pub identity: Option<HeaderValue>,
+}
+
+impl FixedSettings {
+    fn apply(&self, request: &mut HttpRequest) -> Result<(), Failure> {
+        let odd =
+            |_| Failure::permanent(ErrorKind::InvalidInput, "a request that is not well-formed");
+        let uri = request.uri();
+        let asked = uri.authority().map_or("", |found| found.as_str());
+        if uri.path().starts_with(METADATA_PATH)
+            && let Some(first) = self.metadata.first()
+            && !self.metadata.iter().any(|name| name == asked)
+        {
+            let rest = uri.path_and_query().map_or("", |found| found.as_str());
+            *request.uri_mut() = format!("http://{first}{rest}").parse().map_err(odd)?;
+        }
+        if request.headers().contains_key("metadata") {
+            request.headers_mut().remove(IDENTITY);
+            if let Some(value) = self.identity.clone() {
+                request.headers_mut().insert(IDENTITY, value);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The header of Azure's identity service.
+const IDENTITY: &str = "x-identity-header";
+
+/// Makes a client for each request, of which there are few.
+#[derive(Debug, Clone)]
+pub struct TokenClient {
+    options: TransportOptions,
+    /// True if the machine may have no metadata service.
+    machine: bool,
+    settings: FixedSettings,
+    /// Set once a server of tokens has answered.
+    answered: Arc<AtomicBool>,
+}
+
+impl TokenClient {
+    /// A client with the options of a source or sink, but for its headers and certificates.
+    pub fn new(options: &TransportOptions, machine: bool, settings: FixedSettings) -> Self {
+        let (headers, trust_settings) = (Vec::new(), CREDENTIALS_SETTINGS);
+        let trust = options.credential_trust.clone();
+        let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
+        TokenClient { options, machine, settings, answered: Arc::default() }
+    }
+
+    /// The same client; it sets `answered` once a server of tokens has answered.
+    pub fn reporting(self, answered: &Arc<AtomicBool>) -> Self {
+        TokenClient { answered: Arc::clone(answered), ..self }
+    }
+
+    /// True if the machine may have no metadata service.
+    pub fn is_of_machine(&self) -> bool {
+        self.machine
+    }
+
+    async fn send(&self, mut request: HttpRequest) -> Result<HttpResponse, Failure> {
+        self.settings.apply(&mut request)?;
+        let mut options = self.options.clone();
+        if self.machine && !self.answered.load(Ordering::Relaxed) {
+            (options.connect, options.stall) = MACHINE;
+        }
+        let host = request.uri().host().unwrap_or("").to_owned();
+        let tls = request.uri().scheme_str() == Some("https");
+        let config = ClientConfig::new(&options, tls)
+            .map_err(|what| Failure::permanent(ErrorKind::Other, what))?;
+        // A proxy would ask its own metadata service, and see the token.
+        let link_local = is_link_local(&host);
+        let client = if link_local { config.client_without_proxy() } else { config.client() }?;
+        let body = |body: object_store::client::HttpRequestBody| {
+            Body::from(body.as_bytes().cloned().unwrap_or_else(Bytes::new))
+        };
+        let mut response = client.send(Request::try_from(request.map(body))?, None).await?;
+        let (status, headers) = (response.status(), response.headers().clone());
+        if is_token_server(status, headers.contains_key("metadata-flavor")) {
+            self.answered.store(true, Ordering::Relaxed);
+        }
+        let body = document(&mut response, client.stall()).await?;
+        if !status.is_success() {
+            return Err(refused(&host, status, &body));
+        }
+        check_expiry(&host, &body)?;
+        let mut answer = HttpResponse::new(body.into());
+        *answer.status_mut() = status;
+        *answer.headers_mut() = headers;
+        Ok(answer)
+    }
+}
+
+impl HttpConnector for TokenClient {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(HttpClient::new(self.clone()))
+    }
+}
+
+#[async_trait]
+impl HttpService for TokenClient {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = self.send(request).await;
+        answer.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
+    }
+}
+
+/// True for the addresses of metadata services.
+fn is_link_local(host: &str) -> bool {
+    host == "metadata.google.internal" || host.parse().is_ok_and(|ip: Ipv4Addr| ip.is_link_local())
+}
+
+/// True if an answer is that of a token server, and not that of another server at the same address, or
+/// of a machine whose metadata service is disabled. Google's marks its answers.
+fn is_token_server(status: StatusCode, google: bool) -> bool {
+    let of_google = google && status == StatusCode::FORBIDDEN;
+    status.is_success() || of_google || is_transient_there(status)
+}
+
+/// Azure's metadata service answers 410 while it is updated.
+fn is_transient_there(status: StatusCode) -> bool {
+    is_transient(status) || status == StatusCode::GONE
+}
+
+/// Refuses expiries that overflow date arithmetic.
+fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
+    let document = serde_json::from_slice(body).unwrap_or(Value::Null);
+    let number = |value: &Value| value.as_u64().or_else(|| value.as_str()?.parse().ok());
+    let mut times = ["expires_in", "expires_on"].into_iter().filter_map(|name| document.get(name));
+    if times.any(|time| number(time).is_some_and(|time| time > LATEST)) {
+        let what = format!("`{host}` issued a token that would be good for ever");
+        return Err(Failure::transient(ErrorKind::InvalidData, what));
+    }
+    Ok(())
+}
+
+/// The document with which a token server refuses.
+#[derive(Deserialize)]
+struct Refusal {
+    error: String,
+    #[serde(default)]
+    error_description: String,
+}
+
+/// The failure of a refused request.
+fn refused(host: &str, status: StatusCode, body: &[u8]) -> Failure {
+    let text = serde_json::from_slice(body).map_or(
+        String::new(),
+        |Refusal { error, error_description }| {
+            let line = error_description.lines().next().unwrap_or("");
+            format!(": {}: {}", Brief(&error), Brief(line))
+        },
+    );
+    let what = format!("`{host}` answered {status}{text}");
+    if is_transient_there(status) {
+        return Failure::transient(ErrorKind::Other, what);
+    }
+    Failure::permanent(ErrorKind::PermissionDenied, what)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use object_store::client::HttpRequestBody;
+
+    use super::*;
+    use crate::io::transport::Trust;
+
+    #[test]
+    fn the_named_metadata_server_replaces_all_others() {
+        let settled = |settings: &FixedSettings, uri: &str| {
+            let mut request = HttpRequest::new(HttpRequestBody::empty());
+            *request.uri_mut() = uri.parse().unwrap();
+            request.headers_mut().insert("metadata", HeaderValue::from_static("true"));
+            request.headers_mut().insert(IDENTITY, HeaderValue::from_static("another"));
+            settings.apply(&mut request).unwrap();
+            let header = request.headers().get(IDENTITY).cloned();
+            (request.uri().to_string(), header)
+        };
+        let value = Some(HeaderValue::from_static("mine"));
+        let settings =
+            FixedSettings { metadata: vec!["a:1".into(), "b".into()], identity: value.clone() };
+        let path = "/computeMetadata/v1?x=1";
+        for (asked, found) in [("a:1", "a:1"), ("b", "b"), ("169.254.169.254", "a:1")] {
+            let (uri, header) = settled(&settings, &format!("http://{asked}{path}"));
+            assert_eq!((uri, header), (format!("http://{found}{path}"), value.clone()));
+        }
+        let elsewhere = "http://169.254.169.254/metadata/identity";
+        assert_eq!(settled(&FixedSettings::default(), elsewhere), (elsewhere.to_owned(), None));
+    }
+
+    #[test]
+    fn certificates_and_headers_of_the_call_are_not_for_credentials() {
+        let mut options = TransportOptions::from_environment().unwrap();
+        options.trust = Trust::Anything;
+        options.headers.push(("authorization".to_owned(), "of the call".to_owned()));
+        let client = TokenClient::new(&options, false, FixedSettings::default());
+        assert_eq!(client.options.trust, Trust::Default);
+        assert!(client.options.headers.is_empty());
+    }
+
+    #[test]
+    fn token_servers_are_told_from_others() {
+        assert!(is_token_server(StatusCode::FORBIDDEN, true));
+        for status in [200, 408, 410, 429, 500, 503] {
+            assert!(is_token_server(StatusCode::from_u16(status).unwrap(), false), "{status}");
+        }
+        for status in [302, 400, 401, 403, 404, 405] {
+            assert!(!is_token_server(StatusCode::from_u16(status).unwrap(), false), "{status}");
+        }
+        assert!(is_link_local("169.254.169.254") && is_link_local("metadata.google.internal"));
+        assert!(!is_link_local("127.0.0.1") && !is_link_local("example.org"));
+    }
+
+    #[test]
+    fn impossible_expiries_are_refused() {
+        let late = u64::MAX;
+        for bad in [format!(r#"{{"expires_in":{late}}}"#), format!(r#"{{"expires_on":"{late}"}}"#)]
+        {
+            assert!(check_expiry("h", bad.as_bytes()).is_err());
+        }
+        for good in [r#"{"expires_in":3600,"expires_on":"1800000000"}"#, "no json", "[]"] {
+            assert!(check_expiry("h", good.as_bytes()).is_ok());
+        }
+    }
+}

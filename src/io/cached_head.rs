@@ -1,0 +1,45 @@
+//! Heads of files of servers, by which other processes open them without a request.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The head of a response, and the first bytes of the file. It holds no secrets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CachedHead {
+    /// The address as messages show it: without user, password and signature, and of a query only the
+    /// version of an object of S3.
+    pub uri: String,
+    /// Bytes of the file.
+    pub len: u64,
+    /// Its `ETag`.
+    pub tag: Option<String>,
+    /// Its `Last-Modified`.
+    pub modified: Option<String>,
+    /// Headers of the response.
+    pub headers: Vec<(String, String)>,
+    /// The first bytes of the file, as many as are cached.
+    pub first: Arc<[u8]>,
+}
+
+/// Heads of files by their addresses. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);
+
+impl CachedHeads {
+    /// The head of the file with this address, given as messages show it.
+    pub fn of(&self, shown: &str) -> Option<&CachedHead> {
+        self.0.get(shown)
+    }
+
+    /// The addresses of all heads.
+    #[cfg(feature = "hf")]
+    pub fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
+impl FromIterator<CachedHead> for CachedHeads {
+    fn from_iter<I: IntoIterator<Item = CachedHead>>(heads: I) -> Self {
+        CachedHeads(Arc::new(heads.into_iter().map(|head| (head.uri.clone(), head)).collect()))
+    }
+}

@@ -1,0 +1,208 @@
+//! The hub: its answers about files.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use reqwest::header::{HeaderMap, LOCATION};
+use reqwest::{StatusCode, Url};
+
+use super::address::{HubAddress, is_commit};
+use super::local_cache::hf_home;
+use crate::cancel::Cancel;
+use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
+use crate::error::{Error, Result};
+use crate::io::transport::TransportOptions;
+use crate::io::{HubChecksum, http};
+
+/// The hub, unless the environment names another.
+const ENDPOINT: &str = "https://huggingface.co";
+/// Time limit for an answer where there is a local copy.
+const SOON: Duration = Duration::from_secs(10);
+
+/// The header with the hash of an LFS file.
+const LINKED: &str = "x-linked-etag";
+/// The hub's message for an unknown token.
+const BAD_TOKEN: &str = "Invalid credentials in Authorization header";
+
+/// A server with repositories.
+pub struct Hub {
+    endpoint: Url,
+    token: Option<String>,
+    options: TransportOptions,
+}
+
+/// Its answer about a file.
+pub struct HubAnswer {
+    /// True if there is such a file.
+    pub here: bool,
+    /// The commit that the revision is at now.
+    pub commit: Option<String>,
+    /// The checksum that it publishes.
+    pub checksum: HubChecksum,
+    refusal: Option<Error>,
+}
+
+impl HubAnswer {
+    /// The answer; the error of a refusal.
+    pub fn granted(self) -> Result<Self> {
+        self.refusal.map_or(Ok(HubAnswer { refusal: None, ..self }), Err)
+    }
+}
+
+impl Hub {
+    /// The one that the environment names, with the token that is found there.
+    pub fn from_environment(options: TransportOptions) -> Result<Self> {
+        let named = HF_ENDPOINT.value().unwrap_or(ENDPOINT.into());
+        let endpoint = named.to_str().and_then(|text| Url::parse(text).ok());
+        let http = |url: &Url| matches!(url.scheme(), "http" | "https") && url.has_host();
+        let endpoint = endpoint.filter(http).ok_or_else(|| {
+            let what =
+                "the environment variable HF_ENDPOINT must be an http:// or https:// address";
+            Error::InvalidArgument(what.to_owned())
+        })?;
+        Ok(Hub { endpoint, token: token()?, options })
+    }
+
+    /// The URL of a file.
+    pub fn url(&self, place: &HubAddress) -> Url {
+        let mut url = self.endpoint.clone();
+        if let Ok(mut path) = url.path_segments_mut() {
+            path.pop_if_empty().extend(place.repo.split('/')).push("resolve");
+            path.push(&place.revision).extend(place.path.split('/'));
+        }
+        url
+    }
+
+    /// The options of requests, with the token.
+    pub fn options(&self) -> TransportOptions {
+        let mut options = self.options.clone();
+        let token = self.token.iter();
+        options
+            .headers
+            .extend(token.map(|token| ("Authorization".to_owned(), format!("Bearer {token}"))));
+        options
+    }
+
+    /// Asks for a file without its bytes. Not to be answered is the error. `soon` is for when there is
+    /// another way.
+    pub fn ask(&self, place: &HubAddress, soon: bool, cancel: &dyn Cancel) -> Result<HubAnswer> {
+        let mut options = self.options();
+        if soon {
+            options.total = options.total.min(SOON);
+            options.connect = options.connect.min(SOON);
+            options.stall = options.stall.min(SOON);
+        }
+        let shown = place.show();
+        let (status, headers) = http::headers(self.url(place), &shown, &options, cancel)?;
+        let commit = text(&headers, "x-repo-commit").filter(|text| is_commit(text));
+        let commit = commit.map(str::to_owned);
+        // A redirect to another host may be that of every address.
+        let known = commit.is_some() || headers.contains_key(LINKED);
+        let here = status.is_success() || (status.is_redirection() && known);
+        let code = text(&headers, "x-error-code").unwrap_or("");
+        let missing =
+            code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
+        let refusal = (!here && !missing).then(|| {
+            let (kind, what) = self.refusal(place, status, &headers);
+            Error::io("asking for", &shown, io::Error::new(kind, what))
+        });
+        Ok(HubAnswer { here, commit, checksum: checksum(&headers), refusal })
+    }
+
+    fn refusal(
+        &self,
+        place: &HubAddress,
+        status: StatusCode,
+        headers: &HeaderMap,
+    ) -> (ErrorKind, String) {
+        if status.is_redirection() {
+            let to = text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
+            let to = to.map_or_else(String::new, |url| url.origin().ascii_serialization());
+            let what = format!(
+                "its server redirects to {to}, where no token is sent: set HF_ENDPOINT to the \
+                 address of the hub itself"
+            );
+            return (ErrorKind::InvalidData, what);
+        }
+        let code = text(headers, "x-error-code").unwrap_or("");
+        let kind = match status {
+            StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,
+            _ => ErrorKind::Other,
+        };
+        let token = match self.token {
+            Some(_) => "the token of HF_TOKEN, or of the login, does not give access to it",
+            None => "set HF_TOKEN to a token that has access to it",
+        };
+        let (repo, revision) = (&place.repo, &place.revision);
+        let bad_token = text(headers, "x-error-message") == Some(BAD_TOKEN);
+        let what = match (code, status) {
+            (_, StatusCode::UNAUTHORIZED) if bad_token && self.token.is_some() => {
+                "the hub does not know the token of HF_TOKEN, or of the login: it is wrong, or has \
+                 expired; without one, public repositories can be read"
+                    .to_owned()
+            }
+            ("RevisionNotFound", _) => format!("`{repo}` has no revision `{revision}`"),
+            ("GatedRepo", _) => format!(
+                "`{repo}` is gated: its page on the hub says how to ask for access; {token}"
+            ),
+            ("RepoNotFound", _) | (_, StatusCode::UNAUTHORIZED) => {
+                format!("there is no repository `{repo}`, or it is private: {token}")
+            }
+            (_, StatusCode::FORBIDDEN) => format!("the hub refuses access to `{repo}`: {token}"),
+            _ => format!("the hub answered {status}"),
+        };
+        (kind, what)
+    }
+}
+
+/// The token that the hub's own client would send: that of the environment, or of the last login.
+fn token() -> Result<Option<String>> {
+    let clean = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
+    if HF_NO_TOKEN.is_true() {
+        return Ok(None);
+    }
+    if let Some(token) =
+        HF_TOKEN.or(&OLD_TOKEN).value().as_ref().and_then(|text| clean(text.to_str()?))
+    {
+        return Ok(Some(token));
+    }
+    let Some(path) = HF_TOKEN_PATH.expanded().or_else(|| Some(hf_home()?.join("token"))) else {
+        return Ok(None);
+    };
+    match fs::read_to_string(&path) {
+        Ok(text) => Ok(clean(&text)),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(e) => Err(Error::io("reading the token in", &path.display().to_string(), e)),
+    }
+}
+
+fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+/// Files of LFS are known by the SHA-256 of their bytes, others by another hash.
+fn checksum(headers: &HeaderMap) -> HubChecksum {
+    let tag = text(headers, LINKED).or_else(|| text(headers, "etag"));
+    tag.map_or(HubChecksum::NotSha256, |tag| {
+        sha256_of_tag(tag.trim_start_matches("W/").trim_matches('"'))
+    })
+}
+
+/// The SHA-256 that a file is known by, if it is one.
+pub fn sha256_of_tag(tag: &str) -> HubChecksum {
+    let mut sha256 = [0; 32];
+    let (pairs, rest) = tag.as_bytes().as_chunks::<2>();
+    if pairs.len() != sha256.len() || !rest.is_empty() {
+        return HubChecksum::NotSha256;
+    }
+    for (byte, pair) in sha256.iter_mut().zip(pairs) {
+        let hex = std::str::from_utf8(pair).ok().filter(|pair| !pair.starts_with('+'));
+        match hex.and_then(|pair| u8::from_str_radix(pair, 16).ok()) {
+            Some(value) => *byte = value,
+            None => return HubChecksum::NotSha256,
+        }
+    }
+    HubChecksum::Sha256(sha256)
+}

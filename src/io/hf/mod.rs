@@ -1,0 +1,228 @@
+//! `hf://org/repo[@revision][/path]`: files of Hugging Face's hub, all of one commit, or of what its
+//! own client has downloaded of it.
+
+mod address;
+mod hub;
+mod local_cache;
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use super::local::FileSource;
+use super::{CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadAt, http};
+use crate::cancel::Cancel;
+use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
+use crate::error::{Error, Result};
+use crate::mem::Buffers;
+use address::HubAddress;
+use hub::Hub;
+use local_cache::LocalCache;
+
+/// Opens an address: a file, or the file of a folder or of the whole repository. Files whose heads are cached
+/// are opened without a request.
+pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let wanted = HubAddress::parse(uri)?;
+    let repo = Arc::new(Repo {
+        local: LocalCache::from_environment(),
+        offline: HF_OFFLINE.or(&OLD_OFFLINE).is_true(),
+        hub: OnceLock::new(),
+        options: options.clone(),
+    });
+    let found = repo.find(&wanted, cancel)?;
+    repo.open(&found, cancel)
+}
+
+/// A repository, and where its files come from.
+struct Repo {
+    local: LocalCache,
+    offline: bool,
+    /// None until it is asked.
+    hub: OnceLock<Hub>,
+    options: OpenOptions,
+}
+
+impl Repo {
+    fn hub(&self) -> Result<&Hub> {
+        if let Some(hub) = self.hub.get() {
+            return Ok(hub);
+        }
+        let hub = Hub::from_environment(self.options.transport.clone())?;
+        Ok(self.hub.get_or_init(|| hub))
+    }
+
+    /// The file that an address names, at the commit that its revision is at now.
+    fn find(&self, wanted: &HubAddress, cancel: &dyn Cancel) -> Result<HubAddress> {
+        let candidates = wanted.candidates();
+        let mut commit = if wanted.is_pinned() {
+            Some(wanted.revision.clone())
+        } else if self.offline {
+            Some(self.local.commit(wanted).ok_or_else(|| self.not_here(wanted))?)
+        } else {
+            self.known_commit(wanted)
+        };
+        if let Some(found) = self.without_asking(commit.as_deref(), &candidates) {
+            return Ok(found);
+        }
+        if self.offline {
+            return Err(self.not_here(wanted));
+        }
+        let kept = self.local.commit(wanted).filter(|_| commit.is_none());
+        for candidate in &candidates {
+            let place = commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at(c));
+            let soon = kept.is_some() && commit.is_none();
+            let said = match self.hub()?.ask(&place, soon, cancel) {
+                Err(error) if soon && is_unreachable(&error) => {
+                    let found = self.without_asking(kept.as_deref(), &candidates);
+                    return found.ok_or(error);
+                }
+                said => said?.granted()?,
+            };
+            if commit.is_none() && said.commit.is_some() {
+                commit = said.commit;
+                if let Some(found) = self.without_asking(commit.as_deref(), &candidates) {
+                    return Ok(found);
+                }
+            }
+            match &commit {
+                Some(commit) if said.here => return Ok(candidate.at(commit)),
+                None if said.here => {
+                    let what = "its server names no commit of it, as Hugging Face's hub does: check \
+                                HF_ENDPOINT";
+                    let error = io::Error::new(ErrorKind::InvalidData, what);
+                    return Err(Error::io("asking for", &place.show(), error));
+                }
+                _ => {}
+            }
+        }
+        let names: Vec<&str> = candidates.iter().map(|place| place.path.as_str()).collect();
+        let what = format!("there is no file {}", names.join(", nor "));
+        Err(Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what)))
+    }
+
+    /// The commit at which another process has opened the repository for this one.
+    fn known_commit(&self, wanted: &HubAddress) -> Option<String> {
+        let places =
+            self.options.heads.addresses().filter_map(|address| HubAddress::parse(address).ok());
+        let mut same = places.filter(|place| place.repo == wanted.repo && place.is_pinned());
+        same.next().map(|place| place.revision)
+    }
+
+    /// The first file of a commit that can be opened without a request.
+    fn without_asking(
+        &self,
+        commit: Option<&str>,
+        candidates: &[HubAddress],
+    ) -> Option<HubAddress> {
+        let places = candidates.iter().map(|place| Some(place.at(commit?)));
+        let places: Vec<HubAddress> = places.collect::<Option<_>>()?;
+        let is_known = |place: &&HubAddress| self.options.heads.of(&place.show()).is_some();
+        let is_here = |place: &&HubAddress| self.local.file(place).is_some();
+        places.iter().find(is_known).or_else(|| places.iter().find(is_here)).cloned()
+    }
+
+    fn not_here(&self, wanted: &HubAddress) -> Error {
+        let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
+        Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what))
+    }
+
+    /// Opens a file of a commit.
+    fn open(self: &Arc<Self>, place: &HubAddress, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+        let shown = place.show();
+        let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(place) {
+            Some(path) => {
+                let file = crate::sys::open_at_once(&path);
+                let file =
+                    file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
+                let source = Arc::new(FileSource::new(file, shown)?);
+                (source, Some(path.canonicalize().unwrap_or(path)))
+            }
+            None if self.offline => return Err(self.not_here(place)),
+            None => {
+                let hub = self.hub()?;
+                let options = OpenOptions { transport: hub.options(), ..self.options.clone() };
+                (http::open_as(hub.url(place), &shown, &options, cancel)?, None)
+            }
+        };
+        Ok(Arc::new(HubSource { inner, copy, place: place.clone(), repo: Arc::clone(self) }))
+    }
+}
+
+/// True if there was no answer, for another reason than a wrong certificate.
+fn is_unreachable(error: &Error) -> bool {
+    let others = [ErrorKind::PermissionDenied, ErrorKind::InvalidInput, ErrorKind::InvalidData];
+    matches!(error, Error::Io { error, .. } if !others.contains(&error.kind()))
+}
+
+/// A file of a commit.
+struct HubSource {
+    inner: Arc<dyn ReadAt>,
+    /// The file in the cache of the hub's client, if that is read.
+    copy: Option<PathBuf>,
+    place: HubAddress,
+    repo: Arc<Repo>,
+}
+
+impl ReadAt for HubSource {
+    fn uri(&self) -> &str {
+        self.inner.uri()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { of_hub: true, ..self.inner.capabilities() }
+    }
+
+    fn limit_connection(&self, bytes: u64) {
+        self.inner.limit_connection(bytes);
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        self.inner.read_at(offset, buffers, cancel)
+    }
+
+    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
+        self.inner.own_handle()
+    }
+
+    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.repo.open(&self.place.sibling(name), cancel).map(Some)
+    }
+
+    fn response_head(&self) -> Option<CachedHead> {
+        if self.copy.is_none() {
+            return self.inner.response_head();
+        }
+        // It names the commit, and no validators: there was no server.
+        let len = self.inner.capabilities().len?;
+        let (uri, first) = (self.uri().to_owned(), Arc::default());
+        Some(CachedHead { uri, len, tag: None, modified: None, headers: Vec::new(), first })
+    }
+
+    fn checksum(&self, cancel: &dyn Cancel) -> Result<HubChecksum> {
+        let tag = self.repo.local.tag(&self.place).filter(|_| self.copy.is_some());
+        match tag.map(|tag| (hub::sha256_of_tag(&tag), tag.len())) {
+            Some((found @ HubChecksum::Sha256(_), _)) => Ok(found),
+            // The hash of a file in git itself.
+            Some((_, 40)) => Ok(HubChecksum::NotSha256),
+            _ if self.repo.offline => Ok(HubChecksum::NotAsked),
+            _ => Ok(self.repo.hub()?.ask(&self.place, false, cancel)?.granted()?.checksum),
+        }
+    }
+
+    fn local_copy(&self) -> Option<&dyn LocalCopy> {
+        match &self.copy {
+            Some(copy) => Some(copy),
+            None => self.inner.local_copy(),
+        }
+    }
+
+    fn file(&self) -> Option<&File> {
+        self.inner.file()
+    }
+}

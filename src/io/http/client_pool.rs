@@ -1,0 +1,155 @@
+//! The clients of one source, lent to threads, and the bodies of their responses.
+
+use std::future::Future;
+use std::io::ErrorKind;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bytes::Bytes;
+use reqwest::Response;
+
+use super::response::Range;
+use crate::io::transport::{
+    Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
+    TransportOptions, chunk,
+};
+use crate::mem::Buffers;
+
+/// The clients of one source.
+pub struct ClientPool {
+    pool: ConnectionPool<Client>,
+    config: ClientConfig,
+    /// Bytes that a server may send ahead on a new connection.
+    window: AtomicU32,
+}
+
+/// A client that one thread has.
+pub struct PooledClient(PooledConnection<Client>);
+
+impl ClientPool {
+    /// Reads the certificates; what is wrong with them is the error if `tls` needs them at once.
+    pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
+        let config = ClientConfig::new(options, tls)?;
+        let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
+        Ok(ClientPool { pool, config, window })
+    }
+
+    /// Bytes that a server may send ahead on each connection.
+    pub fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// Lowers the bytes that servers may send ahead. Connections that allow more are closed.
+    pub fn limit_window(&self, window: u32) {
+        if self.window.fetch_min(window, Ordering::Relaxed) > window {
+            self.pool.clear();
+        }
+    }
+
+    /// Lends a client for the length of a call.
+    pub fn with<T>(
+        &self,
+        budget: &RetryBudget<'_>,
+        body: impl FnOnce(&PooledClient) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let client = self.take(budget)?;
+        let result = body(&client);
+        self.pool.put(client.0);
+        result
+    }
+
+    /// Takes a client out of the pool.
+    pub fn take(&self, budget: &RetryBudget<'_>) -> Result<PooledClient, Failure> {
+        self.pool.take(budget, || self.connect()).map(PooledClient)
+    }
+
+    /// Makes a client without connections.
+    pub fn new_client(&self, budget: &RetryBudget<'_>) -> Result<PooledClient, Failure> {
+        PooledConnection::new(budget, || self.connect()).map(PooledClient)
+    }
+
+    async fn connect(&self) -> Result<Client, Failure> {
+        self.config.client_with_window(self.window())
+    }
+}
+
+impl PooledClient {
+    /// The client itself.
+    pub fn client(&self) -> &Client {
+        self.0.client()
+    }
+
+    /// Runs a request on this thread until it ends, its budget is spent, or the call is cancelled.
+    pub fn run<T>(
+        &self,
+        budget: &RetryBudget<'_>,
+        request: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        self.0.run(budget, request)
+    }
+
+    /// The next bytes of a body; none at its end.
+    pub async fn chunk(
+        &self,
+        response: &mut Response,
+        budget: &RetryBudget<'_>,
+    ) -> Result<Bytes, Failure> {
+        let bytes = chunk(response, self.client().stall()).await?;
+        budget.received(bytes.len() as u64);
+        // A body that never pauses would not let the event loop check.
+        budget.check()?;
+        Ok(bytes)
+    }
+
+    /// Reads a body, which must have `len` bytes if that is known.
+    pub async fn collect(
+        &self,
+        mut response: Response,
+        len: Option<u64>,
+        budget: &RetryBudget<'_>,
+    ) -> Result<Vec<u8>, Failure> {
+        let mut body = Vec::new();
+        loop {
+            let bytes = self.chunk(&mut response, budget).await?;
+            body.extend_from_slice(&bytes);
+            let found = body.len() as u64;
+            match len {
+                Some(len) if found > len || (bytes.is_empty() && found < len) => {
+                    let what = format!("expected a body of {len} bytes, found {found}");
+                    return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
+                }
+                _ if bytes.is_empty() => return Ok(body),
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads the body of a range into buffers. `done` is the position after the last byte that arrived,
+    /// also when this fails.
+    pub async fn scatter(
+        &self,
+        mut response: Response,
+        range: Range,
+        buffers: &mut Buffers<'_>,
+        done: &mut u64,
+        budget: &RetryBudget<'_>,
+    ) -> Result<(), Failure> {
+        let too_long = || {
+            let what = format!("the body goes on behind byte {}", range.end);
+            Failure::permanent(ErrorKind::InvalidData, what)
+        };
+        while *done < range.end {
+            let bytes = self.chunk(&mut response, budget).await?;
+            if bytes.is_empty() {
+                let what = format!("the body ended at byte {done} of {}", range.end);
+                return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
+            }
+            if bytes.len() as u64 > range.end - *done {
+                return Err(too_long());
+            }
+            *done += buffers.put(&bytes) as u64;
+            buffers.arrived(bytes.len() as u64);
+        }
+        // The end of the body is read too, so that the connection can be used again.
+        if self.chunk(&mut response, budget).await?.is_empty() { Ok(()) } else { Err(too_long()) }
+    }
+}

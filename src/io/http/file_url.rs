@@ -1,0 +1,302 @@
+//! The URL of a file: one that stays, or one that is signed, and expires.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime};
+
+use reqwest::header::{HeaderMap, HeaderValue, IF_MATCH, IF_NONE_MATCH, RANGE};
+use reqwest::{Method, Response, StatusCode, Url};
+
+use super::cache_key::{cache_key, is_version};
+use super::client_pool::PooledClient;
+use super::response::{Range, Validators};
+use crate::error::Error;
+use crate::io::transport::{Failure, Location, beginning, follow, says_expired, status_failure};
+use crate::sys::brief::Brief;
+use crate::sys::clock;
+
+/// A future that a thread runs on its event loop.
+pub type Pending<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
+
+/// Signs the URL of an object.
+pub trait Sign: Send + Sync {
+    /// A signed URL, and the time until which it is good.
+    fn sign(&self) -> Pending<'_, (Location, SystemTime)>;
+
+    /// Forgets the credentials that were used at that time: a server has refused them.
+    fn refused(&self, used: Instant);
+
+    /// True if the status 401 means that credentials have expired, as for tokens.
+    fn uses_tokens(&self) -> bool;
+
+    /// The name of the object in the cache, without secrets.
+    fn cache_key(&self) -> String;
+
+    /// True if it is one version of its object, and not the latest.
+    fn is_version(&self) -> bool {
+        false
+    }
+
+    /// The server, for messages. None: the address names it.
+    fn host(&self) -> Option<String> {
+        None
+    }
+
+    /// True if a redirect with these headers is not followed.
+    fn is_answer(&self, _headers: &HeaderMap) -> bool {
+        false
+    }
+
+    /// True if these headers of a refusal from `asked` say where the object is, and the next signature is
+    /// for that place.
+    fn moves(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
+        false
+    }
+
+    /// The failure that a refusal means. `body` is the beginning of its body.
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, _body: &[u8]) -> Failure {
+        status_failure(status, headers, format!("the server answered {status}"))
+    }
+
+    /// Signs the URL of another file in the same folder.
+    fn sibling(&self, name: &str) -> Box<dyn Sign>;
+}
+
+/// The URL of a file.
+pub enum FileUrl {
+    /// As the caller named it.
+    Fixed(Arc<Location>),
+    /// Signed. A signature is used as long as it is good.
+    Signed { signer: Box<dyn Sign>, last: Brief<Option<SignedUrl>> },
+}
+
+/// A signed URL.
+pub struct SignedUrl {
+    location: Arc<Location>,
+    good_until: SystemTime,
+    since: Instant,
+}
+
+/// The range and the conditions of a request.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Wanted<'w> {
+    /// None: the whole file.
+    pub range: Option<Range>,
+    /// The file that was opened: another one is refused, if it has a strong `ETag`.
+    pub opened: Option<&'w Validators>,
+    /// The `ETag` of a cached copy: the server answers 304 if the file still has it.
+    pub unless: Option<&'w str>,
+}
+
+impl Wanted<'_> {
+    /// A range of a file that was not opened before.
+    pub fn range(start: u64, end: u64) -> Self {
+        Wanted { range: Some(Range { start, end }), ..Wanted::default() }
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let range = self.range.map(Range::field);
+        let opened = self.opened.and_then(Validators::strong_tag).map(str::to_owned);
+        let unless = self.unless.map(str::to_owned);
+        let all = [(RANGE, range), (IF_MATCH, opened), (IF_NONE_MATCH, unless)];
+        let set = all
+            .into_iter()
+            .filter_map(|(name, text)| Some((name, HeaderValue::from_str(&text?).ok()?)));
+        set.collect()
+    }
+}
+
+impl FileUrl {
+    /// A URL that is signed when it is used.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
+    pub fn signed(signer: Box<dyn Sign>) -> Self {
+        FileUrl::Signed { signer, last: Brief::new(None) }
+    }
+
+    /// The URL of another file in the same folder.
+    pub fn sibling(&self, name: &str) -> Option<Self> {
+        Some(match self {
+            FileUrl::Fixed(location) => FileUrl::Fixed(Arc::new(location.sibling(name)?)),
+            FileUrl::Signed { signer, .. } => {
+                FileUrl::Signed { signer: signer.sibling(name), last: Brief::new(None) }
+            }
+        })
+    }
+
+    /// True if it is one version of its file, which says nothing of versions of its siblings.
+    pub fn is_version(&self) -> bool {
+        match self {
+            FileUrl::Fixed(location) => is_version(&location.url),
+            FileUrl::Signed { signer, .. } => signer.is_version(),
+        }
+    }
+
+    /// The name of the file in the cache; None where its query may hold secrets.
+    pub fn cache_key(&self) -> Option<String> {
+        match self {
+            FileUrl::Fixed(location) => cache_key(&location.url),
+            FileUrl::Signed { signer, .. } => Some(signer.cache_key()),
+        }
+    }
+
+    /// Adds the server to an error, where the address does not name it.
+    pub fn with_host(&self, error: Error) -> Error {
+        let host = match self {
+            FileUrl::Fixed(_) => None,
+            FileUrl::Signed { signer, .. } => signer.host(),
+        };
+        match host {
+            Some(host) => error.at_host(&host),
+            None => error,
+        }
+    }
+
+    /// The location of the file now, and since when it is good. Signs it if there is no signature, or
+    /// if that is about to expire.
+    async fn location(&self) -> Result<(Arc<Location>, Instant), Failure> {
+        let (signer, last) = match self {
+            FileUrl::Fixed(location) => return Ok((Arc::clone(location), clock::now())),
+            FileUrl::Signed { signer, last } => (signer, last),
+        };
+        let good = |signed: &&SignedUrl| clock::date() < signed.good_until;
+        if let Some(signed) = last.lock().as_ref().filter(good) {
+            return Ok((Arc::clone(&signed.location), signed.since));
+        }
+        let (location, good_until) = match signer.sign().await {
+            Ok(signed) => signed,
+            Err(failure) => {
+                // The old signature serves as long as the server accepts it.
+                let old = last.lock().as_ref().map(|old| (Arc::clone(&old.location), old.since));
+                return old.filter(|_| !failure.is_ended()).ok_or(failure);
+            }
+        };
+        // After its credentials were found: they must not seem newer than a refusal of them.
+        let since = clock::now();
+        let location = Arc::new(location);
+        *last.lock() = Some(SignedUrl { location: Arc::clone(&location), good_until, since });
+        Ok((location, since))
+    }
+
+    /// Forgets a signature that was used at that time: a server has refused it.
+    fn refused(&self, used: Instant) {
+        if let FileUrl::Signed { signer, last } = self {
+            // Another thread may have signed since.
+            last.lock().take_if(|signed| signed.since <= used);
+            signer.refused(used);
+        }
+    }
+
+    /// Sends a request to `at`, where a redirect has led before, or to the URL itself. Returns the
+    /// location if it is another one. A refusal says whether a signature has expired; then it is not
+    /// used again.
+    pub async fn request(
+        &self,
+        client: &PooledClient,
+        at: Option<&Arc<Location>>,
+        wanted: Wanted<'_>,
+    ) -> Result<(Option<Arc<Location>>, Response), Failure> {
+        let (from, since) = match at {
+            Some(at) => (Arc::clone(at), clock::now()),
+            None => self.location().await?,
+        };
+        let is_answer = |_: &Location, headers: &HeaderMap| match self {
+            FileUrl::Fixed(_) => false,
+            FileUrl::Signed { signer, .. } => signer.is_answer(headers),
+        };
+        let (client, headers) = (client.client(), wanted.headers());
+        let (location, mut response) =
+            follow(client, Method::GET, &from, &headers, is_answer).await?;
+        let status = response.status();
+        if let FileUrl::Signed { signer, last } = self
+            && is_refusal(status)
+        {
+            let body = beginning(&mut response, client.stall()).await?;
+            let headers = response.headers();
+            let failure = signer.refusal(status, headers, &body);
+            let expired =
+                says_expired(&body) || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
+            if expired {
+                self.refused(since);
+            }
+            let moves = signer.moves(&location.url, headers);
+            if moves {
+                last.lock().take();
+            }
+            return Err(failure.if_renewable(expired || moves));
+        }
+        // The URL itself is not kept by the caller: its signature expires.
+        let moved = (at.is_some() || location != *from).then(|| Arc::new(location));
+        Ok((moved, response))
+    }
+}
+
+/// True if the body of an answer says why the server refuses. Refusals of a range or a condition, and
+/// those of busy servers, mean the same from all servers.
+fn is_refusal(status: StatusCode) -> bool {
+    let others = [
+        StatusCode::NOT_MODIFIED,
+        StatusCode::REQUEST_TIMEOUT,
+        StatusCode::TOO_MANY_REQUESTS,
+        StatusCode::PRECONDITION_FAILED,
+        StatusCode::RANGE_NOT_SATISFIABLE,
+    ];
+    (status.is_redirection() || status.is_client_error()) && !others.contains(&status)
+}
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::ErrorKind;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// Signs at the first and third call only; each signature expires at once.
+    struct Sometimes(AtomicU32);
+
+    impl Sign for Sometimes {
+        fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+            let number = self.0.fetch_add(1, Ordering::Relaxed);
+            Box::pin(async move {
+                if number % 2 == 1 {
+                    return Err(Failure::transient(ErrorKind::TimedOut, "no answer"));
+                }
+                let url = format!("http://host/{number}").parse().unwrap();
+                Ok((Location::new(url, Vec::new()), SystemTime::now()))
+            })
+        }
+
+        fn refused(&self, _used: Instant) {}
+
+        fn uses_tokens(&self) -> bool {
+            true
+        }
+
+        fn cache_key(&self) -> String {
+            String::new()
+        }
+
+        fn sibling(&self, _name: &str) -> Box<dyn Sign> {
+            Box::new(Sometimes(AtomicU32::new(0)))
+        }
+    }
+
+    #[test]
+    fn an_old_signature_serves_until_it_is_refused() {
+        let url = FileUrl::signed(Box::new(Sometimes(AtomicU32::new(0))));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let location = || {
+            let found = runtime.block_on(url.location());
+            found.map(|(location, since)| (location.url.to_string(), since))
+        };
+        assert_eq!(location().unwrap().0, "http://host/0");
+        assert_eq!(location().unwrap().0, "http://host/0");
+        let (third, since) = location().unwrap();
+        assert_eq!(third, "http://host/2");
+        url.refused(since);
+        assert!(location().is_err());
+        assert_eq!(location().unwrap().0, "http://host/4");
+    }
+}

@@ -1,0 +1,357 @@
+//! `http://` and `https://`: parallel requests for ranges, straight into the caller's memory.
+
+mod cache_key;
+mod client_pool;
+mod file_url;
+pub(crate) mod response;
+mod sequential;
+
+use std::sync::Arc;
+
+use reqwest::Url;
+#[cfg(feature = "hf")]
+use reqwest::{
+    Method, StatusCode,
+    header::{HeaderMap, LOCATION},
+};
+
+use super::cache::CacheEntry;
+use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSource};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::transport::{
+    Failure, Location, RetryBudget, TransportOptions, Trust, retry, show_text,
+};
+#[cfg(feature = "hf")]
+use crate::io::transport::{follow, status_failure};
+use crate::mem::Buffers;
+use crate::memory_limit::CONNECTION;
+use crate::sys::brief::Brief;
+use client_pool::ClientPool;
+pub use file_url::FileUrl;
+use file_url::Wanted;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub use file_url::{Pending, Sign};
+use response::{FirstResponse, Range, Validators};
+
+/// Bytes of the first request: prologue and index of files with some thousand tensors.
+const HEAD_LEN: u64 = 1 << 20;
+/// Bytes of a request: at 100 MB/s and 50 ms of latency a fourteenth of its time is latency.
+const REQUEST_LEN: u64 = 64 << 20;
+/// Connections of a load at its beginning: as many as a server in the same rack has use for.
+const FIRST_CONNECTIONS: usize = 4;
+/// The most connections that a load makes by itself: 100 MB/s each fill a network of 25 Gbit/s.
+const MOST_CONNECTIONS: usize = 32;
+/// Unwanted bytes that cost less than another request.
+const MERGE_GAP: u64 = 512 << 10;
+
+/// A file of a server with ranges.
+pub struct HttpSource {
+    shown: String,
+    url: FileUrl,
+    /// The location to which redirects have led, which may cease to exist.
+    moved: Brief<Option<Arc<Location>>>,
+    clients: ClientPool,
+    options: OpenOptions,
+    validators: Validators,
+    head: Arc<[u8]>,
+    headers: Vec<(String, String)>,
+    tls: bool,
+    /// True if the server sends ahead of reads, by HTTP/2.
+    ahead: bool,
+}
+
+/// Opens an address, without a request if the head of its file is cached. A file of a server without
+/// ranges is read front to back.
+pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let url = Url::parse(address).map_err(|e| {
+        Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
+    })?;
+    let shown = show(&url);
+    open_as(url, &shown, options, cancel)
+}
+
+/// Opens an address that messages call `shown`.
+pub fn open_as(
+    url: Url,
+    shown: &str,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let tls = url.scheme() == "https";
+    let location = Location::new(url, options.transport.headers.clone());
+    open_url(FileUrl::Fixed(Arc::new(location)), tls, shown.to_owned(), options, cancel)
+}
+
+/// Opens a URL; `tls` is true for `https://`.
+pub fn open_url(
+    url: FileUrl,
+    tls: bool,
+    shown: String,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
+    // Bytes of servers that are not verified are not cached for those that are.
+    let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
+    let cache = cache.zip(url.cache_key());
+    // Several files may have one shown address: later responses must prove which file it is.
+    let cached = options.heads.of(&shown);
+    let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
+    let mut entry = None;
+    let (moved, first, head) = match cached {
+        Some(head) => (None, FirstResponse::cached(head)?, Arc::clone(&head.first)),
+        None => {
+            entry = cache.as_ref().and_then(|(cache, key)| cache.latest(key));
+            request_head(&url, &clients, &shown, entry.as_ref(), options, cancel)?
+        }
+    };
+    if !first.ranges {
+        let (folder, like, options) = (url.sibling(""), shown.clone(), options.clone());
+        let transport = options.transport.clone();
+        let open: OpenSibling = Arc::new(move |name, cancel| match &folder {
+            Some(folder) => sibling(folder, tls, &like, &options, name, cancel),
+            None => Ok(None),
+        });
+        let body =
+            sequential::Body::new(url, open, clients, transport, first.validators, shown.clone());
+        return Ok(Arc::new(StreamSource::new(body, shown)));
+    }
+    let source = Arc::new(HttpSource {
+        shown,
+        url,
+        moved: Brief::new(moved),
+        clients,
+        options: options.clone(),
+        validators: first.validators,
+        head,
+        headers: first.headers,
+        tls,
+        ahead: first.ahead.unwrap_or(tls),
+    });
+    let patience = options.transport.stall;
+    match cache {
+        Some((cache, key)) => cache.before(source, &key, entry, patience, cancel),
+        None => Ok(source),
+    }
+}
+
+/// Requests the headers of an address. Refusals, and redirects to other hosts, are answers.
+#[cfg(feature = "hf")]
+pub fn headers(
+    url: Url,
+    shown: &str,
+    options: &TransportOptions,
+    cancel: &dyn Cancel,
+) -> Result<(StatusCode, HeaderMap)> {
+    let tls = url.scheme() == "https";
+    let clients = ClientPool::new(options, tls).map_err(Error::InvalidArgument)?;
+    let from = Location::new(url, options.headers.clone());
+    let leaves = |at: &Location, headers: &HeaderMap| {
+        let to = headers.get(LOCATION).and_then(|to| at.url.join(to.to_str().ok()?).ok());
+        to.is_some_and(|to| to.origin() != at.url.origin())
+    };
+    let budget = RetryBudget::new("asking for", shown, options, cancel).opening();
+    retry::run(&budget, || {
+        clients.with(&budget, |client| {
+            client.run(&budget, async {
+                let none = HeaderMap::new();
+                let (_, response) =
+                    follow(client.client(), Method::HEAD, &from, &none, leaves).await?;
+                let (status, headers) = (response.status(), response.headers());
+                let failure =
+                    status_failure(status, headers, format!("the server answered {status}"));
+                if failure.is_transient() { Err(failure) } else { Ok((status, headers.clone())) }
+            })
+        })
+    })
+}
+
+/// The location to which redirects have led, the first response, and the first bytes of a file of a
+/// server with ranges.
+type HeadResponse = (Option<Arc<Location>>, FirstResponse, Arc<[u8]>);
+
+/// Requests the head of a file. If the server has what is in the cache, only its headers are sent.
+fn request_head(
+    url: &FileUrl,
+    clients: &ClientPool,
+    shown: &str,
+    entry: Option<&CacheEntry>,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<HeadResponse> {
+    let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
+    let range = Range { start: 0, end: HEAD_LEN };
+    let wanted =
+        Wanted { unless: entry.map(CacheEntry::tag), ..Wanted::range(range.start, range.end) };
+    let head = retry::run(&budget, || {
+        clients.with(&budget, |client| {
+            client.run(&budget, async {
+                let (moved, response) = url.request(client, None, wanted).await?;
+                let mut first = response::first(&response, range)?;
+                let mut bytes = Vec::new();
+                if first.not_modified {
+                    let unchanged = entry.map(|entry| (entry.file_len(), entry.tag().to_owned()));
+                    first.validators = first.validators.of_copy(unchanged)?;
+                } else if first.ranges && first.validators.len != Some(0) {
+                    // Without ranges the body is the whole file, and with an error a page.
+                    bytes = client.collect(response, first.len, &budget).await?;
+                }
+                Ok((moved, first, bytes.into()))
+            })
+        })
+    });
+    head.map_err(|error| url.with_host(error))
+}
+
+/// Opens another file in the same folder, in the same way.
+fn sibling(
+    url: &FileUrl,
+    tls: bool,
+    shown: &str,
+    options: &OpenOptions,
+    name: &str,
+    cancel: &dyn Cancel,
+) -> Result<Option<Arc<dyn ReadAt>>> {
+    if url.is_version() {
+        return Err(Error::Unsupported(format!(
+            "`{shown}` is one version of a file that names others beside it, and not which version of \
+             them: open it without, or what it names one by one"
+        )));
+    }
+    let Some(url) = url.sibling(name) else { return Ok(None) };
+    let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
+    let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+    open_url(url, tls, format!("{folder}/{name}{query}"), options, cancel).map(Some)
+}
+
+/// The capabilities of servers with ranges.
+pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capabilities {
+    Capabilities {
+        len,
+        max_readers: options.max_connections,
+        first_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
+        most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
+        request_len: REQUEST_LEN,
+        merge_gap: MERGE_GAP,
+        reader_memory: CONNECTION,
+        of_hub: false,
+    }
+}
+
+/// An address as messages show it; None if it is none.
+pub fn shown(address: &str) -> Option<String> {
+    Url::parse(address).ok().map(|url| show(&url))
+}
+
+fn show(url: &Url) -> String {
+    let mut url = url.clone();
+    let query = url.query().is_some();
+    url.set_query(None);
+    url.set_fragment(None);
+    // Neither can fail for addresses that have a host.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    if query { format!("{url}?...") } else { url.to_string() }
+}
+
+impl HttpSource {
+    /// Requests a range; `done` is the position after the last byte that arrived.
+    fn attempt(
+        &self,
+        range: Range,
+        buffers: &mut Buffers<'_>,
+        done: &mut u64,
+        budget: &RetryBudget<'_>,
+    ) -> Result<(), Failure> {
+        let at = self.moved.lock().clone();
+        let mut refused = false;
+        let outcome = self.clients.with(budget, |client| {
+            client.run(budget, async {
+                let opened = Some(&self.validators);
+                let wanted = Wanted { opened, ..Wanted::range(range.start, range.end) };
+                let (moved, response) = self.url.request(client, at.as_ref(), wanted).await?;
+                refused = response::may_be_another_file(&response);
+                self.validators.check(&response, range)?;
+                client.scatter(response, range, buffers, done, budget).await?;
+                Ok(moved)
+            })
+        });
+        let same = if refused { self.check_file(at.as_ref(), budget) } else { Ok(()) };
+        let outcome = same.and(outcome);
+        // The location may be a signed URL that has expired: after a failure the first one gives another.
+        let moved = outcome.as_ref().map_or(None, Clone::clone);
+        *self.moved.lock() = moved;
+        outcome.map(drop).map_err(|failure| failure.if_redirected(at.is_some()))
+    }
+
+    /// Fails if the server has another file than the one that was opened, and says what differs. The
+    /// connection is a new one: a server may close that of its refusal without a word.
+    fn check_file(
+        &self,
+        at: Option<&Arc<Location>>,
+        budget: &RetryBudget<'_>,
+    ) -> Result<(), Failure> {
+        let client = self.clients.new_client(budget)?;
+        client.run(budget, async {
+            let (_, response) = self.url.request(&client, at, Wanted::range(0, 1)).await?;
+            self.validators.check_first(&response, Range { start: 0, end: 1 })
+        })
+    }
+}
+
+impl ReadAt for HttpSource {
+    fn uri(&self) -> &str {
+        &self.shown
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let found = capabilities(self.validators.len, &self.options.transport);
+        let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
+        Capabilities { reader_memory: found.reader_memory + ahead, ..found }
+    }
+
+    fn limit_connection(&self, bytes: u64) {
+        if self.ahead {
+            self.clients.limit_window(u32::try_from(bytes).unwrap_or(u32::MAX));
+        }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let len = self.validators.len.unwrap_or(u64::MAX);
+        let end = offset.saturating_add(buffers.left() as u64).min(len);
+        if end <= offset {
+            return Ok(0);
+        }
+        let mut done = offset;
+        if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
+            done += buffers.put(here) as u64;
+        }
+        if done < end {
+            let budget = RetryBudget::new("reading", &self.shown, &self.options.transport, cancel);
+            let read = retry::run(&budget, || {
+                let range = Range { start: done, end };
+                let outcome = self.attempt(range, buffers, &mut done, &budget);
+                budget.set_position(done);
+                outcome
+            });
+            read.map_err(|error| self.url.with_host(error))?;
+        }
+        usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
+    }
+
+    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        sibling(&self.url, self.tls, &self.shown, &self.options, name, cancel)
+    }
+
+    fn response_head(&self) -> Option<CachedHead> {
+        let Validators { len, tag, modified } = self.validators.clone();
+        let (uri, headers) = (self.shown.clone(), self.headers.clone());
+        Some(CachedHead { uri, len: len?, tag, modified, headers, first: Arc::default() })
+    }
+}

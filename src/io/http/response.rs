@@ -1,0 +1,258 @@
+//! Responses, checked against what was asked for.
+
+use std::io::ErrorKind;
+
+use reqwest::header::{
+    CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName, LAST_MODIFIED,
+};
+use reqwest::{Response, StatusCode, Version};
+
+use crate::error::Error;
+use crate::io::CachedHead;
+use crate::io::transport::{Failure, status_failure};
+
+/// Bytes `start` to `end`, the latter not included.
+#[derive(Debug, Clone, Copy)]
+pub struct Range {
+    pub start: u64,
+    pub end: u64,
+}
+
+impl Range {
+    /// The value of the `Range` field.
+    pub fn field(self) -> String {
+        format!("bytes={}-{}", self.start, self.end.saturating_sub(1))
+    }
+}
+
+/// Size, `ETag` and date of a file, by which a change between requests is noticed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Validators {
+    /// Bytes of the file, where that is known.
+    pub len: Option<u64>,
+    pub tag: Option<String>,
+    pub modified: Option<String>,
+}
+
+/// The response to the first request.
+pub struct FirstResponse {
+    /// True if the server has answered with the range that was asked for.
+    pub ranges: bool,
+    /// True if a cached copy still is what the server has: there is no body.
+    pub not_modified: bool,
+    /// Bytes of its body, where it says so.
+    pub len: Option<u64>,
+    pub validators: Validators,
+    pub headers: Vec<(String, String)>,
+    /// True if the server sends ahead by HTTP/2; None without a request.
+    pub ahead: Option<bool>,
+}
+
+impl FirstResponse {
+    /// The response to another opening. A head that cannot be of its file is the error.
+    pub fn cached(head: &CachedHead) -> crate::error::Result<Self> {
+        let found = head.first.len() as u64;
+        if found > head.len {
+            return Err(Error::InvalidArgument(format!(
+                "the known head of `{}`: expected at most the {} bytes of the file, found {found}",
+                head.uri, head.len
+            )));
+        }
+        let (tag, modified) = (head.tag.clone(), head.modified.clone());
+        let validators = Validators { len: Some(head.len), tag, modified };
+        Ok(FirstResponse {
+            ranges: true,
+            not_modified: false,
+            len: Some(found),
+            validators,
+            headers: head.headers.clone(),
+            ahead: None,
+        })
+    }
+}
+
+fn text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}
+
+/// `(start, end, total)` of a `Content-Range` field.
+fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
+    let field = text(headers, &CONTENT_RANGE)?;
+    let (range, total) = field.strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let end = last.trim().parse::<u64>().ok()?.checked_add(1)?;
+    Some((first.trim().parse().ok()?, end, total.trim().parse().ok()))
+}
+
+fn length(headers: &HeaderMap) -> Option<u64> {
+    text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
+}
+
+/// Fails for a status other than success.
+pub fn check_status(response: &Response) -> Result<(), Failure> {
+    let status = response.status();
+    if status.is_success() {
+        let headers = response.headers();
+        return match text(headers, &CONTENT_ENCODING).filter(|coding| coding != "identity") {
+            Some(coding) => Err(Failure::permanent(
+                ErrorKind::InvalidData,
+                format!("the server compressed the file ({coding}), although it was asked not to"),
+            )),
+            None => Ok(()),
+        };
+    }
+    Err(status_failure(status, response.headers(), format!("the server answered {status}")))
+}
+
+/// True if a server refuses a range, or the `ETag` that was sent along: it may have another file.
+pub fn may_be_another_file(response: &Response) -> bool {
+    let status = response.status();
+    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
+}
+
+impl Validators {
+    fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
+        Validators { len, tag: text(headers, &ETAG), modified: text(headers, &LAST_MODIFIED) }
+    }
+
+    /// The validators of a cached copy that the server has found unchanged, with its size and `ETag`.
+    pub fn of_copy(self, copy: Option<(u64, String)>) -> Result<Self, Failure> {
+        let missing = || {
+            let what = "the server answered 304, as for a cached copy, and was not asked for that";
+            Failure::permanent(ErrorKind::InvalidData, what)
+        };
+        let (len, tag) = copy.ok_or_else(missing)?;
+        Ok(Validators { len: Some(len), tag: Some(tag), ..self })
+    }
+
+    /// The `ETag` that is sent along with requests: one that promises the same bytes. Dates are not sent:
+    /// each machine of a server may have another.
+    pub fn strong_tag(&self) -> Option<&str> {
+        self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
+    }
+
+    /// Checks that a response holds exactly the range, of the file that was opened.
+    pub fn check(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+        self.check_status(response)?;
+        let headers = response.headers();
+        if response.status() != StatusCode::PARTIAL_CONTENT {
+            // The page of a proxy, or a server without ranges since.
+            let what = format!(
+                "expected bytes {} to {}, the server answered {} without a range",
+                wanted.start,
+                wanted.end,
+                response.status()
+            );
+            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        }
+        let Some((start, end, len)) = content_range(headers) else {
+            return Err(Failure::transient(
+                ErrorKind::InvalidData,
+                "the server's answer does not say which range it holds",
+            ));
+        };
+        self.check_same(&Validators::of(headers, len.or(self.len)))?;
+        let stated = length(headers).unwrap_or(end.saturating_sub(start));
+        if (start, end) != (wanted.start, wanted.end) || stated != end - start {
+            let what = format!(
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated}",
+                wanted.start, wanted.end
+            );
+            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        }
+        Ok(())
+    }
+
+    /// Checks a whole file's response against the first one.
+    pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
+        self.check_status(response)?;
+        let len = length(response.headers()).or(self.len);
+        self.check_same(&Validators::of(response.headers(), len))
+    }
+
+    fn check_status(&self, response: &Response) -> Result<(), Failure> {
+        if let Some(tag) = self.strong_tag()
+            && response.status() == StatusCode::PRECONDITION_FAILED
+        {
+            let what = format!("the file changed since it was opened: its ETag was {tag}");
+            return Err(Failure::permanent(ErrorKind::InvalidData, what));
+        }
+        check_status(response)
+    }
+
+    /// Fails if the first response of another request is about another file, and says what differs.
+    pub fn check_first(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+        self.check_same(&first(response, wanted)?.validators)
+    }
+
+    fn check_same(&self, found: &Validators) -> Result<(), Failure> {
+        let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
+        let facts = [
+            ("ETag", self.tag.clone(), found.tag.clone()),
+            ("Last-Modified", self.modified.clone(), found.modified.clone()),
+            ("size", bytes(self.len), bytes(found.len)),
+        ];
+        let mut others = Vec::new();
+        for (what, before, now) in &facts {
+            match (before, now) {
+                (Some(before), Some(now)) if before != now => {
+                    others.push(format!("its {what} was {before}, is {now}"));
+                }
+                // Another machine of the server may say it.
+                (Some(before), None) if others.is_empty() => {
+                    let what = format!(
+                        "the file may have changed since it was opened: the first answer had the \
+                         {what} {before}, and another has none"
+                    );
+                    return Err(Failure::transient(ErrorKind::InvalidData, what));
+                }
+                _ => {}
+            }
+        }
+        if others.is_empty() {
+            return Ok(());
+        }
+        let what = format!("the file changed since it was opened: {}", others.join("; "));
+        Err(Failure::permanent(ErrorKind::InvalidData, what))
+    }
+}
+
+/// Reads the response to the first request.
+pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failure> {
+    let headers = response.headers();
+    let found = |ranges: bool, body: Option<u64>, size: Option<u64>| FirstResponse {
+        ranges,
+        not_modified: response.status() == StatusCode::NOT_MODIFIED,
+        len: body,
+        validators: Validators::of(headers, size),
+        headers: headers
+            .iter()
+            .filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?.to_owned())))
+            .collect(),
+        ahead: Some(response.version() == Version::HTTP_2),
+    };
+    match response.status() {
+        // Without a size: that of the cached copy holds.
+        StatusCode::NOT_MODIFIED => return Ok(found(true, Some(0), None)),
+        // Only an empty file has no first byte.
+        StatusCode::RANGE_NOT_SATISFIABLE => return Ok(found(true, Some(0), Some(0))),
+        _ => check_status(response)?,
+    }
+    if response.status() != StatusCode::PARTIAL_CONTENT {
+        let len = length(headers);
+        return Ok(found(false, len, len));
+    }
+    let what = match content_range(headers) {
+        Some((0, end, Some(len))) if end == wanted.end.min(len) => {
+            return Ok(found(true, Some(end), Some(len)));
+        }
+        // A range without a total, or another range than was asked for.
+        Some(_) => format!(
+            "asked for {}, the server's Content-Range is {:?}",
+            wanted.field(),
+            text(headers, &CONTENT_RANGE)
+        ),
+        None => "the server's answer does not say which range it holds".to_owned(),
+    };
+    Err(Failure::transient(ErrorKind::InvalidData, what))
+}

@@ -1,0 +1,126 @@
+//! A server without ranges: one response, read front to back.
+
+use crate::mem::Buffers;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::{Buf as _, Bytes};
+use reqwest::Response;
+
+use super::client_pool::{ClientPool, PooledClient};
+use super::file_url::{FileUrl, Wanted};
+use super::response::Validators;
+use crate::cancel::Cancel;
+use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
+use crate::io::{OpenSibling, Stream};
+use crate::sys::process::Inherited;
+
+/// The body of a file. After a broken connection it is requested again, and the bytes that were read
+/// before are skipped.
+pub struct Body {
+    url: FileUrl,
+    open_sibling: OpenSibling,
+    clients: ClientPool,
+    options: TransportOptions,
+    validators: Validators,
+    shown: String,
+    /// The parent's in a forked child, which does not use it.
+    open: Option<Inherited<(PooledClient, Response)>>,
+    /// Bytes that have arrived and were not asked for yet.
+    rest: Bytes,
+    position: u64,
+    /// Time spent waiting for bytes.
+    waited: Duration,
+}
+
+impl Body {
+    pub fn new(
+        url: FileUrl,
+        open_sibling: OpenSibling,
+        clients: ClientPool,
+        options: TransportOptions,
+        validators: Validators,
+        shown: String,
+    ) -> Self {
+        Body {
+            url,
+            open_sibling,
+            clients,
+            options,
+            validators,
+            shown,
+            open: None,
+            rest: Bytes::new(),
+            position: 0,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// Reads the next bytes; none at the end.
+    fn advance(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
+        let (mut open, mut skip) = match self.open.take() {
+            Some(open) if open.maker().is_here() => (open, 0),
+            _ => {
+                let client = self.clients.take(budget)?;
+                let (_, response) = client.run(budget, async {
+                    let opened = Some(&self.validators);
+                    self.url.request(&client, None, Wanted { opened, ..Wanted::default() }).await
+                })?;
+                self.validators.check_whole(&response)?;
+                (Inherited::new((client, response)), self.position)
+            }
+        };
+        loop {
+            let (client, response) = &mut *open;
+            let next = client.run(budget, async { client.chunk(response, budget).await });
+            let mut bytes = next?;
+            if bytes.is_empty() {
+                let end = self.validators.len.unwrap_or(self.position);
+                if skip > 0 || self.position < end {
+                    let what = format!("the body ended at byte {} of {end}", self.position - skip);
+                    return Err(Failure::transient(io::ErrorKind::UnexpectedEof, what));
+                }
+                return Ok(bytes);
+            }
+            let passed = skip.min(bytes.len() as u64);
+            skip -= passed;
+            bytes.advance(usize::try_from(passed).unwrap_or(bytes.len()));
+            if !bytes.is_empty() {
+                self.open = Some(open);
+                return Ok(bytes);
+            }
+        }
+    }
+
+    /// Waits until there are bytes, or for the end.
+    fn wait(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
+        let (options, shown) = (self.options.clone(), self.shown.clone());
+        let budget = RetryBudget::new("reading", &shown, &options, cancel);
+        // The whole body is one request.
+        let budget = budget.resumed(self.waited, self.position);
+        budget.set_position(self.position);
+        let bytes = retry::run(&budget, || self.advance(&budget));
+        self.rest = bytes.map_err(|error| self.url.with_host(error))?;
+        Ok(())
+    }
+}
+
+impl Stream for Body {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
+        if self.rest.is_empty() {
+            let begun = Instant::now();
+            let waited = self.wait(cancel);
+            self.waited = self.waited.saturating_add(begun.elapsed());
+            waited.map_err(io::Error::other)?;
+        }
+        let len = buffers.put(&self.rest);
+        self.rest.advance(len);
+        self.position += len as u64;
+        Ok(len)
+    }
+
+    fn open_sibling(&self) -> Option<OpenSibling> {
+        Some(Arc::clone(&self.open_sibling))
+    }
+}

@@ -1,0 +1,31 @@
+//! Pipes, sockets and terminals.
+
+use std::fs::File;
+use std::io;
+
+use crate::cancel::{Cancel, POLL};
+use crate::io::Stream;
+use crate::mem::Buffers;
+
+/// A pipe, a socket or a terminal. A read of it may wait for ever, and ends when the call does.
+pub struct Pipe(pub File);
+
+impl Stream for Pipe {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
+        loop {
+            cancel.check().map_err(io::Error::other)?;
+            if !crate::sys::wait_readable(&self.0, POLL)? {
+                continue;
+            }
+            match crate::sys::read_vectored(&self.0, buffers) {
+                // Another process has taken the bytes, or the caller has handled a signal.
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
+                other => return other,
+            }
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Local files. A file written under a path appears there whole or not at all.
+
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, IoSlice};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::copy_metadata;
+use super::temporary::Temporary;
+use super::temporary_name::TemporaryName;
+use crate::cancel::{Cancel, detached};
+use crate::error::{Error, Result};
+use crate::io::{Unclosed, WriteAt};
+use crate::mem::mapped;
+
+/// A local file.
+pub struct FileSink {
+    /// Until the file is published. Dropped before the file: its name goes under its lock.
+    pending: Option<Temporary>,
+    file: File,
+    uri: String,
+    /// Space up to here was asked for.
+    reserved: AtomicU64,
+}
+
+impl FileSink {
+    /// Begins a file that will be `path` once it is published; until then, and if it never is,
+    /// whatever is at `path` stays. Missing parent directories are created.
+    ///
+    /// The bytes go to a file without a name in the same directory, or where the system has no such
+    /// thing to one with a hidden name, which is removed when the sink is dropped unpublished; what
+    /// killed savers of the same path have left is removed here. The file becomes the like of one
+    /// that it replaces; a symbolic link is followed.
+    pub fn create(path: &Path) -> Result<Self> {
+        let uri = path.display().to_string();
+        let fail = |e| Error::io("creating", &uri, e);
+        let target = match fs::canonicalize(path) {
+            Ok(target) => target,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => end_of_links(path).map_err(fail)?,
+            Err(e) => return Err(fail(e)),
+        };
+        let existing = fs::metadata(&target).ok();
+        if let Some(metadata) = existing.as_ref().filter(|metadata| !metadata.is_file()) {
+            if metadata.is_dir() {
+                return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
+            }
+            // A device: there is nothing to rename over.
+            let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
+            return Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) });
+        }
+        // Replacing it must need the same permission as overwriting it.
+        let writable = || OpenOptions::new().write(true).open(&target);
+        let replaced = existing.map(|_| writable()).transpose().map_err(fail)?;
+        let hidden = TemporaryName::of(&target)
+            .ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
+        let folder = hidden.folder().to_owned();
+        make_folders(&folder).map_err(fail)?;
+        hidden.remove_stale();
+        let refused = |error: io::Error| match error.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM | libc::EROFS) if replaced.is_some() => {
+                Error::Irreplaceable { uri: uri.clone(), folder: folder.clone(), error }
+            }
+            _ => fail(error),
+        };
+        let (file, pending) =
+            Temporary::create(target.clone(), hidden, replaced.is_some()).map_err(refused)?;
+        if let Some(old) = &replaced {
+            let sticky = fs::metadata(&folder).and_then(|folder| {
+                is_protected(&target, &old.metadata()?, &folder, file.metadata()?.uid())
+            });
+            if sticky.map_err(fail)? {
+                return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
+            }
+            copy_metadata::copy(&file, old).map_err(fail)?;
+        }
+        Ok(FileSink { pending: Some(pending), file, uri, reserved: AtomicU64::new(0) })
+    }
+
+    /// Another handle of the file.
+    pub fn handle(&self) -> Result<File> {
+        self.file.try_clone().map_err(|e| Error::io("opening", &self.uri, e))
+    }
+
+    /// Writes into a file that the caller has open for reading and writing. One that tensors of
+    /// this process are mapped from is refused.
+    pub fn from_file(file: File, uri: String) -> Result<Self> {
+        if mapped::is_mapped(&file).map_err(|e| Error::io("examining", &uri, e))? {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}` must not be written: tensors of this process, loaded with mmap=True, are \
+                 used in place of it and would change; write another file and rename it"
+            )));
+        }
+        Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) })
+    }
+
+    /// Ends the file at `len` bytes, has it on the disk, and then gives it a name: what `publish`
+    /// returns. None if it is one of the caller's.
+    fn end_with<T>(
+        &mut self,
+        len: u64,
+        cancel: &dyn Cancel,
+        publish: impl FnOnce(Temporary, &File) -> io::Result<T>,
+    ) -> Result<Option<T>> {
+        let Some(pending) = &self.pending else { return Ok(None) };
+        pending.check(&self.uri)?;
+        let file = self.handle()?;
+        let settled = detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
+        let published = settled.and_then(|()| {
+            self.pending.take().map(|pending| publish(pending, &self.file)).transpose()
+        });
+        let published = published.map_err(|e| Error::io("finishing", &self.uri, e))?;
+        crate::sys::unlock(&self.file);
+        Ok(published)
+    }
+}
+
+/// Makes a folder and those above it, whose names are on the disk before anything is in them.
+fn make_folders(folder: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> = folder.ancestors().take_while(|above| !above.exists()).collect();
+    fs::create_dir_all(folder)?;
+    missing.into_iter().try_for_each(|made| sync_folder(parent(made)))
+}
+
+/// True if the folder, like `/tmp`, lets only owners replace files, and another user owns this one.
+fn is_protected(target: &Path, old: &Metadata, folder: &Metadata, us: u32) -> io::Result<bool> {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == us || old.uid() == us {
+        return Ok(false);
+    }
+    // Needs the same: to be the owner, or the privilege to act for every owner.
+    let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
+    Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
+}
+
+/// The target of a path that names nothing yet: absolute, because the process may change its folder,
+/// and through symbolic links, as `open` would create what they point to.
+fn end_of_links(path: &Path) -> io::Result<PathBuf> {
+    // As many as Linux follows.
+    const MOST: u32 = 40;
+    let mut target = std::path::absolute(path)?;
+    for _ in 0..MOST {
+        match fs::read_link(&target) {
+            Ok(link) => target = target.parent().unwrap_or(Path::new("/")).join(link),
+            Err(_) => return Ok(target),
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::ELOOP))
+}
+
+impl WriteAt for FileSink {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn max_writers(&self) -> usize {
+        usize::MAX
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
+        loop {
+            cancel.check()?;
+            match crate::sys::write_vectored_at(&self.file, offset, buffers) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Error::io("writing", &self.uri, e)),
+                Ok(written) => {
+                    if self.pending.is_some() {
+                        crate::sys::start_writeback(&self.file, offset, written as u64);
+                    }
+                    return Ok(written);
+                }
+            }
+        }
+    }
+
+    fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(buffer, offset).map_err(|e| Error::io("reading back", &self.uri, e))
+    }
+
+    fn shows_early(&self) -> bool {
+        self.pending.is_none()
+    }
+
+    fn reserve(&self, _head: u64, len: u64) -> Result<()> {
+        if self.pending.is_some() {
+            // Repeated reservations are made once: file systems look through all
+            // that they are asked for.
+            let before = self.reserved.fetch_max(len, Ordering::Relaxed);
+            crate::sys::reserve(&self.file, before..len)
+                .map_err(|e| Error::io("reserving space for", &self.uri, e))?;
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        match self.end_with(len, cancel, Temporary::publish)? {
+            Some(target) => sync_name(&target, &self.uri, cancel),
+            None => Ok(()),
+        }
+    }
+
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        let Some((own, name)) = self.end_with(len, cancel, Temporary::publish_unclosed)? else {
+            return Ok(Unclosed::InPlace);
+        };
+        sync_name(&name, &self.uri, cancel)?;
+        Ok(if own { Unclosed::InPlace } else { Unclosed::Beside(name) })
+    }
+}
+
+/// Has the name of a file on the disk too. The file is there in any case: where a folder cannot be
+/// synced that is no failure, and where the disk fails the error says that it is there. A disk that
+/// other processes keep busy takes its time for this; after an interruption the file is there.
+fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
+    let parent = parent(path).to_owned();
+    let synced = detached(cancel, move || sync_folder(&parent))?;
+    synced.map_err(|error| Error::Unsynced { uri: uri.to_owned(), error })
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Has the names in a folder on the disk, if that can be asked for.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
+        Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
+        other => other,
+    }
+}
+
+/// Of folders that may not be read, and of file systems that do not sync folders.
+const CANNOT_SYNC: [i32; 5] =
+    [libc::EACCES, libc::EPERM, libc::EINVAL, libc::ENOTSUP, libc::ENOSYS];

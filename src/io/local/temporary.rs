@@ -1,0 +1,141 @@
+//! A file that is being written and has not got its name yet.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use super::copy_metadata;
+use super::temporary_name::TemporaryName;
+use crate::error::Result;
+use crate::sys;
+use crate::sys::process::Maker;
+
+/// The file that holds the bytes until they are published. Removed when dropped.
+pub(super) struct Temporary {
+    /// The only process that may publish the file, or remove it.
+    maker: Maker,
+    target: PathBuf,
+    hidden: TemporaryName,
+    /// None for a file without any name, which ends with the last process that has it open.
+    path: Option<PathBuf>,
+    /// Holds the lock of a copy with a hidden name.
+    copy: Option<File>,
+}
+
+impl Temporary {
+    /// Begins a file in the target's folder. A private one is its owner's alone for now.
+    pub(super) fn create(
+        target: PathBuf,
+        hidden: TemporaryName,
+        private: bool,
+    ) -> io::Result<(File, Self)> {
+        let mode = if private { 0o600 } else { 0o666 };
+        let (file, path) = match unnamed(hidden.folder(), mode) {
+            Some(file) => (file, None),
+            None => {
+                let (file, path) = hidden.create(mode)?;
+                (file, Some(path))
+            }
+        };
+        Ok((file, Temporary { maker: Maker::this(), target, hidden, path, copy: None }))
+    }
+
+    /// Refuses what only the process may do that began the file.
+    pub(super) fn check(&self, uri: &str) -> Result<()> {
+        self.maker.check(uri)
+    }
+
+    /// Gives the file its name, over whatever has it, and returns that.
+    pub(super) fn publish(mut self, file: &File) -> io::Result<PathBuf> {
+        if self.path.is_none() && sys::link(file, &self.target).is_ok() {
+            return Ok(self.target.clone());
+        }
+        fs::rename(self.hide(file)?, &self.target)?;
+        self.path = None;
+        Ok(self.target.clone())
+    }
+
+    /// Gives the file its name, if that is free, and else that of [`unclosed_name`], over an older file
+    /// there. Returns true for the first, and the name.
+    pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(bool, PathBuf)> {
+        let target = self.target.clone();
+        match self.take_name(file, &target) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                self.target = unclosed_name(&target);
+                self.publish(file).map(|name| (false, name))
+            }
+            taken => taken.map(|()| (true, target)),
+        }
+    }
+
+    fn take_name(&mut self, file: &File, name: &Path) -> io::Result<()> {
+        if self.path.is_none() {
+            match sys::link(file, name) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {}
+                done => return done,
+            }
+        }
+        sys::rename_to_free_name(&self.hide(file)?, name)?;
+        self.path = None;
+        Ok(())
+    }
+
+    /// Makes sure that what was written has a hidden name, and returns it.
+    fn hide(&mut self, file: &File) -> io::Result<PathBuf> {
+        let path = match self.path.take() {
+            Some(path) => path,
+            None => match self.hidden.link(file) {
+                Ok(path) => path,
+                // Linking looked possible; what was written must not be lost where it is not.
+                Err(_) => self.copy(file)?,
+            },
+        };
+        Ok(self.path.insert(path).clone())
+    }
+
+    /// Copies what was written into a file with a hidden name.
+    fn copy(&mut self, file: &File) -> io::Result<PathBuf> {
+        let (copy, path) = self.hidden.create(0o600)?;
+        // From here on it is removed whatever happens.
+        self.path = Some(path.clone());
+        io::Seek::rewind(&mut &*file)?;
+        io::copy(&mut &*file, &mut &copy)?;
+        copy_metadata::copy(&copy, file)?;
+        copy.sync_all()?;
+        self.copy = Some(copy);
+        Ok(path)
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path
+            && self.maker.is_here()
+        {
+            // Nothing more can be done about a file that cannot be removed.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A file without a name in a folder, if it can be given one later.
+fn unnamed(folder: &Path, mode: u32) -> Option<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(mode);
+    let file = options.open(folder).ok()?;
+    // Linux before 6.1 may pass over the umask here, but not for files with a name.
+    if file.metadata().ok()?.mode() & 0o777 == 0o666 {
+        return None;
+    }
+    // The folder itself has this name: that is found out once all is well with the file.
+    let tried = sys::link(&file, &folder.join("."));
+    tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
+}
+
+/// `name.unclosed`: the name of a file that its writer has forgotten, where its own is taken.
+fn unclosed_name(target: &Path) -> PathBuf {
+    let mut name = target.as_os_str().to_owned();
+    name.push(".unclosed");
+    name.into()
+}

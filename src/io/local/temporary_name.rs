@@ -1,0 +1,160 @@
+//! Hidden names beside a file, for bytes that are to become it.
+//!
+//! A killed process leaves such a name. A process that writes under one holds the file's lock, which ends
+//! with the last process that has it open: that may be a forked child, until whose end the file stays.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use crate::sys;
+
+/// Ends names of locked files, which are stale once the lock is free.
+const HELD: &str = ".tmp";
+/// Ends names of files where locks do not work, which only their saver removes.
+const UNHELD: &str = ".unlocked";
+/// So many names are tried.
+const TRIES: u32 = 100;
+/// Some mounts grant locks without asking the other machines, so that a free lock there proves
+/// nothing of their savers: those are alive as long as they have written within this time.
+const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The hidden names that belong to a target.
+pub(super) struct TemporaryName {
+    folder: PathBuf,
+    /// Their common beginning.
+    prefix: String,
+    origin: Option<u32>,
+}
+
+impl TemporaryName {
+    /// Those beside a path; None if it ends in no name.
+    pub(super) fn of(target: &Path) -> Option<Self> {
+        let mut shown = target.file_name()?.to_string_lossy().into_owned();
+        // Leave room for the rest of the name within the usual limit of 255 bytes.
+        while shown.len() > 200 {
+            shown.pop();
+        }
+        let folder = target.parent().filter(|p| !p.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new(".")).to_owned();
+        let origin = origin(&folder);
+        Some(TemporaryName { folder, prefix: format!(".{shown}.tensorizer-"), origin })
+    }
+
+    /// Their folder.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Creates a file with an unused name.
+    pub(super) fn create(&self, mode: u32) -> io::Result<(File, PathBuf)> {
+        let mut ending = HELD;
+        for attempt in 0..TRIES {
+            let path = self.name(attempt, ending);
+            let mut options = OpenOptions::new();
+            let file = match options.read(true).write(true).create_new(true).mode(mode).open(&path)
+            {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
+                other => other?,
+            };
+            if ending == UNHELD {
+                return Ok((file, path));
+            }
+            match sys::try_lock(&file) {
+                // Until it was locked, another saver could take it for stale.
+                Ok(true) => match fs::symlink_metadata(&path) {
+                    Ok(_) => return Ok((file, path)),
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    Err(e) => {
+                        let _ = fs::remove_file(&path);
+                        return Err(e);
+                    }
+                },
+                Ok(false) => {}
+                Err(_) => {
+                    fs::remove_file(&path)?;
+                    ending = UNHELD;
+                }
+            }
+        }
+        Err(io::Error::from(io::ErrorKind::AlreadyExists))
+    }
+
+    /// Gives a name to a file that has none.
+    pub(super) fn link(&self, file: &File) -> io::Result<PathBuf> {
+        let ending = if matches!(sys::try_lock(file), Ok(true)) { HELD } else { UNHELD };
+        for attempt in 0..TRIES {
+            let path = self.name(attempt, ending);
+            match sys::link(file, &path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                other => return other.map(|()| path),
+            }
+        }
+        Err(io::Error::from(io::ErrorKind::AlreadyExists))
+    }
+
+    /// Removes what savers of the target have left that were killed, as far as that is certain.
+    pub(super) fn remove_stale(&self) {
+        // A folder that cannot be listed keeps what is in it.
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            if let Some(origin) = entry.file_name().to_str().and_then(|name| self.origin_of(name)) {
+                let here = self.origin == Some(origin);
+                // One that cannot be removed stays for the next saver.
+                let _ = remove_if_stale(&entry.path(), here);
+            }
+        }
+    }
+
+    fn name(&self, attempt: u32, ending: &str) -> PathBuf {
+        let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let unique = clock.map_or(0, |t| t.subsec_nanos()).wrapping_add(attempt);
+        let origin = self.origin.unwrap_or(0);
+        self.folder.join(format!("{}{origin:08x}-{unique:08x}{ending}", self.prefix))
+    }
+
+    /// The origin of a name, if it is one of these and stands for a lock.
+    fn origin_of(&self, name: &str) -> Option<u32> {
+        let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(HELD)?;
+        let (origin, unique) = numbers.split_once('-')?;
+        let hexadecimal =
+            |text: &str| text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if !hexadecimal(origin) || !hexadecimal(unique) {
+            return None;
+        }
+        u32::from_str_radix(origin, 16).ok()
+    }
+}
+
+/// Stands for a mount of this running system, whose savers all see one another's locks. None where
+/// that cannot be told.
+fn origin(folder: &Path) -> Option<u32> {
+    let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;
+    let mount = fs::metadata(folder).ok()?.dev();
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&boot);
+    hasher.update(&mount.to_le_bytes());
+    Some(hasher.finalize()).filter(|origin| *origin != 0)
+}
+
+/// Removes a file that no process writes. `here`: it was made on this mount of this system.
+fn remove_if_stale(path: &Path, here: bool) -> io::Result<()> {
+    // Writable, because some servers grant no lock otherwise; not through a link, and without
+    // waiting for the other end of a pipe.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+    let opened = file.metadata()?;
+    let quiet = || opened.modified().ok().and_then(|at| at.elapsed().ok());
+    if !opened.is_file() || !(here || quiet().is_some_and(|time| time > PATIENCE)) {
+        return Ok(());
+    }
+    if sys::try_lock(&file)? {
+        // Under the lock a name stays, except that its saver may just have published the file.
+        let named = fs::symlink_metadata(path)?;
+        if (named.dev(), named.ino()) == (opened.dev(), opened.ino()) {
+            fs::remove_file(path)?;
+        }
+    }
+    Ok(())
+}

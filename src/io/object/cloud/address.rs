@@ -1,0 +1,141 @@
+//! Addresses of objects: `gs://bucket/key`, `az://container/blob`, and with an account's name
+//! `abfss://container@account.dfs.core.windows.net/blob`.
+
+use crate::error::{Error, Result};
+use crate::io::auth::azure_account::{account_of, is_word};
+use crate::io::transport::fits_in_url;
+
+/// The cloud of an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cloud {
+    Google,
+    Azure,
+}
+
+/// A parsed address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CloudAddress {
+    pub cloud: Cloud,
+    /// The address as messages show it.
+    pub shown: String,
+    /// Account and host ending, where the address names them.
+    pub account: Option<(String, String)>,
+    /// Or container.
+    pub bucket: String,
+    /// Or blob.
+    pub key: String,
+}
+
+impl CloudAddress {
+    /// Parses an address.
+    pub fn parse(uri: &str) -> Result<CloudAddress> {
+        let (scheme, rest) = uri.split_once("://").unwrap_or(("", uri));
+        let scheme = scheme.to_ascii_lowercase();
+        let cloud = if scheme == "gs" { Cloud::Google } else { Cloud::Azure };
+        let expected = match cloud {
+            Cloud::Google => "gs://bucket/name",
+            Cloud::Azure => {
+                "az://container/name or abfss://container@account.dfs.core.windows.net/name"
+            }
+        };
+        let bad = |why: &str| {
+            let found = rest.split(['?', '#']).next().unwrap_or("");
+            let what = format!("expected {expected}, found `{scheme}://{found}`{why}");
+            Err(Error::InvalidArgument(what))
+        };
+        if rest.contains(['?', '#']) {
+            return bad(" and a query, which such addresses do not have");
+        }
+        let (place, key) = rest.split_once('/').unwrap_or((rest, ""));
+        let key = key.trim_start_matches('/');
+        if place.is_empty() || key.is_empty() {
+            return bad("");
+        }
+        if !fits_in_url(key) {
+            return bad(": `.`, `..` and control characters are no parts of names");
+        }
+        let (bucket, account) = match (place.split_once('@'), cloud) {
+            (None, _) => (place, None),
+            (Some(_), Cloud::Google) => return bad(": no `@` there"),
+            (Some((container, host)), Cloud::Azure) => match account_of(host) {
+                Some(account) => (container, Some(account)),
+                None => return bad(", and that is no host of Azure"),
+            },
+        };
+        if !is_word(bucket) {
+            return bad("");
+        }
+        let shown = format!("{scheme}://{place}/{key}");
+        let (bucket, key) = (bucket.to_owned(), key.to_owned());
+        Ok(CloudAddress { cloud, shown, account, bucket, key })
+    }
+
+    /// Another object in the same folder.
+    pub fn sibling(&self, name: &str) -> CloudAddress {
+        let folder = |of: &str| of.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
+        let key = match folder(&self.key) {
+            within if within.is_empty() => name.to_owned(),
+            within => format!("{within}/{name}"),
+        };
+        let shown = format!("{}/{name}", folder(&self.shown));
+        CloudAddress { shown, key, ..self.clone() }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_cloud_bucket_and_key() {
+        let parts = |uri| {
+            let found = CloudAddress::parse(uri).unwrap();
+            (found.shown, found.bucket, found.key, found.account)
+        };
+        let plain = |shown: &str, bucket: &str, key: &str| {
+            (shown.to_owned(), bucket.to_owned(), key.to_owned(), None)
+        };
+        assert_eq!(parts("gs://b/a/k"), plain("gs://b/a/k", "b", "a/k"));
+        assert_eq!(parts("GS://b//k%20 ü"), plain("gs://b/k%20 ü", "b", "k%20 ü"));
+        assert_eq!(parts("az://$root/k"), plain("az://$root/k", "$root", "k"));
+        let account = ("acc".to_owned(), "core.windows.net".to_owned());
+        let shown = "abfss://c@acc.dfs.core.windows.net/a/b".to_owned();
+        let expected = (shown.clone(), "c".to_owned(), "a/b".to_owned(), Some(account));
+        assert_eq!(parts(&shown), expected);
+        for uri in [
+            "gs://",
+            "gs://b",
+            "gs://b/",
+            "gs:///k",
+            "gs://b/a/../k",
+            "gs://b/.\t./k",
+            "gs://b/a\r\nb",
+            "az://b/.\n./k",
+            "gs://a@b/k",
+            "gs://b c/k",
+            "gs://b/k?generation=1",
+            "az://c/k?sig=secret",
+            "az://c/k#1",
+            "abfss://c@acc/k",
+            "abfss://c@acc.dfs.example.org/k",
+            "abfss://c@.dfs.core.windows.net/k",
+            "abfss://@acc.dfs.core.windows.net/k",
+        ] {
+            let error = CloudAddress::parse(uri).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{uri}");
+            assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn siblings() {
+        let sibling = |uri, name| {
+            let found = CloudAddress::parse(uri).unwrap().sibling(name);
+            (found.shown, found.key)
+        };
+        let pair = |shown: &str, key: &str| (shown.to_owned(), key.to_owned());
+        assert_eq!(sibling("gs://b/a/k", "n"), pair("gs://b/a/n", "a/n"));
+        assert_eq!(sibling("gs://b/k", "n"), pair("gs://b/n", "n"));
+    }
+}

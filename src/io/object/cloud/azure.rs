@@ -1,0 +1,139 @@
+//! Blobs of Azure: blocks, and the list of those that become the blob.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::prelude::{BASE64_STANDARD, Engine as _};
+use bytes::Bytes;
+use reqwest::Method;
+
+use super::request::{Answer, CloudObject, UploadRequest};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result, Shown};
+use crate::io::object::checksum::Checksum;
+use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+
+/// A fifth of the 50,000 blocks of a blob: blocks of failed uploads count too, up to 100,000.
+const LIMITS: Limits = Limits { parts: 10_000, least: 1, longest: 4000 << 20 };
+const CHECKSUM: &str = "x-ms-content-crc64";
+/// The metadata with the mark of a blob. Its name may have letters and digits only.
+const MARK: &str = "x-ms-meta-tensorizerupload";
+/// The code for blocks that are not, or no longer, those of this blob.
+const OTHER_BLOCKS: &str = "InvalidBlockList";
+/// The code for a blob with blocks whose names have another length.
+const OTHER_NAMES: &str = "InvalidBlobOrBlock";
+/// The code for a blob with too many blocks.
+const TOO_MANY: &str = "BlockCountExceedsLimit";
+
+/// A blob.
+pub struct Blob {
+    at: CloudObject,
+    mark: String,
+}
+
+impl Blob {
+    pub fn new(at: CloudObject) -> Result<Self> {
+        Ok(Blob { at, mark: new_mark()? })
+    }
+
+    /// The error of an upload that another one has disturbed.
+    fn disturbed(&self, why: &str, answer: &Answer) -> Error {
+        let (status, code) = (answer.status.as_u16(), Shown(answer.code()));
+        let what = format!("the server answered {status}: {code}: {why}");
+        Error::io("writing", self.shown(), std::io::Error::other(what))
+    }
+}
+
+impl UploadProtocol for Blob {
+    fn shown(&self) -> &str {
+        &self.at.requests.shown
+    }
+
+    fn stall(&self) -> Duration {
+        self.at.requests.options.stall
+    }
+
+    fn limits(&self) -> Limits {
+        LIMITS
+    }
+
+    fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let request = UploadRequest::new(Method::PUT, bytes)
+            .field("x-ms-blob-type", "BlockBlob")
+            .field(MARK, &*self.mark)
+            .checksum(CHECKSUM, Checksum::of(bytes).for_azure());
+        let sent = self.at.send(&request, cancel).map(drop);
+        sent.or_else(|error| {
+            self.at.completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
+        })
+    }
+
+    fn begin(&self, _cancel: &dyn Cancel) -> Result<Arc<str>> {
+        // The blocks of concurrent uploads lie together: the mark tells them apart.
+        Ok(Arc::from(&*self.mark))
+    }
+
+    fn part(
+        &self,
+        upload: &str,
+        number: u64,
+        bytes: &Bytes,
+        cancel: &dyn Cancel,
+    ) -> Result<SentPart> {
+        let tag = BASE64_STANDARD.encode(format!("{upload}-{number:05}"));
+        let request = UploadRequest::new(Method::PUT, bytes)
+            .query("comp", "block")
+            .query("blockid", &*tag)
+            .checksum(CHECKSUM, Checksum::of(bytes).for_azure())
+            .handles(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY));
+        let answer = self.at.send(&request, cancel)?;
+        if !answer.status.is_success() {
+            let forgets = "which Azure forgets a week after the last of them, or when the blob is \
+                           written as a whole";
+            let why = match answer.code() {
+                OTHER_NAMES => {
+                    "another program has begun to write this blob, and left blocks there"
+                }
+                _ => "uploads of this blob that failed have left too many blocks there",
+            };
+            return Err(self.disturbed(&format!("{why}, {forgets}"), &answer));
+        }
+        Ok(SentPart { number, tag, checksum: None })
+    }
+
+    fn complete(
+        &self,
+        _upload: &str,
+        parts: &[SentPart],
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let mut text = "<?xml version=\"1.0\" encoding=\"utf-8\"?><BlockList>".to_owned();
+        for SentPart { tag, .. } in parts {
+            text += &format!("<Uncommitted>{tag}</Uncommitted>");
+        }
+        text += "</BlockList>";
+        let text = Bytes::from(text);
+        let request = UploadRequest::new(Method::PUT, &text)
+            .query("comp", "blocklist")
+            .field(MARK, &*self.mark)
+            .checksum(CHECKSUM, Checksum::of(&text).for_azure())
+            .handles(|_, code| code == OTHER_BLOCKS)
+            .takes_long();
+        let refused = match self.at.send(&request, cancel) {
+            Ok(answer) if answer.status.is_success() => return Ok(()),
+            Ok(answer) => {
+                let why = "another program has written this blob meanwhile, and Azure has forgotten \
+                           blocks of this one: the blob is that of the other";
+                self.disturbed(why, &answer)
+            }
+            Err(error) => error,
+        };
+        self.at.completed(refused, (MARK, &self.mark), len, cancel)
+    }
+
+    fn abort(&self, _upload: &str, _cancel: &dyn Cancel) -> Result<()> {
+        // There is no such call: Azure forgets blocks that were not listed after a week.
+        Ok(())
+    }
+}

@@ -1,0 +1,76 @@
+//! The bucket of an address: its URL, and the credentials of requests.
+
+use reqwest::Url;
+
+use super::address::{Cloud, CloudAddress};
+use crate::error::{Error, Result};
+use crate::io::auth::azure::Container;
+use crate::io::auth::{
+    CredentialProvider, Identity, Missing, azure as azure_auth, google as google_auth,
+};
+use crate::io::transport::{TransportOptions, fits_in_url};
+
+/// Bytes of the longest name: the clouds take 1024 characters, and a URL has its limits.
+const LONGEST_KEY: usize = 4096;
+
+/// A bucket or container: its URL, and the credentials of requests.
+pub struct CloudBucket {
+    /// The URL to which names of objects are added.
+    pub url: Url,
+    /// The storage account, of Azure only.
+    pub account: String,
+    /// None: requests are anonymous.
+    pub credentials: Option<CredentialProvider>,
+}
+
+/// Finds the bucket of an address. A server is asked only whether this machine has an identity, where
+/// the settings name none.
+pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
+    let found = match address.cloud {
+        Cloud::Google => google_auth::settings(&address.bucket, options)?,
+        Cloud::Azure => {
+            let (account, shown) = (address.account.as_ref(), &*address.shown);
+            azure_auth::settings(&Container { name: &address.bucket, account, shown }, options)?
+        }
+    };
+    let credentials = match found.identity {
+        Identity::Anonymous => None,
+        Identity::Configured => Some(found.credentials),
+        // A machine whose service fails has one: its requests are tried again.
+        Identity::Machine => match found.credentials.get().await {
+            Err(Missing::Absent) => None,
+            Ok(_) | Err(Missing::Failed(_)) => Some(found.credentials),
+        },
+    };
+    let root = found.endpoint;
+    let bad = || Error::InvalidArgument(format!("`{root}` is no address of a server"));
+    let mut url = root.clone();
+    url.path_segments_mut().map_err(|()| bad())?.pop_if_empty().push(&address.bucket);
+    Ok(CloudBucket { url, account: found.account, credentials })
+}
+
+/// The URL of an object.
+pub fn object_url(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
+    if !fits_in_url(key) || key.len() > LONGEST_KEY {
+        return Err(format!("{key:?} is no name of an object"));
+    }
+    let mut url = bucket.clone();
+    let path = url.path_segments_mut();
+    path.map_err(|()| format!("`{bucket}` is no address of a server"))?.extend(key.split('/'));
+    Ok(url)
+}
+
+/// The error of an anonymous request.
+pub fn anonymous(error: Error, cloud: Cloud) -> Error {
+    let name = match cloud {
+        Cloud::Google => "GOOGLE_APPLICATION_CREDENTIALS",
+        Cloud::Azure => "AZURE_STORAGE_ACCOUNT_KEY",
+    };
+    match error {
+        Error::Io { action, uri, error } => {
+            let what = format!("{error} (no credentials were found, as by {name})");
+            Error::io(action, &uri, std::io::Error::new(error.kind(), what))
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,118 @@
+//! Objects of Google Cloud Storage by its XML API: the JSON API has no parallel parts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::Method;
+
+use super::request::{Answer, CloudObject, UploadRequest};
+use crate::cancel::Cancel;
+use crate::error::Result;
+use crate::io::object::checksum::for_google;
+use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+
+const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const CHECKSUM: &str = "x-goog-hash";
+/// The metadata with the mark of an object.
+const MARK: &str = "x-goog-meta-tensorizer-upload";
+
+/// An object of Google Cloud Storage.
+pub struct GoogleObject {
+    at: CloudObject,
+    mark: String,
+}
+
+impl GoogleObject {
+    pub fn new(at: CloudObject) -> Result<Self> {
+        Ok(GoogleObject { at, mark: new_mark()? })
+    }
+}
+
+/// The server's name of a part; it is copied into an XML document.
+fn tag_of(answer: &Answer) -> Option<&str> {
+    answer.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
+}
+
+fn crc32c(bytes: &[u8]) -> String {
+    format!("crc32c={}", for_google(bytes))
+}
+
+impl UploadProtocol for GoogleObject {
+    fn shown(&self) -> &str {
+        &self.at.requests.shown
+    }
+
+    fn stall(&self) -> Duration {
+        self.at.requests.options.stall
+    }
+
+    fn limits(&self) -> Limits {
+        LIMITS
+    }
+
+    fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let request = UploadRequest::new(Method::PUT, bytes)
+            .field(MARK, &*self.mark)
+            .checksum(CHECKSUM, crc32c(bytes));
+        let sent = self.at.send(&request, cancel).map(drop);
+        sent.or_else(|error| {
+            self.at.completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
+        })
+    }
+
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        let nothing = Bytes::new();
+        let request = UploadRequest::new(Method::POST, &nothing)
+            .query("uploads", "")
+            .field(MARK, &*self.mark)
+            .only_if(|answer| answer.element("UploadId").is_some());
+        let answer = self.at.send(&request, cancel)?;
+        answer.element("UploadId").map(Arc::from).ok_or_else(|| self.at.refused(&answer))
+    }
+
+    fn part(
+        &self,
+        upload: &str,
+        number: u64,
+        bytes: &Bytes,
+        cancel: &dyn Cancel,
+    ) -> Result<SentPart> {
+        let request = UploadRequest::new(Method::PUT, bytes)
+            .query("partNumber", number.to_string())
+            .query("uploadId", upload)
+            .checksum(CHECKSUM, crc32c(bytes))
+            .only_if(|answer| tag_of(answer).is_some());
+        let answer = self.at.send(&request, cancel)?;
+        let tag = tag_of(&answer).ok_or_else(|| self.at.refused(&answer))?.to_owned();
+        Ok(SentPart { number, tag, checksum: None })
+    }
+
+    fn complete(
+        &self,
+        upload: &str,
+        parts: &[SentPart],
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let mut text = "<CompleteMultipartUpload>".to_owned();
+        for SentPart { number, tag, .. } in parts {
+            text += &format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>");
+        }
+        text += "</CompleteMultipartUpload>";
+        let text = Bytes::from(text);
+        let request = UploadRequest::new(Method::POST, &text)
+            .query("uploadId", upload)
+            .field("content-type", "application/xml")
+            .only_if(|answer| answer.is("CompleteMultipartUploadResult"))
+            .takes_long();
+        let done = self.at.send(&request, cancel).map(drop);
+        done.or_else(|error| self.at.completed(error, (MARK, &self.mark), len, cancel))
+    }
+
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
+        let nothing = Bytes::new();
+        let request = UploadRequest::new(Method::DELETE, &nothing).query("uploadId", upload);
+        self.at.send(&request, cancel).map(drop)
+    }
+}

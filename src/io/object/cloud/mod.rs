@@ -1,0 +1,12 @@
+//! `gs://bucket/key`, `az://container/blob` and `abfss://`: reads and uploads.
+
+mod address;
+mod azure;
+mod bucket;
+mod create;
+mod google;
+mod read;
+mod request;
+
+pub use create::create;
+pub use read::{open, shown};

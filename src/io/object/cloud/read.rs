@@ -1,0 +1,159 @@
+//! Reading objects of Google and blobs of Azure: each request is authorized.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use reqwest::{Request, Url};
+
+use super::address::{Cloud, CloudAddress};
+use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::auth::{AZURE_VERSION, Credential, CredentialProvider};
+use crate::io::http::{self, FileUrl, Pending, Sign};
+use crate::io::transport::{Authorize, Failure, Location, run_once};
+use crate::io::{OpenOptions, ReadAt};
+use crate::sys::clock;
+
+/// Time for which one credential is used: the provider has a new one minutes before it expires.
+const VALID: Duration = Duration::from_secs(30);
+
+/// Opens an address, without a request if the head of its file is cached.
+pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let address = CloudAddress::parse(uri)?;
+    let shown = address.shown.clone();
+    // Finding credentials may need the network, on machines of a cloud.
+    let found = resolve(&address, &options.transport);
+    let CloudBucket { url, account, credentials } =
+        run_once(&shown, &options.transport, cancel, found)?;
+    let tls = url.scheme() == "https";
+    let Some(credentials) = credentials else {
+        let mut options = options.clone();
+        if address.cloud == Cloud::Azure {
+            let (name, value) = AZURE_VERSION;
+            options.transport.headers.push((name.to_owned(), value.to_owned()));
+        }
+        let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
+        let opened = http::open_as(url, &shown, &options, cancel);
+        return opened.map_err(|error| anonymous(error, address.cloud));
+    };
+    let headers = options.transport.headers.clone();
+    let (bucket, account) = (Arc::new(url), account.into());
+    let signer = Signer { bucket, account, credentials, address, headers };
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, options, cancel)
+}
+
+/// An address as messages show it; None if it is none.
+pub fn shown(uri: &str) -> Option<String> {
+    CloudAddress::parse(uri).ok().map(|address| address.shown)
+}
+
+/// Authorizes requests for an object.
+struct Signer {
+    bucket: Arc<Url>,
+    account: Arc<str>,
+    credentials: CredentialProvider,
+    address: CloudAddress,
+    /// Headers of the caller.
+    headers: Vec<(String, String)>,
+}
+
+impl Sign for Signer {
+    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+        Box::pin(self.signed())
+    }
+
+    fn refused(&self, used: Instant) {
+        self.credentials.refused(used);
+    }
+
+    fn uses_tokens(&self) -> bool {
+        true
+    }
+
+    fn cache_key(&self) -> String {
+        format!("{:?} {} {}", self.address.cloud, self.bucket, self.address.key)
+    }
+
+    fn sibling(&self, name: &str) -> Box<dyn Sign> {
+        Box::new(Signer {
+            bucket: Arc::clone(&self.bucket),
+            account: Arc::clone(&self.account),
+            credentials: self.credentials.clone(),
+            address: self.address.sibling(name),
+            headers: self.headers.clone(),
+        })
+    }
+}
+
+impl Signer {
+    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+        let credential = self.credentials.get().await?;
+        let url = object_url(&self.bucket, &self.address.key)
+            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
+        let by = Authorization { credential, account: Arc::clone(&self.account) };
+        let location = Location::new(url, self.headers.clone()).authorized(Arc::new(by));
+        let now = clock::date();
+        Ok((location, now.checked_add(VALID).unwrap_or(now)))
+    }
+}
+
+/// The credential of each request.
+struct Authorization {
+    credential: Credential,
+    account: Arc<str>,
+}
+
+impl Authorize for Authorization {
+    fn authorize(&self, request: &mut Request) -> std::result::Result<(), Failure> {
+        self.credential.authorize(&self.account, request)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::auth::token_chain::simulated;
+    use crate::io::read_exact_at;
+    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::mem::Buffers;
+
+    #[test]
+    fn a_day_of_reading_is_never_refused() {
+        for uri in ["gs://bucket/key", "az://container/blob"] {
+            let (day, net) = (Day::new(3600, 180), options());
+            let address = CloudAddress::parse(uri).unwrap();
+            let credentials = match address.cloud {
+                Cloud::Google => simulated::google(&day, &net),
+                Cloud::Azure => simulated::azure(&day, &net),
+            };
+            let shown = address.shown.clone();
+            let (bucket, headers) = (Arc::new(day.serve().parse().unwrap()), Vec::new());
+            let account = "account".into();
+            let signer = Signer { bucket, account, credentials, address, headers };
+            let environment = OpenOptions::from_environment().unwrap();
+            let options = OpenOptions { transport: net, cache: None, ..environment };
+            let url = FileUrl::signed(Box::new(signer));
+            let source = http::open_url(url, false, shown, &options, &Never).unwrap();
+            while day.now() < 24 * 3600 {
+                // A token that was revoked is renewed once.
+                if day.now() == 43_320 {
+                    day.expire();
+                }
+                // Behind the head, which is cached.
+                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let what = || "bytes".to_owned();
+                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                assert_eq!(bytes, [7; 5]);
+                day.pass(60);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{uri}");
+            assert!((25..32).contains(&day.given()), "{uri}: {} times", day.given());
+        }
+    }
+}

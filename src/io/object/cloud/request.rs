@@ -1,0 +1,311 @@
+//! Requests that write objects of Google and blobs of Azure.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Body, Method, Request, StatusCode, Url};
+
+use super::address::{Cloud, CloudAddress};
+use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use crate::cancel::Cancel;
+use crate::error::{Brief, Error, Result, Shown};
+use crate::io::auth::{AZURE_VERSION, CredentialProvider};
+use crate::io::object::upload::{UploadRequests, unless_there};
+use crate::io::transport::{
+    Client, Failure, TransportOptions, UploadBody, document, run_once, says_expired, status_failure,
+};
+
+/// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Codes of uploads whose bytes are not what was sent.
+const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
+/// Codes of servers that do not know the header with a checksum.
+const UNKNOWN: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
+
+/// A request of an upload.
+pub struct UploadRequest<'a> {
+    pub method: Method,
+    pub query: Vec<(&'static str, String)>,
+    pub fields: Vec<(&'static str, String)>,
+    pub body: &'a Bytes,
+    /// The header with the checksum of the body; left out where the server does not know it.
+    pub checksum: Option<(&'static str, String)>,
+    /// True for refusals, by status and code, that the caller handles.
+    pub handled: fn(StatusCode, &str) -> bool,
+    /// True for a success that is complete.
+    pub complete: fn(&Answer) -> bool,
+    /// Time limit for the server, if that is longer than usual.
+    pub patience: Duration,
+}
+
+impl<'a> UploadRequest<'a> {
+    pub fn new(method: Method, body: &'a Bytes) -> Self {
+        let (query, fields) = (Vec::new(), Vec::new());
+        UploadRequest {
+            method,
+            query,
+            fields,
+            body,
+            checksum: None,
+            handled: |_, _| false,
+            complete: |_| true,
+            patience: Duration::ZERO,
+        }
+    }
+
+    pub fn query(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.query.push((name, value.into()));
+        self
+    }
+
+    pub fn field(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.fields.push((name, value.into()));
+        self
+    }
+
+    pub fn checksum(self, name: &'static str, value: String) -> Self {
+        UploadRequest { checksum: Some((name, value)), ..self }
+    }
+
+    pub fn handles(self, handled: fn(StatusCode, &str) -> bool) -> Self {
+        UploadRequest { handled, ..self }
+    }
+
+    pub fn only_if(self, complete: fn(&Answer) -> bool) -> Self {
+        UploadRequest { complete, ..self }
+    }
+
+    /// The same request, which has the server combine thousands of parts.
+    pub fn takes_long(self) -> Self {
+        UploadRequest { patience: PATIENCE, ..self }
+    }
+
+    fn build(&self, url: &Url, checksums: bool, sent: &Arc<AtomicU64>) -> Result<Request, Failure> {
+        let mut url = url.clone();
+        if !self.query.is_empty() {
+            url.query_pairs_mut().extend_pairs(&self.query);
+        }
+        let mut request = Request::new(self.method.clone(), url);
+        for (name, value) in self.fields.iter().chain(self.checksum.iter().filter(|_| checksums)) {
+            let odd =
+                |_| Failure::permanent(ErrorKind::InvalidInput, format!("`{name}`: {value:?}"));
+            let value = HeaderValue::from_str(value).map_err(odd)?;
+            request.headers_mut().insert(HeaderName::from_static(name), value);
+        }
+        if matches!(self.method, Method::PUT | Method::POST) {
+            request.headers_mut().insert(CONTENT_LENGTH, self.body.len().into());
+            let body = Body::from(self.body.clone());
+            *request.body_mut() = Some(Body::wrap(UploadBody::new(body, Arc::clone(sent))));
+        }
+        Ok(request)
+    }
+}
+
+/// The answer of a server.
+pub struct Answer {
+    pub status: StatusCode,
+    pub fields: HeaderMap,
+    text: String,
+}
+
+impl Answer {
+    /// The text of an XML element without children, in a document of known form. None if it has entities.
+    pub fn element(&self, name: &str) -> Option<&str> {
+        let (_, rest) = self.text.split_once(&format!("<{name}>"))?;
+        let (found, _) = rest.split_once(&format!("</{name}>"))?;
+        Some(found.trim()).filter(|found| !found.is_empty() && !found.contains(['<', '&']))
+    }
+
+    /// True if its document has that name.
+    pub fn is(&self, name: &str) -> bool {
+        self.text.contains(&format!("<{name}"))
+    }
+
+    pub fn field(&self, name: &str) -> Option<&str> {
+        self.fields.get(name).and_then(|value| value.to_str().ok())
+    }
+
+    /// The code of a refusal. Answers without a body have it in a header.
+    pub fn code(&self) -> &str {
+        self.field("x-ms-error-code").or_else(|| self.element("Code")).unwrap_or("")
+    }
+
+    /// The failure that it means.
+    fn failure(&self) -> Failure {
+        let line = |text: &str| text.lines().next().unwrap_or("").to_owned();
+        let said = match (self.code(), self.element("Message")) {
+            ("", _) => String::new(),
+            (code, None) => format!(": {}", Shown(code)),
+            (code, Some(message)) => format!(": {}: {}", Shown(code), Brief(&line(message))),
+        };
+        let what = format!("the server answered {}{said}", self.status);
+        if self.status.is_success() {
+            // The body reports an error, or is incomplete.
+            return Failure::transient(
+                ErrorKind::InvalidData,
+                what + ", and not what was asked for",
+            );
+        }
+        if DAMAGED.contains(&self.code()) {
+            return Failure::transient(ErrorKind::InvalidData, what);
+        }
+        let refused = [StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN].contains(&self.status);
+        let expired = self.status == StatusCode::UNAUTHORIZED
+            || (refused && says_expired(self.text.as_bytes()));
+        status_failure(self.status, &self.fields, what).if_renewable(expired)
+    }
+}
+
+/// An object or blob, and the credentials of requests.
+pub struct CloudObject {
+    pub requests: UploadRequests<Client>,
+    pub cloud: Cloud,
+    url: Url,
+    account: String,
+    credentials: Option<CredentialProvider>,
+    /// False once the server has turned out not to know checksums.
+    checksums: AtomicBool,
+}
+
+impl CloudObject {
+    /// Finds the server and the credentials. Nothing is sent yet.
+    pub fn new(uri: &str, options: TransportOptions, cancel: &dyn Cancel) -> Result<Self> {
+        let address = CloudAddress::parse(uri)?;
+        // Finding credentials may need the network, on machines of a cloud.
+        let found = run_once(&address.shown, &options, cancel, resolve(&address, &options))?;
+        let CloudBucket { url, account, credentials } = found;
+        let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
+        let tls = url.scheme() == "https";
+        Ok(CloudObject {
+            requests: UploadRequests::new(address.shown, options, tls)?,
+            cloud: address.cloud,
+            url,
+            account,
+            credentials,
+            checksums: AtomicBool::new(true),
+        })
+    }
+
+    /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
+    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<Answer> {
+        let refused = |used| {
+            if let Some(credentials) = &self.credentials {
+                credentials.refused(used);
+            }
+        };
+        let wrap = |client| (client, Arc::default());
+        let answer = self.requests.send(cancel, wrap, refused, |client, sent| async move {
+            let checksums = self.checksums.load(Ordering::Relaxed);
+            let mut answer = self.once(request, checksums, &client, &sent).await?;
+            if checksums && request.checksum.is_some() && UNKNOWN.contains(&answer.code()) {
+                answer = self.once(request, false, &client, &sent).await?;
+                if answer.status.is_success() {
+                    self.checksums.store(false, Ordering::Relaxed);
+                }
+            }
+            let good = if answer.status.is_success() {
+                (request.complete)(&answer)
+            } else {
+                (request.handled)(answer.status, answer.code())
+            };
+            if good { Ok(answer) } else { Err(answer.failure()) }
+        });
+        answer.map_err(|error| self.named(error))
+    }
+
+    /// The outcome of a last request that has failed, and whose answer may have been lost: a success if the
+    /// object has `len` bytes, and the mark of this upload in a header.
+    pub fn completed(
+        &self,
+        error: Error,
+        (field, mark): (&str, &str),
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        unless_there(error, || {
+            let nothing = Bytes::new();
+            let request = UploadRequest::new(Method::HEAD, &nothing)
+                .handles(|status, _| status == StatusCode::NOT_FOUND);
+            let answer = self.send(&request, cancel)?;
+            let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
+            Ok(answer.field(field) == Some(mark)
+                && answer.field("content-length").is_some_and(is_whole))
+        })
+    }
+
+    /// The error of a refusal that the caller does not accept.
+    pub fn refused(&self, answer: &Answer) -> Error {
+        self.named(Error::io("writing", &self.requests.shown, answer.failure().error))
+    }
+
+    fn named(&self, error: Error) -> Error {
+        match self.credentials {
+            Some(_) => error,
+            None => anonymous(error, self.cloud),
+        }
+    }
+
+    async fn once(
+        &self,
+        request: &UploadRequest<'_>,
+        checksums: bool,
+        client: &Client,
+        sent: &Arc<AtomicU64>,
+    ) -> Result<Answer, Failure> {
+        let stall = client.stall().max(request.patience);
+        let mut request = request.build(&self.url, checksums, sent)?;
+        match &self.credentials {
+            Some(credentials) => {
+                credentials.get().await?.authorize(&self.account, &mut request)?;
+            }
+            None if self.cloud == Cloud::Azure => {
+                let (name, value) = AZURE_VERSION;
+                request.headers_mut().insert(name, HeaderValue::from_static(value));
+            }
+            None => {}
+        }
+        let mut response = client.send_patiently(request, Some(sent), stall).await?;
+        let text = document(&mut response, stall).await?;
+        let (status, fields) = (response.status(), response.headers().clone());
+        Ok(Answer { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::auth::token_chain::simulated;
+    use crate::io::transport::simulated::{Day, options};
+
+    #[test]
+    fn a_day_of_writing_is_never_refused() {
+        for cloud in [Cloud::Google, Cloud::Azure] {
+            let (day, net) = (Day::new(3600, 180), options());
+            let credentials = Some(match cloud {
+                Cloud::Google => simulated::google(&day, &net),
+                Cloud::Azure => simulated::azure(&day, &net),
+            });
+            let url: Url = format!("{}/bucket/key", day.serve()).parse().unwrap();
+            let requests = UploadRequests::new("an object".to_owned(), net, false).unwrap();
+            let (account, checksums) = ("account".to_owned(), AtomicBool::new(true));
+            let object = CloudObject { requests, cloud, url, account, credentials, checksums };
+            let bytes = Bytes::from_static(b"some bytes");
+            while day.now() < 24 * 3600 {
+                // A token that was revoked is renewed once.
+                if day.now() == 43_320 {
+                    day.expire();
+                }
+                object.send(&UploadRequest::new(Method::PUT, &bytes), &Never).unwrap();
+                day.pass(60);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
+            assert!((25..32).contains(&day.given()), "{cloud:?}: {} times", day.given());
+        }
+    }
+}

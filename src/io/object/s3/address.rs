@@ -1,0 +1,113 @@
+//! Addresses of S3.
+
+use crate::error::{Error, Result};
+use crate::io::transport::show_text;
+
+/// The query field of a version.
+const VERSION: &str = "versionId=";
+
+/// `s3://bucket/key`, or `s3://bucket/key?versionId=version`.
+///
+/// Key and version are as they stand there: a percent sign is one. A key with `?` or `#` cannot be
+/// named, as in the package that this one succeeds; that one left away what is behind them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct S3Address {
+    pub bucket: String,
+    pub key: String,
+    /// None: the latest.
+    pub version: Option<String>,
+}
+
+impl S3Address {
+    /// Parses an address.
+    pub fn parse(uri: &str) -> Result<Self> {
+        let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
+        let (place, more) = match rest.find(['?', '#']).and_then(|at| rest.split_at_checked(at)) {
+            Some((place, more)) => (place, Some(more)),
+            None => (rest, None),
+        };
+        let (bucket, key) = place.split_once('/').unwrap_or((place, ""));
+        let key = key.trim_start_matches('/');
+        if bucket.is_empty() || key.is_empty() {
+            let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
+            return Err(Error::InvalidArgument(what));
+        }
+        let of_more = |more: &str| {
+            let version = more.strip_prefix('?')?.strip_prefix(VERSION)?;
+            let fits = !version.is_empty() && !version.contains(['&', '#', '?']);
+            fits.then(|| version.to_owned())
+        };
+        let version = more.map(of_more);
+        if version == Some(None) {
+            // Without what was found, which may be a secret.
+            let what = format!(
+                "`{}`: nothing but ?{VERSION}... is expected behind the key, which cannot have `?` or \
+                 `#` in it; tensorizer 2 left away what is behind them, and meant `s3://{place}`",
+                show_text(uri)
+            );
+            return Err(Error::InvalidArgument(what));
+        }
+        Ok(S3Address { bucket: bucket.to_owned(), key: key.to_owned(), version: version.flatten() })
+    }
+
+    /// The address as messages show it. No part of it is a secret.
+    pub fn shown(&self) -> String {
+        let S3Address { bucket, key, version } = self;
+        match version {
+            Some(version) => format!("s3://{bucket}/{key}?{VERSION}{version}"),
+            None => format!("s3://{bucket}/{key}"),
+        }
+    }
+
+    /// Another object in the same folder, of the same version.
+    pub fn sibling(&self, name: &str) -> Self {
+        let folder = self.key.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let key = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
+        S3Address { key, ..self.clone() }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_bucket_key_and_version() {
+        for (uri, bucket, key, version) in [
+            ("s3://b/k", "b", "k", None),
+            ("S3://b//f/k l+%20", "b", "f/k l+%20", None),
+            ("s3://b/k?versionId=null", "b", "k", Some("null")),
+            ("s3://b/f/k?versionId=3/L4.kq_-=%", "b", "f/k", Some("3/L4.kq_-=%")),
+        ] {
+            let found = S3Address::parse(uri).unwrap();
+            assert_eq!((&*found.bucket, &*found.key), (bucket, key), "{uri}");
+            assert_eq!(found.version.as_deref(), version, "{uri}");
+            assert_eq!(S3Address::parse(&found.shown()).unwrap(), found, "{uri}");
+        }
+        let one = S3Address::parse("s3://b/f/k?versionId=1").unwrap();
+        assert_eq!(one.sibling("l").shown(), "s3://b/f/l?versionId=1");
+        assert_eq!(S3Address::parse("s3://b/k").unwrap().sibling("l").key, "l");
+    }
+
+    #[test]
+    fn other_queries_and_fragments_are_refused() {
+        for more in [
+            "?",
+            "#",
+            "#part",
+            "?versionId=",
+            "?versionid=1",
+            "?secret",
+            "?x=1&versionId=2",
+            "?versionId=1&x=secret",
+            "?versionId=1#part",
+            "?versionId=1?",
+            "#?versionId=1",
+        ] {
+            let error = S3Address::parse(&format!("s3://b/k{more}")).unwrap_err().to_string();
+            assert!(error.contains("?versionId=... is expected"), "{more}: {error}");
+            assert!(error.contains("`s3://b/k`") && !error.contains("secret"), "{error}");
+        }
+    }
+}

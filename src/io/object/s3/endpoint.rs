@@ -1,0 +1,246 @@
+//! The server of `s3://` addresses: the endpoint that is named, or else the one that the credentials
+//! belong to.
+
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+use aws_config::SdkConfig;
+use aws_sdk_s3::config::endpoint::{DefaultResolver, Params, ResolveEndpoint as _};
+use aws_types::service_config::ServiceConfigKey;
+use reqwest::Url;
+
+use crate::environment::{S3_ENDPOINT, reading};
+use crate::error::{Error, Result};
+use crate::io::transport::show_text;
+
+/// The default endpoint of tensorizer 2 for reading, for keys that were passed and anonymous reads.
+pub const DEFAULT_READ_ENDPOINT: &str = "accel-object.ord1.coreweave.com";
+/// The default endpoint of tensorizer 2 for writing, for keys that were passed.
+pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
+/// Hosts whose buckets are part of the host's name, as at AWS.
+const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
+
+/// The endpoint that is named: `given` by the call or `.s3cfg`, by AWS's variables, by AWS's profile,
+/// `assigned` by the program as its default, or by `TENSORIZER_S3_ENDPOINT`, in this order.
+pub fn named(
+    given: Option<String>,
+    assigned: Option<String>,
+    aws: &SdkConfig,
+    force_http: bool,
+) -> Result<Option<Server>> {
+    if let Some(address) = given {
+        return Server::endpoint(&address, force_http, false).map(Some);
+    }
+    let of_variable = || Some(S3_ENDPOINT.value()?.to_string_lossy().into_owned());
+    let assigned = assigned.filter(|text| !text.is_empty());
+    let found = of_aws(aws).or(assigned).or_else(of_variable);
+    found.map(|address| Server::endpoint(&address, force_http, true)).transpose()
+}
+
+/// The endpoint that AWS's variables or the profile name. Empty ones count as not set.
+fn of_aws(aws: &SdkConfig) -> Option<String> {
+    let setting = |variable: &str, key: &str| {
+        let setting = ServiceConfigKey::builder().service_id("S3").env(variable).profile(key);
+        let found = aws.service_config()?.load_config(setting.build().ok()?);
+        found.filter(|text| !text.is_empty())
+    };
+    let ignored = setting("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "ignore_configured_endpoint_urls");
+    if ignored.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
+        return None;
+    }
+    let variable = |name| reading(|| std::env::var(name).ok()).filter(|text| !text.is_empty());
+    let found = variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
+    // No variable has an empty name: this reads the profile alone, and its `services` section.
+    found.or_else(|| setting("", "endpoint_url"))
+}
+
+/// The server that is asked.
+#[derive(Debug, Clone)]
+pub enum Server {
+    /// An endpoint that was named, or a default of tensorizer 2.
+    Endpoint {
+        url: Url,
+        /// True if buckets are part of the path, and not of the host's name.
+        path_style: bool,
+    },
+    /// AWS: bucket, region and these settings make the host's name, by the rules of the SDK.
+    Aws { fips: bool, dual_stack: bool },
+}
+
+impl Server {
+    /// An endpoint. `http_allowed`: a plain `http://` of the address is taken, as that of settings.
+    pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {
+        let url = endpoint_url(address, force_http, http_allowed)?;
+        let host = url.host_str().unwrap_or("").to_ascii_lowercase();
+        let path_style =
+            !is_amazon(&host) && (url.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
+        Ok(Server::Endpoint { url, path_style })
+    }
+
+    /// AWS, as environment and profile say.
+    pub fn aws(aws: &SdkConfig) -> Self {
+        let (fips, dual_stack) = (aws.use_fips(), aws.use_dual_stack());
+        Server::Aws { fips: fips.unwrap_or(false), dual_stack: dual_stack.unwrap_or(false) }
+    }
+
+    /// True if it is AWS, also where it was named.
+    pub fn is_aws(&self) -> bool {
+        match self {
+            Server::Endpoint { url, .. } => {
+                is_amazon(&url.host_str().unwrap_or("").to_ascii_lowercase())
+            }
+            Server::Aws { .. } => true,
+        }
+    }
+
+    /// True if it is asked by TLS.
+    pub fn is_tls(&self) -> bool {
+        match self {
+            Server::Endpoint { url, .. } => url.scheme() == "https",
+            Server::Aws { .. } => true,
+        }
+    }
+
+    /// Has the SDK ask this server.
+    pub fn configure(&self, config: aws_sdk_s3::config::Builder) -> aws_sdk_s3::config::Builder {
+        match self {
+            Server::Endpoint { url, path_style } => config
+                .endpoint_url(url.as_str().trim_end_matches('/'))
+                .force_path_style(*path_style),
+            Server::Aws { fips, dual_stack } => config.use_fips(*fips).use_dual_stack(*dual_stack),
+        }
+    }
+
+    /// The address of the server: that of the endpoint, or AWS's for this bucket in this region.
+    pub fn url(&self, bucket: &str, region: &str) -> Result<Url> {
+        let (fips, dual_stack) = match self {
+            Server::Endpoint { url, .. } => return Ok(url.clone()),
+            Server::Aws { fips, dual_stack } => (*fips, *dual_stack),
+        };
+        let bad = |error: &dyn std::fmt::Display| {
+            let region = show_text(region);
+            Error::InvalidArgument(format!(
+                "no endpoint of AWS for the bucket `{bucket}` in the region `{region}`: {error}"
+            ))
+        };
+        let params = Params::builder().bucket(bucket).region(region);
+        let params =
+            params.use_fips(fips).use_dual_stack(dual_stack).build().map_err(|e| bad(&e))?;
+        let resolver = DefaultResolver::new();
+        // The rules are in memory: the answer is there at once.
+        let found = pin!(resolver.resolve_endpoint(&params));
+        match found.poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Ok(found)) => Url::parse(found.url()).map_err(|e| bad(&e)),
+            Poll::Ready(Err(error)) => Err(bad(&error)),
+            Poll::Pending => Err(Error::Bug("the endpoint rules of AWS gave no answer".to_owned())),
+        }
+    }
+
+    /// The host, and the port if it has one of its own, as messages name them.
+    pub fn host(&self, bucket: &str, region: &str) -> String {
+        let Ok(url) = self.url(bucket, region) else { return "AWS".to_owned() };
+        let host = url.host_str().unwrap_or("");
+        let host = match self {
+            Server::Endpoint { path_style: false, .. } => format!("{bucket}.{host}"),
+            _ => host.to_owned(),
+        };
+        url.port().map_or(host.clone(), |port| format!("{host}:{port}"))
+    }
+}
+
+fn is_amazon(host: &str) -> bool {
+    host.ends_with(".amazonaws.com")
+}
+
+fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<Url> {
+    let shown = show_text(endpoint);
+    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{shown}`: {what}"));
+    let lower = endpoint.to_ascii_lowercase();
+    let host = match lower.split_once("://") {
+        None => endpoint,
+        Some(("http", _)) if !force_http && !http_allowed => {
+            return Err(Error::InvalidArgument(
+                "Non-HTTPS endpoint URLs are not allowed.".to_owned(),
+            ));
+        }
+        Some(("http" | "https", rest)) => {
+            endpoint.get(endpoint.len() - rest.len()..).unwrap_or(rest)
+        }
+        Some(_) => return Err(bad("expected https:// or http://")),
+    };
+    let plain = force_http || (http_allowed && lower.starts_with("http://"));
+    let scheme = if plain { "http" } else { "https" };
+    Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemes_of_endpoints() {
+        let url = |text, force, allowed| endpoint_url(text, force, allowed).map(String::from);
+        assert_eq!(url("host:9000", false, false).unwrap(), "https://host:9000/");
+        assert_eq!(url("host", true, false).unwrap(), "http://host/");
+        assert_eq!(url("https://host", true, false).unwrap(), "http://host/");
+        assert_eq!(url("http://host", false, true).unwrap(), "http://host/");
+        assert!(url("http://host", false, false).is_err());
+        assert!(url("ftp://host", false, false).is_err());
+    }
+
+    #[test]
+    fn hosts_of_aws_by_partition_fips_and_dual_stack() {
+        let host = |bucket: &str, region: &str, fips, dual_stack| {
+            Server::Aws { fips, dual_stack }.url(bucket, region).map(String::from)
+        };
+        for (bucket, region, fips, dual_stack, url) in [
+            ("bucket", "eu-west-1", false, false, "https://bucket.s3.eu-west-1.amazonaws.com/"),
+            ("bucket", "us-east-1", false, false, "https://bucket.s3.us-east-1.amazonaws.com/"),
+            (
+                "bucket",
+                "cn-north-1",
+                false,
+                false,
+                "https://bucket.s3.cn-north-1.amazonaws.com.cn/",
+            ),
+            (
+                "bucket",
+                "us-gov-west-1",
+                true,
+                false,
+                "https://bucket.s3-fips.us-gov-west-1.amazonaws.com/",
+            ),
+            (
+                "bucket",
+                "eu-west-1",
+                false,
+                true,
+                "https://bucket.s3.dualstack.eu-west-1.amazonaws.com/",
+            ),
+            (
+                "bucket",
+                "us-east-1",
+                true,
+                true,
+                "https://bucket.s3-fips.dualstack.us-east-1.amazonaws.com/",
+            ),
+            ("with.dot", "eu-west-1", false, false, "https://s3.eu-west-1.amazonaws.com/with.dot"),
+        ] {
+            assert_eq!(host(bucket, region, fips, dual_stack).unwrap(), url);
+        }
+        let refused = host("bucket", "cn-north-1", true, false).unwrap_err().to_string();
+        assert!(refused.contains("`cn-north-1`: Partition does not support FIPS"), "{refused}");
+        assert!(host("bucket", "a b", false, false).unwrap_err().to_string().contains("`a b`"));
+    }
+
+    #[test]
+    fn hosts_in_messages() {
+        let host = |address| Server::endpoint(address, false, false).unwrap().host("bucket", "r");
+        assert_eq!(host("storage.example:9000/path"), "storage.example:9000");
+        assert_eq!(host("cwobject.com"), "bucket.cwobject.com");
+        assert_eq!(host("https://s3.eu-west-1.amazonaws.com"), "bucket.s3.eu-west-1.amazonaws.com");
+        let aws = Server::Aws { fips: false, dual_stack: false };
+        assert_eq!(aws.host("bucket", "eu-west-1"), "bucket.s3.eu-west-1.amazonaws.com");
+    }
+}

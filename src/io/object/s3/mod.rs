@@ -1,0 +1,14 @@
+//! `s3://bucket/key`: which server is meant, signed reads, and uploads by AWS's SDK.
+
+mod address;
+mod endpoint;
+mod read;
+mod refusal;
+mod resolve;
+mod upload;
+
+pub use endpoint::{DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT};
+#[cfg(test)]
+pub(crate) use read::signed_until;
+pub use read::{open, shown};
+pub use upload::create;

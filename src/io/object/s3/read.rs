@@ -1,0 +1,234 @@
+//! Reading objects of S3: signed URLs, read as those of other HTTP servers.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use aws_sdk_s3::error::DisplayErrorContext;
+use aws_sdk_s3::presigning::PresigningConfig;
+use reqwest::header::{HeaderMap, LOCATION};
+use reqwest::{StatusCode, Url};
+
+use super::address::S3Address;
+use super::endpoint::{DEFAULT_READ_ENDPOINT, Server};
+use super::refusal::{Document, region_of};
+use super::resolve::{S3Bucket, resolve, transport};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::auth::{RENEWAL_MARGIN, good_until, retry_at};
+use crate::io::http::{self, FileUrl, Pending, Sign};
+use crate::io::transport::{Failure, Location, fits_in_url, guarded, run_once};
+use crate::io::{OpenOptions, ReadAt};
+use crate::sys::clock;
+
+/// Validity of a signed URL, unless the credentials expire before.
+const VALID: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Opens an address, without a request if the head of its file is cached.
+pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let address = S3Address::parse(uri)?;
+    // Signing needs no network; finding credentials may, on machines of a cloud.
+    let shown = address.shown();
+    let found = async {
+        let transport = transport(&options.transport).await;
+        let bucket = resolve(&options.s3, &transport, DEFAULT_READ_ENDPOINT, &address).await?;
+        Ok((transport, bucket))
+    };
+    let (transport, bucket) = run_once(&shown, &options.transport, cancel, found)?;
+    if bucket.credentials.is_none() {
+        // A key that does not fit into a URL is an error of the argument.
+        public_url(&bucket, &address)?;
+    }
+    let (tls, headers) = (bucket.server.is_tls(), transport.headers.clone());
+    let signer = Signer { bucket: Arc::new(bucket), address, headers };
+    let options = OpenOptions { transport, ..options.clone() };
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, &options, cancel)
+}
+
+/// An address as messages show it; None if it is none.
+pub fn shown(uri: &str) -> Option<String> {
+    S3Address::parse(uri).ok().map(|address| address.shown())
+}
+
+/// The time until which a URL is used that is signed now with credentials that expire then.
+pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
+    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min().unwrap_or(now);
+    // Towards their end there may be new credentials at any time, and signing costs nothing.
+    let ends = expiry.duration_since(now).is_ok_and(|left| left <= RENEWAL_MARGIN);
+    if ends { retry_at(now, expiry) } else { good_until(now, expiry) }
+}
+
+/// Signs the URL of an object, if there are credentials.
+struct Signer {
+    bucket: Arc<S3Bucket>,
+    address: S3Address,
+    /// Headers of the caller.
+    headers: Vec<(String, String)>,
+}
+
+impl Sign for Signer {
+    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+        Box::pin(guarded(self.signed()))
+    }
+
+    fn refused(&self, used: Instant) {
+        if let Some(keys) = &self.bucket.credentials {
+            keys.refused(used);
+        }
+    }
+
+    fn uses_tokens(&self) -> bool {
+        false
+    }
+
+    fn cache_key(&self) -> String {
+        let S3Address { bucket, key, version } = &self.address;
+        let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
+        let server = self.bucket.url().map_or_else(
+            |_| String::new(),
+            |url| {
+                let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
+                let port = url.port_or_known_default().unwrap_or(0);
+                format!("{scheme}://{host}:{port}{}", url.path())
+            },
+        );
+        format!("s3 {server} {bucket}/{key}{version}")
+    }
+
+    fn host(&self) -> Option<String> {
+        Some(self.bucket.host())
+    }
+
+    fn is_answer(&self, headers: &HeaderMap) -> bool {
+        let is_aws = matches!(self.bucket.server, Server::Aws { .. });
+        !headers.contains_key(LOCATION) || (is_aws && region_of(headers).is_some())
+    }
+
+    fn moves(&self, asked: &Url, headers: &HeaderMap) -> bool {
+        self.bucket.follows_region(headers, asked.host_str())
+    }
+
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Failure {
+        self.bucket.refusal(status, headers, &Document::read(body))
+    }
+
+    fn is_version(&self) -> bool {
+        self.address.version.is_some()
+    }
+
+    fn sibling(&self, name: &str) -> Box<dyn Sign> {
+        Box::new(Signer {
+            bucket: Arc::clone(&self.bucket),
+            address: self.address.sibling(name),
+            headers: self.headers.clone(),
+        })
+    }
+}
+
+impl Signer {
+    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+        let failed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
+        let Some(keys) = &self.bucket.credentials else {
+            let url = public_url(&self.bucket, &self.address).map_err(|e| failed(e.to_string()))?;
+            let now = clock::date();
+            let until = now.checked_add(VALID).unwrap_or(now);
+            return Ok((Location::new(url, self.headers.clone()), until));
+        };
+        let credentials = keys.get().await?;
+        let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
+        let now = clock::date();
+        let until = signed_until(now, credentials.expiry());
+        let config = self.bucket.sdk().credentials_provider(credentials);
+        let signed = aws_sdk_s3::Client::from_conf(config.build())
+            .get_object()
+            .bucket(&self.address.bucket)
+            .key(&self.address.key)
+            .set_version_id(self.address.version.clone())
+            .set_request_payer(self.bucket.payer())
+            .presigned(valid)
+            .await
+            .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
+        let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
+        let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let location = Location::new(url, self.headers.iter().cloned().chain(more).collect());
+        Ok((location, until))
+    }
+}
+
+/// The URL of a public object.
+fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
+    let S3Address { bucket, key, version } = address;
+    let Server::Endpoint { url: endpoint, path_style } = &found.server else {
+        return Err(Error::Bug("AWS would be asked anonymously".to_owned()));
+    };
+    let host = endpoint.host_str().unwrap_or("");
+    let bad = || {
+        let uri = address.shown();
+        let what =
+            format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");
+        Error::InvalidArgument(what)
+    };
+    if !fits_in_url(key) {
+        let what =
+            format!("{:?}: without credentials its name cannot be asked for", address.shown());
+        return Err(Error::InvalidArgument(what));
+    }
+    let mut url = endpoint.clone();
+    if !path_style {
+        url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| bad())?;
+    }
+    let mut path = url.path_segments_mut().map_err(|()| bad())?;
+    path.pop_if_empty();
+    if *path_style {
+        path.push(bucket);
+    }
+    path.extend(key.split('/'));
+    drop(path);
+    if let Some(version) = version {
+        url.query_pairs_mut().append_pair("versionId", version);
+    }
+    Ok(url)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::auth::aws::simulate;
+    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::{S3Options, read_exact_at};
+    use crate::mem::Buffers;
+
+    /// Credentials of an hour and of a quarter, from a service that is away for a part of the time in
+    /// which they are renewed.
+    #[test]
+    fn a_day_of_reading_is_never_refused() {
+        for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
+            let (day, net, region) = (Day::new(hold, away), options(), format!("read-{hold}"));
+            simulate(&day, &region, &net);
+            let s3 = S3Options {
+                endpoint: Some(day.serve()),
+                force_http: Some(true),
+                region: Some(region),
+                ..S3Options::default()
+            };
+            let environment = OpenOptions::from_environment().unwrap();
+            let options = OpenOptions { transport: net, s3, cache: None, ..environment };
+            let source = open("s3://bucket/key", &options, &Never).unwrap();
+            while day.now() < 24 * 3600 {
+                // Behind the head, which is cached.
+                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let what = || "bytes".to_owned();
+                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                assert_eq!(bytes, [7; 5]);
+                day.pass(step);
+            }
+            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+            assert!(day.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(given.contains(&day.given()), "{} times", day.given());
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Refusals of S3: their documents, whether to try again, and the region to which AWS sends a request.
+
+use std::error::Error as _;
+use std::io::ErrorKind;
+
+use aws_sdk_s3::config::http::HttpResponse;
+use aws_sdk_s3::error::{DisplayErrorContext, ProvideErrorMetadata, SdkError};
+use reqwest::StatusCode;
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+
+use super::endpoint::Server;
+use super::resolve::S3Bucket;
+use crate::error::{Brief, Shown};
+use crate::io::transport::{Failure, says_expired, status_failure};
+
+/// The header with the region of a bucket.
+const BUCKET_REGION: &str = "x-amz-bucket-region";
+
+/// Codes of uploads whose bytes are not what was sent.
+const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
+
+/// The error document of a refusal.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Document {
+    pub code: Option<String>,
+    pub message: Option<String>,
+}
+
+impl Document {
+    /// Parses the beginning of a body.
+    pub fn read(body: &[u8]) -> Self {
+        let text = String::from_utf8_lossy(body);
+        let element = |name: &str| {
+            let (_, rest) = text.split_once(&format!("<{name}>"))?;
+            let (found, _) = rest.split_once(&format!("</{name}>"))?;
+            (!found.is_empty()).then(|| found.to_owned())
+        };
+        Document { code: element("Code"), message: element("Message") }
+    }
+}
+
+/// The region that headers name, if it can be part of a host name.
+pub fn region_of(headers: &HeaderMap) -> Option<&str> {
+    let region = headers.get(BUCKET_REGION)?.to_str().ok()?;
+    let fits = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit();
+    let is_region = region.len() <= 63
+        && region.starts_with(fits)
+        && region.ends_with(fits)
+        && region.chars().all(|letter| fits(letter) || letter == '-');
+    is_region.then_some(region)
+}
+
+impl S3Bucket {
+    /// True if AWS has named another region, to which requests go from now on; only once. `asked` is the
+    /// host of the request, before which another thread may have learnt of the region.
+    pub fn follows_region(&self, headers: &HeaderMap, asked: Option<&str>) -> bool {
+        let Some(region) = region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
+        else {
+            return false;
+        };
+        let before = self.region();
+        let first = {
+            let mut found = self.bucket_region.lock();
+            let first = found.is_none() && before != region;
+            if first {
+                *found = Some(region.to_owned());
+            }
+            first
+        };
+        first || (before == region && asked.is_some_and(|asked| asked != self.host()))
+    }
+
+    /// The failure that a refusal means.
+    pub fn refusal(&self, status: StatusCode, headers: &HeaderMap, said: &Document) -> Failure {
+        let answered = match (&said.code, &said.message) {
+            (Some(code), Some(message)) => {
+                format!("the server answered {status}: {}: {}", Brief(code), Brief(message))
+            }
+            (Some(text), None) | (None, Some(text)) => {
+                format!("the server answered {status}: {}", Brief(text))
+            }
+            (None, None) => format!("the server answered {status}"),
+        };
+        let mut what = match said.code.as_deref() {
+            Some("NoSuchBucket") => {
+                format!("{} has no bucket `{}`: {answered}", self.host(), Shown(&self.bucket))
+            }
+            Some("NoSuchKey") => {
+                let bucket = Shown(&self.bucket);
+                format!("{} has no such object in the bucket `{bucket}`: {answered}", self.host())
+            }
+            _ => answered,
+        };
+        if let Some(region) = region_of(headers).filter(|region| *region != self.region()) {
+            what += &format!("; the bucket is in the region `{region}`");
+        }
+        if !self.none_found || !status.is_client_error() {
+            return status_failure(status, headers, what);
+        }
+        what += "; no credentials were found, so the server was asked anonymously";
+        match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                Failure::permanent(ErrorKind::PermissionDenied, what)
+            }
+            _ => status_failure(status, headers, what),
+        }
+    }
+
+    /// The failure of a call of the SDK.
+    pub fn failure<E>(&self, error: SdkError<E, HttpResponse>) -> Failure
+    where
+        E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
+    {
+        if let Some(response) = error.raw_response() {
+            let status = StatusCode::from_u16(response.status().as_u16());
+            let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            let said = Document {
+                code: error.code().map(str::to_owned),
+                message: error.message().map(str::to_owned),
+            };
+            let mut headers = HeaderMap::new();
+            for (name, value) in response.headers() {
+                let name = HeaderName::from_bytes(name.as_bytes());
+                if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
+                    headers.append(name, value);
+                }
+            }
+            let refused = self.refusal(status, &headers, &said);
+            // A success whose body reports an error, or is none of S3; or bytes that were not sent so.
+            let is_damaged = said.code.as_deref().is_some_and(|code| DAMAGED.contains(&code));
+            if status.is_success() || is_damaged {
+                return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
+            }
+            let expired = said.code.is_some_and(|code| says_expired(code.as_bytes()));
+            let moved = self.follows_region(&headers, None);
+            return refused.if_renewable(expired || moved);
+        }
+        // Requests and credentials fail with a failure of the transport, some causes down.
+        let mut cause = error.source();
+        while let Some(found) = cause {
+            if let Some(failure) = found.downcast_ref::<Failure>() {
+                return failure.copy();
+            }
+            cause = found.source();
+        }
+        Failure::permanent(ErrorKind::Other, DisplayErrorContext(error).to_string())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use aws_sdk_s3::error::ConnectorError;
+    use aws_sdk_s3::operation::put_object::PutObjectError;
+
+    use super::*;
+
+    #[test]
+    fn error_documents() {
+        let read = |text: &str| Document::read(text.as_bytes());
+        let whole = "<?xml version='1.0'?><Error><Code>NoSuchKey</Code><Message>It is not there.\
+                     </Message></Error>";
+        let (code, message) = ("NoSuchKey".to_owned(), "It is not there.".to_owned());
+        assert_eq!(read(whole), Document { code: Some(code), message: Some(message) });
+        for text in ["", "<Code>", "<Code></Code>", "</Code><Code>", "<html>no</html>"] {
+            assert_eq!(read(text), Document::default(), "{text}");
+        }
+    }
+
+    fn headers_of(region: &str) -> HeaderMap {
+        HeaderMap::from_iter([(BUCKET_REGION.parse().unwrap(), region.parse().unwrap())])
+    }
+
+    #[test]
+    fn regions_are_followed_once_and_only_at_aws() {
+        let named = Server::endpoint("s3.us-east-1.amazonaws.com", false, false).unwrap();
+        let named = S3Bucket::without_credentials(named, false);
+        assert!(!named.follows_region(&headers_of("eu-west-1"), None));
+        let aws = Server::Aws { fips: false, dual_stack: false };
+        let aws = S3Bucket::without_credentials(aws, false);
+        let first = aws.host();
+        assert!(!aws.follows_region(&HeaderMap::new(), None));
+        assert!(!aws.follows_region(&headers_of("us-east-1"), Some(&first)));
+        assert!(aws.follows_region(&headers_of("eu-west-1"), Some(&first)));
+        assert_eq!(aws.host(), "bucket.s3.eu-west-1.amazonaws.com");
+        // A thread that had asked in the first region meanwhile.
+        assert!(aws.follows_region(&headers_of("eu-west-1"), Some(&first)));
+        assert!(!aws.follows_region(&headers_of("eu-west-1"), Some(&aws.host())));
+        assert!(!aws.follows_region(&headers_of("ap-south-1"), Some(&aws.host())));
+        assert_eq!(aws.region(), "eu-west-1");
+    }
+
+    #[test]
+    fn missing_buckets_keys_and_credentials_are_told_apart() {
+        let server = Server::endpoint("host:9000", false, false).unwrap();
+        let said = |none_found, status, code: Option<&str>| {
+            let resolved = S3Bucket::without_credentials(server.clone(), none_found);
+            let said = Document { code: code.map(str::to_owned), message: None };
+            let error = resolved.refusal(status, &HeaderMap::new(), &said).error;
+            (error.kind(), error.to_string())
+        };
+        let (missing, refused) = (StatusCode::NOT_FOUND, StatusCode::FORBIDDEN);
+        let answer = "the server answered 404 Not Found";
+        for (found, text) in [
+            (
+                said(false, missing, Some("NoSuchBucket")),
+                format!("host:9000 has no bucket `bucket`: {answer}: NoSuchBucket"),
+            ),
+            (
+                said(false, missing, Some("NoSuchKey")),
+                format!("host:9000 has no such object in the bucket `bucket`: {answer}: NoSuchKey"),
+            ),
+            (said(false, missing, None), answer.to_owned()),
+        ] {
+            assert_eq!(found, (ErrorKind::NotFound, text));
+        }
+        let anonymous = "no credentials were found, so the server was asked anonymously";
+        for (found, says_so) in [
+            (said(true, refused, None), true),
+            (said(false, refused, None), false),
+            (said(true, StatusCode::BAD_GATEWAY, None), false),
+        ] {
+            assert_eq!(found.1.contains(anonymous), says_so, "{found:?}");
+            assert_eq!(
+                found.1.contains("check the credentials"),
+                !says_so && found.0 == ErrorKind::PermissionDenied
+            );
+        }
+    }
+
+    #[test]
+    fn only_names_of_regions_become_part_of_a_host() {
+        let region = |text: &str| region_of(&headers_of(text)).map(str::to_owned);
+        assert_eq!(region("eu-west-1").unwrap(), "eu-west-1");
+        for text in ["", "-a", "a-", "A", "a.b", "a/b", "a@b", "a:1", "a#", "a b", "ü"] {
+            assert!(region(text).is_none(), "{text}");
+        }
+        assert!(region(&"a".repeat(64)).is_none());
+    }
+
+    #[test]
+    fn failures_of_the_transport_keep_their_classification() {
+        let server = Server::endpoint("host", false, false).unwrap();
+        let bucket = S3Bucket::without_credentials(server, true);
+        let of = |failure: Failure| {
+            let error = ConnectorError::other(failure.into(), None);
+            let error = SdkError::<PutObjectError, HttpResponse>::dispatch_failure(error);
+            format!("{:?}", bucket.failure(error))
+        };
+        let away = of(Failure::transient(ErrorKind::TimedOut, "no answer"));
+        assert!(away.contains("transient: true") && away.contains("no answer"), "{away}");
+        assert!(of(Failure::permanent(ErrorKind::NotFound, "x")).contains("transient: false"));
+    }
+}

@@ -1,0 +1,237 @@
+//! The server, the region and the credentials of a bucket. Credentials come from, in this order: the call's
+//! arguments, `~/.s3cfg` or another file of that kind, AWS's own chain. Without any, objects are read
+//! anonymously. [`super::endpoint`] has the rules for the server.
+
+use std::ffi::OsStr;
+use std::io::{Error as IoError, ErrorKind};
+
+use aws_config::BehaviorVersion;
+use aws_sdk_s3::config::{
+    Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+};
+use aws_sdk_s3::types::RequestPayer;
+use reqwest::Url;
+
+use super::address::S3Address;
+use super::endpoint::{self, Server};
+use crate::environment::reading;
+use crate::error::{Error, Result};
+use crate::io::S3Options;
+use crate::io::auth::aws::{self, AwsKeys};
+use crate::io::auth::s3cfg::S3Cfg;
+use crate::io::auth::{Missing, aws::provider};
+use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
+use crate::sys::brief::Brief;
+
+/// The variable that names the payer of requests.
+const PAYER: &str = "AWS_REQUEST_PAYER";
+/// The region that requests are signed for if nothing says otherwise.
+const USUAL_REGION: &str = "us-east-1";
+
+/// A bucket: its server, and the credentials of requests.
+pub struct S3Bucket {
+    pub server: Server,
+    /// True if an argument, a file or the environment names the server.
+    pub named: bool,
+    pub bucket: String,
+    /// None: requests are anonymous.
+    pub credentials: Option<AwsKeys>,
+    /// True if credentials were looked for, and there are none.
+    pub none_found: bool,
+    /// The region that was named, or is usual.
+    region: String,
+    /// The region of the bucket, where AWS has named another.
+    pub bucket_region: Brief<Option<String>>,
+    requester_pays: bool,
+    /// True if uploads carry checksums.
+    pub checksums: bool,
+}
+
+impl S3Bucket {
+    /// The configuration of the SDK, which asks for the present credentials with each request.
+    pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
+        let config = aws_sdk_s3::Config::builder()
+            .behavior_version(BehaviorVersion::latest())
+            .region(Region::new(self.region()))
+            // Checksums of whole objects say nothing about ranges, and asking would be signed.
+            .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
+            // Ours are headers: many servers do not know checksums behind a body.
+            .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
+        let config = self.server.configure(config);
+        match &self.credentials {
+            Some(keys) => {
+                config.credentials_provider(keys.clone()).identity_cache(IdentityCache::no_cache())
+            }
+            None => config.allow_no_auth(),
+        }
+    }
+
+    /// The region that requests are signed for.
+    pub fn region(&self) -> String {
+        self.bucket_region.lock().clone().unwrap_or_else(|| self.region.clone())
+    }
+
+    /// The address of the server.
+    pub fn url(&self) -> Result<Url> {
+        self.server.url(&self.bucket, &self.region())
+    }
+
+    /// The host of the server, for messages.
+    pub fn host(&self) -> String {
+        self.server.host(&self.bucket, &self.region())
+    }
+
+    /// The payer, where that is not the owner of the bucket.
+    pub fn payer(&self) -> Option<RequestPayer> {
+        self.requester_pays.then_some(RequestPayer::Requester)
+    }
+}
+
+#[cfg(test)]
+impl S3Bucket {
+    /// That of a bucket called `bucket` in `us-east-1`, without credentials.
+    pub fn without_credentials(server: Server, none_found: bool) -> Self {
+        S3Bucket {
+            server,
+            named: true,
+            bucket: "bucket".to_owned(),
+            credentials: None,
+            none_found,
+            region: USUAL_REGION.to_owned(),
+            bucket_region: Brief::new(None),
+            requester_pays: false,
+            checksums: true,
+        }
+    }
+}
+
+/// The transport options of a bucket: the certificates may be those that AWS's settings name.
+pub async fn transport(options: &TransportOptions) -> TransportOptions {
+    let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
+    if let Some(trust) = aws::trust().await {
+        if options.trust == Trust::Default {
+            options.trust = trust.clone();
+        }
+        options.credential_trust = trust;
+    }
+    options
+}
+
+/// Finds the server and the credentials of a bucket. No server is asked for what is given, or cached.
+/// `default` is the default endpoint of tensorizer 2.
+pub async fn resolve(
+    s3: &S3Options,
+    options: &TransportOptions,
+    default: &str,
+    address: &S3Address,
+) -> Result<S3Bucket> {
+    let uri = address.shown();
+    let file = S3Cfg::find(s3.config_path.as_deref())?;
+    let region = match &s3.region {
+        Some(region) => Some(region.clone()),
+        None => aws::named_region().await,
+    };
+    let usual = region.clone().unwrap_or_else(|| USUAL_REGION.to_owned());
+    let settings = aws::settings(usual.clone(), options).await;
+    let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
+    let given = s3.endpoint.clone().or(file.host);
+    let assigned = s3.default_endpoint.clone();
+    let named = endpoint::named(given, assigned, &settings, force_http)?;
+    let access = s3.access_key.clone().or(file.access_key);
+    let secret = s3.secret_key.clone().or(file.secret_key);
+    let (credentials, none_found) = credentials((access, secret), &usual, options, &uri).await?;
+    let is_named = named.is_some();
+    // Credentials of AWS's chain go to AWS, whatever the region. Nothing else says where keys of other
+    // origins belong, and old scripts expect the default.
+    let server = match (named, &credentials) {
+        (Some(server), _) => server,
+        (None, Some(AwsKeys::Chain(_))) if force_http => {
+            return Err(Error::InvalidArgument(format!(
+                "`{uri}`: AWS is asked by https:// only: name an endpoint, or do not force http://"
+            )));
+        }
+        (None, Some(AwsKeys::Chain(_))) => Server::aws(&settings),
+        (None, _) => Server::endpoint(default, force_http, false)?,
+    };
+    // The region of a machine of AWS says nothing about other servers.
+    let machine =
+        if region.is_none() && server.is_aws() { aws::machine_region(options).await } else { None };
+    let region = machine.unwrap_or(usual);
+    let required = Some(RequestChecksumCalculation::WhenRequired);
+    let requester_pays = match s3.requester_pays {
+        Some(pays) => pays,
+        None => requester_pays(reading(|| std::env::var_os(PAYER)).as_deref())?,
+    };
+    let bucket = address.bucket.clone();
+    server.url(&bucket, &region)?;
+    Ok(S3Bucket {
+        server,
+        named: is_named,
+        bucket,
+        credentials,
+        none_found,
+        region,
+        bucket_region: Brief::new(None),
+        requester_pays,
+        checksums: settings.request_checksum_calculation() != required,
+    })
+}
+
+/// The credentials of two keys, or else of AWS's chain; true if there are none there.
+async fn credentials(
+    keys: (Option<String>, Option<String>),
+    region: &str,
+    options: &TransportOptions,
+    uri: &str,
+) -> Result<(Option<AwsKeys>, bool)> {
+    match keys {
+        (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => Ok((None, false)),
+        (Some(access), Some(secret)) => {
+            let keys = Credentials::new(access, secret, None, None, "tensorizer");
+            Ok((Some(AwsKeys::Given(keys)), false))
+        }
+        (None, None) => {
+            aws::check_profile(uri).await?;
+            let keys = AwsKeys::Chain(provider(region.to_owned(), options));
+            match keys.get().await {
+                Ok(_) => Ok((Some(keys), false)),
+                // No error: the object may be public.
+                Err(Missing::Absent) => Ok((None, true)),
+                Err(Missing::Failed(failure)) => {
+                    let what = failure.error.to_string();
+                    Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
+                }
+            }
+        }
+        _ => Err(Error::InvalidArgument(format!(
+            "`{uri}`: an access key needs its secret key, and only one of them was found"
+        ))),
+    }
+}
+
+/// True if the variable says that the requester pays. Programs differ in the word for it.
+fn requester_pays(value: Option<&OsStr>) -> Result<bool> {
+    match value.map(OsStr::to_ascii_lowercase).as_deref().map(OsStr::to_str) {
+        None | Some(Some("" | "false" | "0")) => Ok(false),
+        Some(Some("requester" | "true" | "1")) => Ok(true),
+        Some(_) => Err(Error::InvalidArgument(format!(
+            "the environment variable {PAYER} must be `requester`, or empty"
+        ))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_requester_pays_if_the_variable_says_so() {
+        let pays = |text: &str| requester_pays(Some(OsStr::new(text)));
+        for text in ["requester", "Requester", "true", "1"] {
+            assert!(pays(text).unwrap(), "{text}");
+        }
+        assert!(!requester_pays(None).unwrap() && !pays("").unwrap() && !pays("false").unwrap());
+        assert!(pays("BucketOwner").unwrap_err().to_string().contains(PAYER));
+    }
+}

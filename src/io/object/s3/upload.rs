@@ -1,0 +1,368 @@
+//! Writing objects of S3: multipart uploads by AWS's SDK.
+
+use std::io::{Error as IoError, ErrorKind};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use aws_sdk_s3::Client;
+use aws_sdk_s3::config::http::HttpResponse;
+use aws_sdk_s3::config::retry::RetryConfig;
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::primitives::{ByteStream, SdkBody};
+use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
+use bytes::Bytes;
+
+use super::address::S3Address;
+use super::endpoint::DEFAULT_WRITE_ENDPOINT;
+use super::resolve::{S3Bucket, resolve, transport};
+use crate::cancel::Cancel;
+use crate::environment::reading;
+use crate::error::{Error, Result};
+use crate::io::OpenOptions;
+use crate::io::object::checksum::Checksum;
+use crate::io::object::upload::{
+    Limits, SentPart, UploadProtocol, UploadRequests, UploadSink, new_mark,
+};
+use crate::io::transport::{Failure, SdkClient, guarded, run_once};
+
+/// Creates an object. Finds the server and the credentials; nothing is sent before a part is complete.
+pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
+    UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
+}
+
+const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+
+/// An object of S3.
+pub struct S3Object {
+    requests: UploadRequests<Client>,
+    address: S3Address,
+    resolved: S3Bucket,
+    /// The mark by which the object is recognised.
+    mark: String,
+    /// The server's agreement at the beginning.
+    sums: OnceLock<Checksums>,
+}
+
+/// The name of the metadata with the mark of an object that was sent in parts.
+const MARK: &str = "tensorizer-upload";
+
+/// A server's use of checksums of uploads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Checksums {
+    /// It gets none.
+    None,
+    /// It gets those of parts, and may ignore them.
+    Parts,
+    /// It compares those of parts, and that of the object.
+    All,
+}
+
+impl S3Object {
+    /// Finds the server and the credentials. Nothing is sent yet.
+    fn new(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Self> {
+        let address = S3Address::parse(uri)?;
+        let shown = address.shown();
+        if address.version.is_some() {
+            let what = format!("`{shown}`: a version of an object cannot be written");
+            return Err(Error::InvalidArgument(what));
+        }
+        let found = async {
+            let transport = transport(&options.transport).await;
+            let bucket = resolve(&options.s3, &transport, DEFAULT_WRITE_ENDPOINT, &address).await?;
+            Ok((transport, bucket))
+        };
+        let (options, resolved) = run_once(&shown, &options.transport, cancel, found)?;
+        if resolved.credentials.is_none() && !resolved.named {
+            let what = format!(
+                "there are no credentials, and {} would be sent the object anonymously: give \
+                 credentials, or name an endpoint that takes objects from everybody",
+                resolved.host()
+            );
+            let error = IoError::new(ErrorKind::PermissionDenied, what);
+            return Err(Error::io("opening", &shown, error));
+        }
+        Ok(S3Object {
+            requests: UploadRequests::new(shown, options, resolved.server.is_tls())?,
+            address,
+            resolved,
+            mark: new_mark()?,
+            sums: OnceLock::new(),
+        })
+    }
+
+    fn sums(&self) -> Checksums {
+        self.sums.get().copied().unwrap_or(Checksums::None)
+    }
+
+    fn request<T, F: Future<Output = Result<T, Failure>>>(
+        &self,
+        cancel: &dyn Cancel,
+        make: impl Fn(Client) -> F,
+    ) -> Result<T> {
+        let wrap = |client| {
+            let connector = SdkClient::new(client);
+            let sent = Arc::clone(&connector.sent);
+            // Retries are those of the transport.
+            let config =
+                self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
+            (reading(|| Client::from_conf(config.build())), sent)
+        };
+        let region = self.resolved.region();
+        let refused = |used| {
+            // Credentials are as good in another region.
+            if let Some(keys) = &self.resolved.credentials
+                && self.resolved.region() == region
+            {
+                keys.refused(used);
+            }
+        };
+        let sent = self.requests.send(cancel, wrap, refused, |client, _| async {
+            // The SDK looks into the environment before it sends anything.
+            let mut request = std::pin::pin!(make(client));
+            let mut polled = false;
+            let first_guarded = std::future::poll_fn(|context| {
+                if std::mem::replace(&mut polled, true) {
+                    return request.as_mut().poll(context);
+                }
+                reading(|| request.as_mut().poll(context))
+            });
+            first_guarded.await
+        });
+        sent.map_err(|error| error.at_host(&self.resolved.host()))
+    }
+
+    /// True if the object is that of this upload.
+    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+        let found = self.request(cancel, |client| async move {
+            let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
+            let head = head.set_request_payer(self.resolved.payer());
+            match head.send().await.map_err(|e| self.resolved.failure(e)) {
+                Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
+                found => found.map(Some),
+            }
+        })?;
+        let ours = found.is_some_and(|found| {
+            let mark = found.metadata().and_then(|all| all.get(MARK));
+            let size = found.content_length().and_then(|size| u64::try_from(size).ok());
+            mark == Some(&self.mark) && size == Some(len)
+        });
+        Ok(ours)
+    }
+}
+
+impl UploadProtocol for S3Object {
+    fn shown(&self) -> &str {
+        &self.requests.shown
+    }
+
+    fn stall(&self) -> Duration {
+        self.requests.options.stall
+    }
+
+    fn limits(&self) -> Limits {
+        LIMITS
+    }
+
+    fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let sum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
+        self.request(cancel, |client| {
+            let send = move |sum: Option<String>| {
+                let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
+                let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+                let put = put.set_checksum_crc64_nvme(sum);
+                put.customize().disable_payload_signing().send()
+            };
+            let sum = sum.clone();
+            async move {
+                let mut answer = send(sum.clone()).await;
+                for again in again(&sum) {
+                    if !answer.as_ref().is_err_and(knows_no_sums) {
+                        break;
+                    }
+                    answer = guarded(send(again)).await;
+                }
+                answer.map(drop).map_err(|e| self.resolved.failure(e))
+            }
+        })
+    }
+
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        self.request(cancel, |client| async move {
+            let begin = client
+                .create_multipart_upload()
+                .bucket(&self.address.bucket)
+                .key(&self.address.key);
+            let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
+            let mut sums = Checksums::None;
+            let mut begun = None;
+            if self.resolved.checksums {
+                let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
+                match begin.checksum_type(ChecksumType::FullObject).send().await {
+                    Err(error) if knows_no_sums(&error) => {}
+                    answer => {
+                        let answer = answer.map_err(|e| self.resolved.failure(e))?;
+                        let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                            && answer.checksum_type == Some(ChecksumType::FullObject);
+                        sums = if all { Checksums::All } else { Checksums::Parts };
+                        begun = Some(answer);
+                    }
+                }
+            }
+            let begun = match begun {
+                Some(begun) => begun,
+                None => guarded(begin.send()).await.map_err(|e| self.resolved.failure(e))?,
+            };
+            let upload = begun.upload_id.ok_or_else(|| {
+                let what = "the server began an upload without a number";
+                Failure::permanent(ErrorKind::InvalidData, what)
+            })?;
+            let _ = self.sums.set(sums);
+            Ok(upload.into())
+        })
+    }
+
+    fn part(
+        &self,
+        upload: &str,
+        number: u64,
+        bytes: &Bytes,
+        cancel: &dyn Cancel,
+    ) -> Result<SentPart> {
+        let sums = self.sums();
+        let in_protocol = number_of(number)?;
+        let sum = (sums != Checksums::None).then(|| Checksum::of(bytes));
+        self.request(cancel, |client| async move {
+            let send = |sum: Option<String>| {
+                let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
+                let part = part.upload_id(upload).part_number(in_protocol).body(body(bytes));
+                let part = part.set_checksum_crc64_nvme(sum);
+                let part = part.set_request_payer(self.resolved.payer());
+                part.customize().disable_payload_signing().send()
+            };
+            let text = sum.map(Checksum::for_s3);
+            let mut told = sum;
+            let mut answer = send(text.clone()).await;
+            // Not where the server has agreed to checksums.
+            for again in again(&text).into_iter().filter(|_| sums == Checksums::Parts) {
+                if !answer.as_ref().is_err_and(knows_no_sums) {
+                    break;
+                }
+                told = sum.filter(|_| again.is_some());
+                answer = guarded(send(again)).await;
+            }
+            let done = answer.map_err(|e| self.resolved.failure(e))?;
+            let tag = done.e_tag.ok_or_else(|| {
+                let what = "the server took a part and did not say its ETag";
+                Failure::transient(ErrorKind::InvalidData, what)
+            })?;
+            Ok(SentPart { number, tag, checksum: told })
+        })
+    }
+
+    fn complete(
+        &self,
+        upload: &str,
+        parts: &[SentPart],
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        let sums = self.sums();
+        let all = sums == Checksums::All;
+        let sums = parts.iter().filter_map(|part| part.checksum);
+        let sum = all.then(|| sums.fold(Checksum::default(), Checksum::and).for_s3());
+        let parts = parts.iter().map(|SentPart { number, tag, checksum }| {
+            let part = CompletedPart::builder().part_number(number_of(*number)?).e_tag(tag);
+            Ok(part.set_checksum_crc64_nvme(checksum.map(Checksum::for_s3)).build())
+        });
+        let parts = parts.collect::<Result<_>>()?;
+        let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
+        let completed = self.request(cancel, |client| {
+            let complete = client
+                .complete_multipart_upload()
+                .bucket(&self.address.bucket)
+                .key(&self.address.key);
+            let complete = complete.upload_id(upload).multipart_upload(parts.clone());
+            let complete = complete
+                .set_checksum_crc64_nvme(sum.clone())
+                .set_checksum_type(all.then_some(ChecksumType::FullObject))
+                .set_request_payer(self.resolved.payer());
+            async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
+        });
+        match completed {
+            // It was completed, and the answer lost, if the object is what was sent.
+            Err(Error::Io { error, .. })
+                if error.kind() == ErrorKind::NotFound && self.is_there(len, cancel)? =>
+            {
+                Ok(())
+            }
+            completed => completed,
+        }
+    }
+
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
+        self.request(cancel, |client| async move {
+            let abort =
+                client.abort_multipart_upload().bucket(&self.address.bucket).key(&self.address.key);
+            let abort = abort.set_request_payer(self.resolved.payer());
+            abort.upload_id(upload).send().await.map(drop).map_err(|e| self.resolved.failure(e))
+        })
+    }
+}
+
+/// The number of a part as the SDK has it.
+fn number_of(number: u64) -> Result<i32> {
+    i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
+}
+
+/// The sums of further tries of a request that was refused with one: the same, for bytes that were
+/// spoiled on their way are refused too, and then none.
+fn again(sum: &Option<String>) -> Vec<Option<String>> {
+    if sum.is_some() { vec![sum.clone(), None] } else { Vec::new() }
+}
+
+/// True if a server may refuse a request because of its sums.
+fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
+    match error.raw_response().map(|response| response.status().as_u16()) {
+        Some(400) => error.code().is_some_and(|code| code.starts_with("Invalid")),
+        status => status == Some(501),
+    }
+}
+
+fn body(bytes: &Bytes) -> ByteStream {
+    ByteStream::new(SdkBody::from(bytes.clone()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::S3Options;
+    use crate::io::auth::aws::simulate;
+    use crate::io::transport::simulated::{Day, options};
+
+    #[test]
+    fn a_day_of_writing_is_never_refused() {
+        let (day, net, region) = (Day::new(3600, 180), options(), "write".to_owned());
+        simulate(&day, &region, &net);
+        let s3 = S3Options {
+            endpoint: Some(day.serve()),
+            force_http: Some(true),
+            region: Some(region),
+            ..S3Options::default()
+        };
+        let environment = OpenOptions::from_environment().unwrap();
+        let options = OpenOptions { transport: net, s3, cache: None, ..environment };
+        let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
+        for number in 1..=24 * 60 {
+            let bytes = Bytes::from_static(b"some bytes");
+            assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
+            day.pass(60);
+        }
+        assert_eq!(day.refused.load(Ordering::Relaxed), 0);
+        assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 60);
+        assert!((25..30).contains(&day.given()), "{} times", day.given());
+    }
+}

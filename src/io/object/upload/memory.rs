@@ -1,0 +1,234 @@
+//! The memory of parts: those that are being written, and those on their way.
+
+use std::sync::PoisonError;
+
+use crate::cancel::POLL;
+use crate::environment::UPLOAD_MB;
+use crate::error::Result;
+use crate::fallible::repeated;
+use crate::io::transport::TransportOptions;
+use crate::sys::sync::{Condvar, Mutex, MutexGuard};
+
+/// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
+pub const USUAL_WRITERS: usize = 16;
+/// Parts in memory to each four that are on their way, where the number of bytes is not set: the
+/// one that is being filled, and the one that waits for the header of its tensor.
+const PARTS_TO_FOUR: u64 = 5;
+
+/// The limits of memory and connections.
+#[derive(Debug, Clone, Copy)]
+pub struct Budget {
+    /// The most connections.
+    pub writers: usize,
+    /// None: what so many connections need.
+    pub bytes: Option<u64>,
+}
+
+impl Budget {
+    /// As the options and the environment say.
+    pub fn new(options: &TransportOptions) -> Result<Self> {
+        let bytes = Some(UPLOAD_MB.value()?).filter(|&mb| mb > 0);
+        Ok(Budget {
+            writers: options.connections.unwrap_or(USUAL_WRITERS).min(options.max_connections),
+            bytes: bytes.map(|mb| mb.saturating_mul(1 << 20)),
+        })
+    }
+
+    /// Bytes that parts of such a length may take together, at least one of them.
+    pub fn limit(&self, part_len: u64) -> u64 {
+        let enough = (self.writers as u64).saturating_mul(PARTS_TO_FOUR).div_ceil(4);
+        self.bytes.unwrap_or(enough.saturating_mul(part_len)).max(part_len)
+    }
+
+    /// Connections that send parts of such a length at once.
+    pub fn writers(&self, part_len: u64) -> usize {
+        let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
+        parts.clamp(1, self.writers.max(1))
+    }
+
+    /// Places of the file that may be written to in turns: each has a part that is not complete, and
+    /// so has the end of the tensor before it.
+    pub fn places(&self, part_len: u64) -> usize {
+        let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
+        (parts.saturating_sub(self.writers(part_len)) / 2).max(1)
+    }
+}
+
+/// The memory in use.
+pub struct PartMemory {
+    budget: Mutex<Budget>,
+    held: Mutex<HeldBytes>,
+    freed: Condvar,
+}
+
+#[derive(Default)]
+struct HeldBytes {
+    bytes: u64,
+    /// Parts on their way, whose memory comes back by itself.
+    sending: usize,
+    /// PartMemory of parts that were sent.
+    free: Vec<Vec<u8>>,
+}
+
+impl HeldBytes {
+    fn is_short(&self, len: usize, limit: u64) -> bool {
+        let more = self.bytes.saturating_add(len as u64);
+        self.free.is_empty() && self.sending > 0 && more > limit
+    }
+
+    /// PartMemory of a part that was sent, or an empty vector for memory that is counted now. None if
+    /// there is too little.
+    fn take(&mut self, len: usize, limit: u64) -> Option<Vec<u8>> {
+        while let Some(free) = self.free.pop() {
+            if free.len() == len {
+                return Some(free);
+            }
+            // The parts have grown.
+            self.bytes = self.bytes.saturating_sub(free.len() as u64);
+        }
+        if self.is_short(len, limit) {
+            return None;
+        }
+        self.bytes = self.bytes.saturating_add(len as u64);
+        Some(Vec::new())
+    }
+}
+
+/// A part's way ends when this is dropped.
+pub struct Sending<'m>(&'m PartMemory);
+
+impl PartMemory {
+    pub fn new(budget: Budget) -> Self {
+        PartMemory { budget: Mutex::new(budget), held: Mutex::default(), freed: Condvar::new() }
+    }
+
+    /// The limits.
+    pub fn budget(&self) -> Budget {
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has it be no more than that.
+    pub fn limit(&self, bytes: u64) {
+        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
+        budget.bytes = Some(budget.bytes.map_or(bytes, |before| before.min(bytes)));
+    }
+
+    fn held(&self) -> MutexGuard<'_, HeldBytes> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// PartMemory for a part; its bytes are anything. While there is none and parts are on their way,
+    /// sends some, or waits for it. Where none is, others can only become complete with this one,
+    /// and it has its memory.
+    pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
+        let limit = self.budget().limit(len as u64);
+        let mut held = self.held();
+        loop {
+            if let Some(free) = held.take(len, limit) {
+                drop(held);
+                return if free.is_empty() {
+                    repeated(0, len, "a part of an upload")
+                } else {
+                    Ok(free)
+                };
+            }
+            drop(held);
+            send()?;
+            held = self.held();
+            if held.is_short(len, limit) {
+                let waited = self.freed.wait_timeout(held, POLL);
+                held = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    /// A part is complete, and on its way from now on.
+    pub fn complete(&self) {
+        self.held().sending += 1;
+    }
+
+    /// Ends with the way of a part that is complete.
+    pub fn sending(&self) -> Sending<'_> {
+        Sending(self)
+    }
+
+    /// Everything is given up.
+    pub fn clear(&self) {
+        self.held().free = Vec::new();
+    }
+}
+
+impl Sending<'_> {
+    /// Its memory comes back, or not, where a request that was given up still has it.
+    pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
+        let mut held = self.0.held();
+        match memory {
+            Some(memory) => held.free.push(memory),
+            None => held.bytes = held.bytes.saturating_sub(len as u64),
+        }
+    }
+}
+
+impl Drop for Sending<'_> {
+    fn drop(&mut self) {
+        self.0.held().sending -= 1;
+        self.0.freed.notify_all();
+    }
+}
+
+#[cfg(all(test, feature = "models"))]
+mod models;
+
+#[cfg(all(test, not(feature = "models")))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn nothing_to_send() -> Result<()> {
+        Ok(())
+    }
+
+    #[test]
+    fn never_more_than_the_limit_where_parts_are_sent_in_order() {
+        let memory = PartMemory::new(Budget { writers: 4, bytes: Some(40) });
+        let (taken, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        memory.complete();
+                        let sending = memory.sending();
+                        let part = memory.take(10, &nothing_to_send).unwrap();
+                        let now = taken.fetch_add(1, Ordering::SeqCst) + 1;
+                        most.fetch_max(now, Ordering::SeqCst);
+                        std::thread::yield_now();
+                        taken.fetch_sub(1, Ordering::SeqCst);
+                        sending.done(10, Some(part));
+                    }
+                });
+            }
+        });
+        assert!(most.into_inner() <= 4);
+        assert!(memory.held().bytes <= 40);
+    }
+
+    #[test]
+    fn nobody_waits_for_parts_that_only_they_complete() {
+        let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10) });
+        // Nothing is on its way: the second part is had although the first takes all there is.
+        let parts = [
+            memory.take(10, &nothing_to_send).unwrap(),
+            memory.take(10, &nothing_to_send).unwrap(),
+        ];
+        assert_eq!(memory.held().bytes, 20);
+        for part in parts {
+            memory.complete();
+            memory.sending().done(10, Some(part));
+        }
+        // Longer parts have no use for the memory of shorter ones.
+        assert_eq!(memory.take(30, &nothing_to_send).unwrap().len(), 30);
+        assert_eq!(memory.held().bytes, 30);
+    }
+}

@@ -1,0 +1,412 @@
+//! Multipart uploads: parts are sent while others are still being written.
+//!
+//! The first part holds the prologue and the index, which are written last; it is kept until
+//! then. Any other part is sent by a thread that has just written. Nothing can be read under
+//! the address before the server has been told to put the parts together.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+mod memory;
+mod plan;
+mod protocol;
+mod requests;
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{ErrorKind, IoSlice};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use crate::cancel::{Cancel, Never, detached};
+use crate::error::{Error, Result};
+use crate::fallible::{append, resize};
+use crate::io::transport::TransportOptions;
+use crate::io::{Unclosed, WriteAt};
+use crate::sys::process::Maker;
+use memory::{Budget, PartMemory};
+pub(super) use plan::Limits;
+use plan::Plan;
+pub(super) use protocol::{SentPart, UploadProtocol, new_mark, unless_there};
+pub(super) use requests::UploadRequests;
+
+/// Time limit for the server to abort the upload of a cancelled call.
+const SOON: Duration = Duration::from_millis(500);
+
+/// An object under construction. Clones are the same object.
+#[derive(Clone)]
+pub struct UploadSink(Arc<Upload>);
+
+struct Upload {
+    /// The only process that may send parts, complete the object or abort it.
+    maker: Maker,
+    object: Arc<dyn UploadProtocol>,
+    state: Mutex<UploadState>,
+    memory: PartMemory,
+    /// The server's name of the upload, once it has begun.
+    begun: Mutex<Option<Arc<str>>>,
+    /// True once a request was cancelled: then the upload is aborted quickly.
+    interrupted: AtomicBool,
+}
+
+#[derive(Default)]
+struct UploadState {
+    plan: Option<Plan>,
+    head: Vec<u8>,
+    /// Incomplete parts, by number from the head on.
+    open: HashMap<u64, Arc<Mutex<OpenPart>>>,
+    /// Complete parts that no thread sends yet, by number.
+    ready: VecDeque<(u64, Vec<u8>)>,
+    sent: Vec<SentPart>,
+    over: Option<&'static str>,
+}
+
+/// A part that is being written.
+#[derive(Default)]
+struct OpenPart {
+    /// None before its first bytes come.
+    bytes: Vec<u8>,
+    filled: u64,
+}
+
+impl UploadSink {
+    /// An object of a server. Nothing is sent before a part is complete.
+    pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
+        let budget = Budget::new(options)?;
+        Ok(UploadSink(Arc::new(Upload {
+            maker: Maker::this(),
+            object,
+            state: Mutex::default(),
+            memory: PartMemory::new(budget),
+            begun: Mutex::new(None),
+            interrupted: AtomicBool::new(false),
+        })))
+    }
+
+    /// Aborts the upload: what was there before stays. The error is that of a call that was cancelled
+    /// before the server has answered.
+    pub fn abandon(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.give_up("it was given up", cancel)
+    }
+}
+
+impl Upload {
+    fn state(&self) -> MutexGuard<'_, UploadState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state of an object that is still open.
+    fn usable(&self) -> Result<MutexGuard<'_, UploadState>> {
+        self.maker.check(self.object.shown())?;
+        let state = self.state();
+        match state.over {
+            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown()))),
+            None => Ok(state),
+        }
+    }
+
+    /// The plan of an object of `len` bytes with a head of `head` bytes.
+    fn plan(&self, head: u64, len: u64) -> Plan {
+        Plan::new(self.object.limits(), head, len)
+    }
+
+    /// Bytes of the longest part so far.
+    fn longest_part(&self) -> u64 {
+        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, Plan::longest)
+    }
+
+    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
+        if !self.maker.is_here() {
+            return Ok(());
+        }
+        let mut state = self.state();
+        if state.over.is_some() {
+            return Ok(());
+        }
+        *state = UploadState { over: Some(why), ..UploadState::default() };
+        drop(state);
+        self.memory.clear();
+        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(begun) = begun {
+            let object = Arc::clone(&self.object);
+            let limit =
+                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.stall() };
+            let asked = Instant::now();
+            let interrupted = OnceLock::new();
+            let waits = || {
+                if asked.elapsed() >= limit {
+                    return Err(Error::Cancelled);
+                }
+                cancel.check().map_err(|error| {
+                    interrupted.get_or_init(|| error);
+                    Error::Cancelled
+                })
+            };
+            // Nothing more can be done about a server that does not answer; it shows to no reader.
+            let _ = detached(&waits, move || object.abort(&begun, &Never));
+            return interrupted.into_inner().map_or(Ok(()), Err);
+        }
+        Ok(())
+    }
+
+    /// Returns the outcome of a request; notes if it was cancelled.
+    fn seen<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(Error::Cancelled | Error::Caller(_)) = outcome {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    /// The upload at the server; the first caller begins it.
+    fn begun(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*begun {
+            Some(begun) => Ok(begun.clone()),
+            None => {
+                // An aborted upload is not begun again.
+                drop(self.usable()?);
+                Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone())
+            }
+        }
+    }
+
+    fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
+        let begun = self.begun(cancel)?;
+        let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
+        self.state().sent.push(sent);
+        Ok(())
+    }
+
+    /// The number of the first part behind the head.
+    fn first_part(&self) -> u64 {
+        self.object.limits().head_parts() + 1
+    }
+
+    fn too_many(&self) -> Error {
+        Error::InvalidArgument(format!(
+            "`{}` would have more than {} parts: write its tensors in fewer calls",
+            self.object.shown(),
+            self.object.limits().parts
+        ))
+    }
+
+    /// Puts bytes into the head, and says how many belong there.
+    fn write_head(state: &mut UploadState, head_len: u64, at: u64, bytes: &[u8]) -> Result<usize> {
+        let too_large = |_| Error::Bug("a head beyond memory".to_owned());
+        let start = usize::try_from(at).map_err(too_large)?;
+        let room = usize::try_from(head_len - at).map_err(too_large)?;
+        let len = bytes.len().min(room);
+        let end = state.head.len().max(start + len);
+        resize(&mut state.head, end, "the head of an upload")?;
+        state.head[start..start + len].copy_from_slice(&bytes[..len]);
+        Ok(len)
+    }
+
+    /// Puts bytes into one part.
+    fn write_part(&self, offset: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<usize> {
+        let too_large = |_| Error::Bug("a part beyond memory".to_owned());
+        let (place, start, part) = {
+            let mut state = self.usable()?;
+            let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
+            let place = plan.part(offset).ok_or_else(|| self.too_many())?;
+            let start = offset - plan.head_len - place.start;
+            let start = usize::try_from(start).map_err(too_large)?;
+            (place, start, Arc::clone(state.open.entry(place.number).or_default()))
+        };
+        let part_len = usize::try_from(place.len).map_err(too_large)?;
+        let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+        if part.bytes.is_empty() {
+            part.bytes = self.memory.take(part_len, &|| self.settle(cancel))?;
+        }
+        let len = bytes.len().min(part_len - start);
+        part.bytes[start..start + len].copy_from_slice(&bytes[..len]);
+        part.filled += len as u64;
+        if part.filled < place.len {
+            return Ok(len);
+        }
+        let complete = std::mem::take(&mut part.bytes);
+        drop(part);
+        self.memory.complete();
+        let mut state = self.state();
+        state.open.remove(&place.number);
+        state.ready.push_back((place.number, complete));
+        Ok(len)
+    }
+
+    /// Sends parts that are complete.
+    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
+        loop {
+            let next = self.usable()?.ready.pop_front();
+            let Some((number, part)) = next else { return cancel.check() };
+            let (sending, part_len) = (self.memory.sending(), part.len());
+            let part = Bytes::from(part);
+            self.send(self.first_part() + number, &part, cancel)?;
+            // The memory is free, unless a cancelled request still has it.
+            sending.done(part_len, part.try_into_mut().ok().map(Vec::from));
+        }
+    }
+
+    /// Sends what is left and has the server put everything together.
+    fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        drop(self.usable()?);
+        self.settle(cancel)?;
+        let mut state = self.usable()?;
+        let plan = state.plan.take().unwrap_or_else(|| self.plan(0, len));
+        let head = std::mem::take(&mut state.head);
+        let mut open: Vec<(u64, Arc<Mutex<OpenPart>>)> = state.open.drain().collect();
+        let sent = !state.sent.is_empty();
+        drop(state);
+        open.sort_by_key(|(number, _)| *number);
+        let mut tails = Vec::new();
+        for (number, part) in open {
+            let place = usize::try_from(number).ok().and_then(|number| plan.place(number));
+            let place = place.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
+            let start = plan.head_len + place.start;
+            let filled = len.saturating_sub(start).min(place.len);
+            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            if part.filled != filled {
+                return Err(Error::Bug(format!(
+                    "`{}`: {} of {filled} bytes from {start} on were written",
+                    self.object.shown(),
+                    part.filled
+                )));
+            }
+            part.bytes.truncate(usize::try_from(filled).unwrap_or(usize::MAX));
+            tails.push((number, std::mem::take(&mut part.bytes)));
+        }
+        if head.len() as u64 != len.min(plan.head_len) {
+            return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown())));
+        }
+        if !sent {
+            let mut all = head;
+            for (_, tail) in tails {
+                append(&mut all, &tail, "what is uploaded")?;
+            }
+            return self.seen(self.object.put(&Bytes::from(all), cancel));
+        }
+        for (number, tail) in tails {
+            self.send(self.first_part() + number, &Bytes::from(tail), cancel)?;
+        }
+        let head = Bytes::from(head);
+        let part_len = usize::try_from(plan.part_len).unwrap_or(usize::MAX);
+        for (number, start) in (1..).zip((0..head.len()).step_by(part_len)) {
+            let end = head.len().min(start.saturating_add(part_len));
+            if number >= self.first_part() {
+                return Err(Error::InvalidArgument(format!(
+                    "the index of `{}` takes {} bytes: write its tensors in fewer calls",
+                    self.object.shown(),
+                    head.len()
+                )));
+            }
+            self.send(number, &head.slice(start..end), cancel)?;
+        }
+        let mut parts = std::mem::take(&mut self.state().sent);
+        parts.sort_by_key(|part| part.number);
+        let begun = self.begun(cancel)?;
+        self.seen(self.object.complete(&begun, &parts, len, cancel))
+    }
+}
+
+impl WriteAt for UploadSink {
+    fn uri(&self) -> &str {
+        self.0.object.shown()
+    }
+
+    fn max_writers(&self) -> usize {
+        self.0.memory.budget().writers(self.0.longest_part())
+    }
+
+    fn default_writers(&self) -> usize {
+        self.max_writers()
+    }
+
+    fn places(&self) -> usize {
+        self.0.memory.budget().places(self.0.longest_part())
+    }
+
+    fn kept(&self) -> (u64, u64) {
+        let head = self.0.state().plan.as_ref().map_or(0, |plan| plan.head_len);
+        (head, self.0.longest_part())
+    }
+
+    fn limit_parts(&self, bytes: u64) {
+        self.0.memory.limit(bytes);
+    }
+
+    fn shows_early(&self) -> bool {
+        false
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
+        let mut at = offset;
+        for buffer in buffers {
+            let mut rest: &[u8] = buffer;
+            while !rest.is_empty() {
+                let mut state = self.0.usable()?;
+                let head_len = state.plan.get_or_insert_with(|| self.0.plan(0, 0)).head_len;
+                let done = if at < head_len {
+                    Upload::write_head(&mut state, head_len, at, rest)?
+                } else {
+                    drop(state);
+                    self.0.write_part(at, rest, cancel)?
+                };
+                at += done as u64;
+                rest = &rest[done..];
+            }
+        }
+        usize::try_from(at - offset).map_err(|_| Error::Bug("a write beyond memory".to_owned()))
+    }
+
+    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.settle(cancel)
+    }
+
+    fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
+        let what = format!("byte {offset} was sent already");
+        Err(Error::io(
+            "reading back",
+            self.uri(),
+            std::io::Error::new(ErrorKind::Unsupported, what),
+        ))
+    }
+
+    fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {
+        let mut state = self.0.usable()?;
+        let Some(plan) = &mut state.plan else { return Ok(len) };
+        // Whole parts, so that all parts but the last keep the same size.
+        let len = len.next_multiple_of(plan.part_len);
+        let bug = || Error::Bug(format!("{len} bytes inserted at {at}"));
+        if at > plan.head_len.min(end) {
+            return Err(bug());
+        }
+        plan.head_len += len;
+        let start = usize::try_from(at).map_err(|_| bug())?.min(state.head.len());
+        let more = usize::try_from(len).map_err(|_| bug())?;
+        state.head.splice(start..start, std::iter::repeat_n(0, more));
+        Ok(len)
+    }
+
+    fn reserve(&self, head: u64, len: u64) -> Result<()> {
+        self.0.usable()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
+        Ok(())
+    }
+
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+        self.0.publish(len, cancel)?;
+        self.0.state().over = Some("it is complete");
+        Ok(())
+    }
+
+    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        self.abandon(cancel)?;
+        Ok(Unclosed::GivenUp)
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        // Never has no error.
+        let _ = self.give_up("it was not finished", &Never);
+    }
+}

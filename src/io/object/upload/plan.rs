@@ -1,0 +1,242 @@
+//! The division of an object into parts.
+
+use crate::memory_limit::PART_LEN;
+
+/// Lengths of parts are multiples of this, and so of every alignment.
+const PART_UNIT: u64 = 2 << 20;
+
+/// The limits of a protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The most parts of an object.
+    pub parts: u64,
+    /// Bytes of the shortest part, unless it is the last.
+    pub least: u64,
+    /// Bytes of the longest part.
+    pub longest: u64,
+}
+
+impl Limits {
+    /// Numbers that are kept free for the head, which may grow.
+    pub fn head_parts(self) -> u64 {
+        self.parts / 10
+    }
+
+    /// Numbers that are left for what is behind the head.
+    fn body_parts(self) -> u64 {
+        self.parts - self.head_parts()
+    }
+
+    /// As many of them as what was announced may take: more may be written than that.
+    fn announced_parts(self) -> u64 {
+        self.parts / 10 * 8
+    }
+
+    /// The length of parts that are to have at least so many bytes.
+    fn rounded(self, len: u64) -> u64 {
+        len.clamp(PART_LEN.max(self.least), self.longest).next_multiple_of(PART_UNIT)
+    }
+}
+
+/// So many times what was written before is far more.
+const MUCH_MORE: u64 = 3;
+
+/// The parts of an object, as far as they were asked for.
+///
+/// What was announced is cut into parts of one length, if it is far more than was written before.
+/// Otherwise parts are so long that the numbers left would hold twice as much again as there is
+/// already: however much is written, the numbers suffice.
+#[derive(Debug)]
+pub struct Plan {
+    limits: Limits,
+    /// Bytes that are written last, whole parts.
+    pub head_len: u64,
+    /// Bytes of each part of the head, and of the first ones behind it.
+    pub part_len: u64,
+    /// Parts behind the head: their number for each length.
+    announced: (u64, u64),
+    /// The end of each part behind the head, counted from there.
+    ends: Vec<u64>,
+}
+
+/// A part behind the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartRange {
+    /// From 0 on.
+    pub number: u64,
+    /// Counted from the end of the head.
+    pub start: u64,
+    pub len: u64,
+}
+
+impl Plan {
+    /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
+    pub fn new(limits: Limits, head: u64, len: u64) -> Self {
+        let part_len = limits.rounded(len.div_ceil(limits.announced_parts()));
+        let head_len = head.max(1).next_multiple_of(part_len);
+        let announced = (len.saturating_sub(head_len), part_len);
+        Plan { limits, head_len, part_len, announced, ends: Vec::new() }
+    }
+
+    /// The file will have at least so many bytes.
+    pub fn announce(&mut self, len: u64) {
+        let len = len.saturating_sub(self.head_len);
+        let end = self.end();
+        if len > end.saturating_mul(MUCH_MORE).max(self.announced.0) {
+            // Half of the numbers: this may come again.
+            let len_of_each = (len - end).div_ceil(self.left().div_ceil(2));
+            self.announced = (len, self.limits.rounded(len_of_each));
+        }
+    }
+
+    /// Bytes of the longest part so far.
+    pub fn longest(&self) -> u64 {
+        self.ends
+            .len()
+            .checked_sub(1)
+            .and_then(|last| self.place(last))
+            .map_or(0, |last| last.len)
+            .max(self.part_len)
+    }
+
+    /// The part with the byte at a position of the file that is not in the head. None where there
+    /// are no numbers left.
+    pub fn part(&mut self, offset: u64) -> Option<PartRange> {
+        let at = offset.saturating_sub(self.head_len);
+        while self.ends.last().is_none_or(|&end| end <= at) {
+            if self.ends.len() as u64 == self.limits.body_parts() {
+                return None;
+            }
+            let start = self.end();
+            self.ends.push(start + self.next_len(start));
+        }
+        self.place(self.ends.partition_point(|&end| end <= at))
+    }
+
+    /// A part that was asked for before.
+    pub fn place(&self, number: usize) -> Option<PartRange> {
+        let start = number.checked_sub(1).map_or(Some(0), |last| self.ends.get(last).copied())?;
+        let len = self.ends.get(number)? - start;
+        Some(PartRange { number: number as u64, start, len })
+    }
+
+    fn next_len(&self, start: u64) -> u64 {
+        let (until, len) = self.announced;
+        let len = if start < until {
+            len
+        } else {
+            self.limits.rounded((2 * start).div_ceil(self.left()))
+        };
+        len.max(self.longest())
+    }
+
+    fn end(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// Numbers that are left.
+    fn left(&self) -> u64 {
+        self.limits.body_parts().saturating_sub(self.ends.len() as u64).max(1)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::memory::{Budget, USUAL_WRITERS};
+    use super::*;
+
+    const S3: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+    const MANY: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
+    const GB: u64 = 1_000_000_000;
+    const INDEX: u64 = 300_000;
+
+    /// Asks for all parts of a file, one after another, and gives their number.
+    fn cut(plan: &mut Plan, len: u64) -> u64 {
+        let (mut number, mut at) = (0, plan.head_len);
+        while at < len {
+            let part = plan.part(at).unwrap();
+            assert_eq!((part.number, plan.head_len + part.start), (number, at));
+            assert!(
+                part.len >= PART_LEN
+                    && part.len <= S3.longest
+                    && part.len.is_multiple_of(PART_UNIT)
+            );
+            assert_eq!(plan.part(at + part.len - 1), Some(part));
+            at += part.len;
+            number += 1;
+        }
+        number
+    }
+
+    #[test]
+    fn sixteen_connections_up_to_the_largest_sizes() {
+        let mib = 1 << 20;
+        for (len, parts, part_len, memory) in [
+            (GB, 119, 8 * mib, 160 * mib),
+            (140 * GB, 7417, 18 * mib, 360 * mib),
+            (5000 * GB, 7973, 598 * mib, 11960 * mib),
+        ] {
+            let mut plan = Plan::new(S3, INDEX, len);
+            assert_eq!(plan.part_len, part_len);
+            assert_eq!(cut(&mut plan, len), parts);
+            // As announced, all parts have one length.
+            assert_eq!(plan.longest(), part_len);
+            let budget = Budget { writers: USUAL_WRITERS, bytes: None };
+            assert_eq!(budget.writers(plan.longest()), 16);
+            assert_eq!(budget.limit(plan.longest()), memory);
+            // A setting bounds it, and takes its price in connections.
+            let budget = Budget { writers: USUAL_WRITERS, bytes: Some(256 * mib) };
+            let writers = budget.writers(plan.longest());
+            assert_eq!(writers as u64, (256 * mib / part_len).clamp(1, 16));
+            assert!(budget.limit(plan.longest()) <= (256 * mib).max(part_len));
+        }
+    }
+
+    #[test]
+    fn numbers_suffice_for_what_was_not_announced() {
+        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.longest)] {
+            let mut plan = Plan::new(S3, 0, 0);
+            assert!(cut(&mut plan, len) <= S3.body_parts());
+            assert_eq!(plan.longest(), longest);
+        }
+        // Little at first, and then a model of which the size is known.
+        let mut plan = Plan::new(S3, INDEX, 1 << 20);
+        cut(&mut plan, 100 << 20);
+        plan.announce(140 * GB);
+        assert!(cut(&mut plan, 140 * GB) <= S3.announced_parts());
+        assert_eq!(plan.longest(), 30 << 20);
+        // More and more.
+        let mut plan = Plan::new(S3, INDEX, 50 * GB);
+        for calls in 1..=20 {
+            plan.announce(calls * 50 * GB);
+            assert!(cut(&mut plan, calls * 50 * GB) < S3.body_parts());
+        }
+        assert!(plan.longest() <= 4 << 30);
+        assert_eq!(Plan::new(S3, 0, 0).part(u64::MAX / 2), None);
+    }
+
+    #[test]
+    fn more_parts_where_the_protocol_has_them() {
+        let mut plan = Plan::new(MANY, INDEX, 140 * GB);
+        assert_eq!((plan.part_len, plan.longest()), (PART_LEN, PART_LEN));
+        assert_eq!(cut(&mut plan, 140 * GB), 16_689);
+        let mut plan = Plan::new(MANY, INDEX, 5000 * GB);
+        assert!(cut(&mut plan, 5000 * GB) <= MANY.announced_parts());
+        let greedy = Limits { least: 30 << 20, ..MANY };
+        assert_eq!(Plan::new(greedy, INDEX, GB).part_len, 30 << 20);
+    }
+
+    #[test]
+    fn every_byte_has_one_part() {
+        for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
+            let mut plan = Plan::new(S3, head, len);
+            assert!(plan.head_len >= head.max(1), "{plan:?}");
+            assert_eq!(plan.head_len % plan.part_len, 0);
+            let first = PartRange { number: 0, start: 0, len: plan.part_len };
+            assert_eq!(plan.part(plan.head_len), Some(first));
+            assert_eq!(plan.part(plan.head_len + plan.part_len - 1), Some(first));
+            assert_eq!(plan.part(plan.head_len + plan.part_len).unwrap().number, 1);
+        }
+    }
+}

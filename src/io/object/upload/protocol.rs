@@ -1,0 +1,79 @@
+//! The protocol of an upload: how a server takes an object, whole or in parts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::plan::Limits;
+use crate::cancel::Cancel;
+use crate::codec::crypt::random;
+use crate::error::{Error, Result};
+use crate::io::object::checksum::Checksum;
+
+/// A random mark, by which an upload recognises its object.
+pub fn new_mark() -> Result<String> {
+    Ok(random::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The outcome of the last request of an upload that has failed: a success if the object is there, and only
+/// the answer was lost.
+pub fn unless_there(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
+    if !matches!(error, Error::Io { .. }) {
+        return Err(error);
+    }
+    match is_there() {
+        Ok(true) => Ok(()),
+        Err(stopped @ (Error::Cancelled | Error::Caller(_))) => Err(stopped),
+        // Without the right to look, the first error says more.
+        Ok(false) | Err(_) => Err(error),
+    }
+}
+
+/// An object that is being written, as a whole or in parts.
+pub trait UploadProtocol: Send + Sync {
+    /// The address as messages show it.
+    fn shown(&self) -> &str;
+
+    /// Time limit for a server that neither sends nor takes bytes.
+    fn stall(&self) -> Duration;
+
+    fn limits(&self) -> Limits;
+
+    /// Sends the whole object.
+    fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()>;
+
+    /// Begins an object in parts; returns the name that the server has for this upload.
+    fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>>;
+
+    /// Sends a part; the first has the number 1.
+    fn part(
+        &self,
+        upload: &str,
+        number: u64,
+        bytes: &Bytes,
+        cancel: &dyn Cancel,
+    ) -> Result<SentPart>;
+
+    /// Completes the object, of `len` bytes, from its parts in the order of their numbers. A completion
+    /// whose answer was lost is recognised.
+    fn complete(
+        &self,
+        upload: &str,
+        parts: &[SentPart],
+        len: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<()>;
+
+    /// Has the server forget the parts.
+    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()>;
+}
+
+/// A part that the server has.
+pub struct SentPart {
+    pub number: u64,
+    /// The server's name of it.
+    pub tag: String,
+    /// The checksum that was sent, if the server compares that of the object too.
+    pub checksum: Option<Checksum>,
+}

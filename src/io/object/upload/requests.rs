@@ -1,0 +1,55 @@
+//! The requests of one upload, each repeated until it succeeds.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Instant;
+
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::io::transport::{
+    Client, ClientConfig, ConnectionPool, Failure, RetryBudget, TransportOptions, retry,
+};
+use crate::sys::clock;
+
+/// The connections of one object. `C` is what makes requests; the number counts the bytes that it sends.
+pub struct UploadRequests<C> {
+    pub shown: String,
+    pub options: TransportOptions,
+    config: ClientConfig,
+    pool: ConnectionPool<(C, Arc<AtomicU64>)>,
+}
+
+impl<C: Clone> UploadRequests<C> {
+    /// The connections of the object that messages call `shown`; `tls` is true for `https://`.
+    pub fn new(shown: String, options: TransportOptions, tls: bool) -> Result<Self> {
+        let config = ClientConfig::new(&options, tls).map_err(Error::InvalidArgument)?;
+        Ok(UploadRequests { shown, options, config, pool: ConnectionPool::default() })
+    }
+
+    /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `refused` is called
+    /// before a request is signed anew, with the time at which its credentials were used.
+    pub fn send<T, F: Future<Output = Result<T, Failure>>>(
+        &self,
+        cancel: &dyn Cancel,
+        wrap: impl Fn(Client) -> (C, Arc<AtomicU64>),
+        refused: impl Fn(Instant),
+        make: impl Fn(C, Arc<AtomicU64>) -> F,
+    ) -> Result<T> {
+        let budget = RetryBudget::new("writing", &self.shown, &self.options, cancel);
+        retry::run(&budget, || {
+            let begun = clock::now();
+            let connection =
+                self.pool.take(&budget, || async { Ok(wrap(self.config.client()?)) })?;
+            let (client, sent) = connection.client();
+            budget.watch(sent);
+            let outcome = connection.run(&budget, make(client.clone(), Arc::clone(sent)));
+            self.pool.put(connection);
+            if outcome.as_ref().is_err_and(Failure::is_renewable) {
+                refused(begun);
+                // Clients may sign for the region that was wrong.
+                self.pool.clear();
+            }
+            outcome
+        })
+    }
+}

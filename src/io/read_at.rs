@@ -1,0 +1,181 @@
+//! Sources: bytes that are read at positions, some of them only in rising order.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::CachedHead;
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::mem::Buffers;
+
+/// The properties of a source that matter to a plan.
+#[derive(Debug, Clone, Copy)]
+pub struct Capabilities {
+    /// Size in bytes, where it is known.
+    pub len: Option<u64>,
+    /// The most readers that may read at once, whatever the caller asks for.
+    pub max_readers: usize,
+    /// Readers of a load at its beginning, unless the caller names a number.
+    pub first_readers: usize,
+    /// The most readers that a load starts by itself, while more of them bring more. The same as
+    /// `first_readers` where the number is known.
+    pub most_readers: usize,
+    /// Bytes of a request.
+    pub request_len: u64,
+    /// Unwanted bytes between two wanted ranges that are cheaper to read than to skip.
+    pub merge_gap: u64,
+    /// Bytes of memory that each reader takes for its connection.
+    pub reader_memory: u64,
+    /// True if it is a file of a hub, which may publish a checksum of it.
+    pub of_hub: bool,
+}
+
+impl Capabilities {
+    /// The capabilities of a source that one reader reads from front to back.
+    pub const SEQUENTIAL: Capabilities = Capabilities {
+        len: None,
+        max_readers: 1,
+        first_readers: 1,
+        most_readers: 1,
+        request_len: 8 << 20,
+        merge_gap: 0,
+        reader_memory: 0,
+        of_hub: false,
+    };
+
+    /// True if requests are so long that one of them keeps a reader busy for a while: those of servers.
+    pub fn has_long_requests(&self) -> bool {
+        self.request_len > LONG_REQUEST
+    }
+
+    /// The capabilities of several sources that are read together; None for none.
+    pub fn of_all(sources: &[&dyn ReadAt]) -> Option<Self> {
+        let mut all = sources.iter().map(|source| source.capabilities());
+        let first = all.next()?;
+        Some(all.fold(first, |one, other| Capabilities {
+            len: one.len.zip(other.len).map(|(one, other)| one.saturating_add(other)),
+            max_readers: one.max_readers.min(other.max_readers),
+            first_readers: one.first_readers.min(other.first_readers),
+            most_readers: one.most_readers.min(other.most_readers),
+            request_len: one.request_len.min(other.request_len),
+            merge_gap: one.merge_gap.min(other.merge_gap),
+            reader_memory: one.reader_memory.max(other.reader_memory),
+            of_hub: one.of_hub || other.of_hub,
+        }))
+    }
+}
+
+/// Bytes of the longest request to a local file.
+const LONG_REQUEST: u64 = 8 << 20;
+
+/// The checksum that a hub publishes of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HubChecksum {
+    /// The file is of no hub.
+    NoHub,
+    /// The SHA-256 of all its bytes.
+    Sha256([u8; 32]),
+    /// Another checksum than that.
+    NotSha256,
+    /// Unknown: the hub was not asked, and is not to be.
+    NotAsked,
+}
+
+/// Random access to bytes.
+pub trait ReadAt: Send + Sync {
+    /// The path or address, for messages.
+    fn uri(&self) -> &str;
+
+    /// Its capabilities.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Reads some bytes at `offset` into the buffers in order, and returns how many; 0 only at the end
+    /// of the source. Where the number of readers adapts to it, [`Buffers::arrived`] is called as bytes
+    /// arrive.
+    fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
+    -> Result<usize>;
+
+    /// Bounds the bytes that each connection buffers. A lower bound from before stays.
+    fn limit_connection(&self, _bytes: u64) {}
+
+    /// A file handle for one reader of neighbouring ranges, where that is faster than a shared one.
+    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
+        None
+    }
+
+    /// Opens the file of this name in the same folder, in the same way; None where there is no folder.
+    fn sibling(&self, _name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        Ok(None)
+    }
+
+    /// The head of its server's response, without the first bytes of the file; None where there is no
+    /// server, or where it can only be read front to back.
+    fn response_head(&self) -> Option<CachedHead> {
+        None
+    }
+
+    /// The checksum that its hub publishes.
+    fn checksum(&self, _cancel: &dyn Cancel) -> Result<HubChecksum> {
+        Ok(HubChecksum::NoHub)
+    }
+
+    /// The copy on this disk that is read in the place of its server, if there is one.
+    fn local_copy(&self) -> Option<&dyn LocalCopy> {
+        None
+    }
+
+    /// The file behind it, where it is a local regular file that can be mapped.
+    fn file(&self) -> Option<&std::fs::File> {
+        None
+    }
+}
+
+/// A copy on this disk of what a server has, which may be damaged.
+pub trait LocalCopy {
+    /// The path, while the copy is read.
+    fn path(&self) -> Option<PathBuf>;
+
+    /// Reads from the server from now on. Returns the path if the copy was read until now. `remove`
+    /// removes it, also in a later call.
+    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
+}
+
+/// A copy that is not ours to remove, such as that of another program's cache.
+impl LocalCopy for PathBuf {
+    fn path(&self) -> Option<PathBuf> {
+        Some(self.clone())
+    }
+
+    fn distrust(&self, _remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
+        None
+    }
+}
+
+/// References to sources that are read in one call.
+pub fn borrowed(sources: &[Arc<dyn ReadAt>]) -> Vec<&dyn ReadAt> {
+    sources.iter().map(|source| &**source).collect()
+}
+
+/// Fills all buffers from `offset` on; a source that ends before is an error.
+pub fn read_exact_at(
+    source: &dyn ReadAt,
+    offset: u64,
+    buffers: &mut Buffers<'_>,
+    what: &dyn Fn() -> String,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let total = buffers.left();
+    while buffers.left() > 0 {
+        let at = offset.saturating_add((total - buffers.left()) as u64);
+        if source.read_at(at, buffers, cancel)? == 0 {
+            return Err(Error::Truncated {
+                uri: source.uri().to_owned(),
+                what: what(),
+                start: offset,
+                end: offset.saturating_add(total as u64),
+                size: at,
+            });
+        }
+    }
+    Ok(())
+}

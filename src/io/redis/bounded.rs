@@ -1,0 +1,101 @@
+//! The bytes of a connection, by TCP or TLS: never more than the commands can be answered with.
+
+use std::io::{self, ErrorKind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+use crate::io::transport::Tls;
+
+/// Bytes that may still arrive. A server that sends more has not answered what it was asked, and
+/// the memory for it is not taken.
+#[derive(Debug, Clone, Default)]
+pub struct Allowance(Arc<AtomicU64>);
+
+impl Allowance {
+    /// Allows so many bytes from now on.
+    pub fn set(&self, bytes: u64) {
+        self.0.store(bytes, Ordering::Relaxed);
+    }
+
+    /// True if more than that came.
+    pub fn is_used_up(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+
+    fn take(&self, bytes: usize) -> io::Result<()> {
+        let left = self.0.load(Ordering::Relaxed).saturating_sub(bytes as u64);
+        self.0.store(left, Ordering::Relaxed);
+        if left == 0 { Err(io::Error::from(ErrorKind::InvalidData)) } else { Ok(()) }
+    }
+}
+
+/// A connection, by TCP or TLS.
+pub trait Both: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Both for S {}
+
+/// A connection that ends when it brings too much.
+pub struct Bounded {
+    stream: Box<dyn Both>,
+    allowance: Allowance,
+}
+
+impl Bounded {
+    /// Connects to a server, and encrypts the connection if `tls` is given.
+    pub async fn connect(
+        (host, port): (&str, u16),
+        tls: Option<&Tls>,
+        allowance: Allowance,
+    ) -> io::Result<Self> {
+        let tcp = TcpStream::connect((host, port)).await?;
+        tcp.set_nodelay(true)?;
+        let stream: Box<dyn Both> = match tls {
+            None => Box::new(tcp),
+            Some(tls) => {
+                let name = ServerName::try_from(host.to_owned());
+                let name = name.map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
+                Box::new(TlsConnector::from(Arc::new(tls.config())).connect(name, tcp).await?)
+            }
+        };
+        Ok(Bounded { stream, allowance })
+    }
+}
+
+impl AsyncRead for Bounded {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
+        match self.allowance.take(buffer.filled().len() - before) {
+            Ok(()) => polled,
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+impl AsyncWrite for Bounded {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}

@@ -1,0 +1,217 @@
+//! Connections to a Redis server, and what its errors mean.
+
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use percent_encoding::percent_decode_str;
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
+use url::Url;
+
+use super::bounded::{Allowance, Bounded};
+use crate::error::Shown;
+use crate::io::transport::{
+    ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust, show_text,
+    timer, untrusted,
+};
+
+/// The port that servers listen on unless they are told otherwise.
+const DEFAULT_PORT: u16 = 6379;
+
+/// A parsed `redis://user:password@host:port/prefix?db=number`.
+#[derive(Debug)]
+pub struct RedisAddress {
+    host: String,
+    port: u16,
+    tls: bool,
+    settings: RedisConnectionInfo,
+    /// Keys begin with this and a colon.
+    pub prefix: String,
+    /// For messages.
+    pub shown: String,
+}
+
+impl RedisAddress {
+    /// Parses an address; the error says what is wrong with it.
+    pub fn parse(address: &str) -> Result<Self, String> {
+        let bad = |what: &str| format!("`{}`: {what}", show_text(address));
+        let url = Url::parse(address).map_err(|e| bad(&e.to_string()))?;
+        let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("no host"))?;
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let port = url.port().unwrap_or(DEFAULT_PORT);
+        let shown_port = url.port().map_or(String::new(), |port| format!(":{port}"));
+        // As it is written: a parsed path would have its special characters encoded.
+        let (_, rest) = address.split_once("://").unwrap_or(("", address));
+        let rest = rest.split(['?', '#']).next().unwrap_or(rest);
+        let prefix = rest.split_once('/').map_or("", |(_, path)| path).to_owned();
+        let mut settings = RedisConnectionInfo::default();
+        let decoded = |text: &str| {
+            percent_decode_str(text).decode_utf8().map(|text| text.into_owned()).map_err(|_| {
+                bad("user and password must be UTF-8, with %XX for special characters")
+            })
+        };
+        if !url.username().is_empty() {
+            settings = settings.set_username(decoded(url.username())?);
+        }
+        if let Some(password) = url.password() {
+            settings = settings.set_password(decoded(password)?);
+        }
+        for (name, value) in url.query_pairs() {
+            match &*name {
+                "db" => {
+                    let db = value.parse().map_err(|_| bad("db must be a number"))?;
+                    settings = settings.set_db(db);
+                }
+                other => return Err(bad(&format!("unknown option `{other}`, there is only `db`"))),
+            }
+        }
+        let shown = format!("{}://{host}{shown_port}/{prefix}", url.scheme());
+        let tls = url.scheme() == "rediss";
+        Ok(RedisAddress { host, port, tls, settings, prefix, shown })
+    }
+}
+
+/// The connections of one source.
+pub struct Connections {
+    address: RedisAddress,
+    tls: Option<Tls>,
+    /// The advice for an untrusted certificate.
+    hint: String,
+    config: AsyncConnectionConfig,
+    limit: Duration,
+    pool: ConnectionPool<(MultiplexedConnection, Allowance)>,
+}
+
+/// Bytes that a greeting may have, and each answer beside its data.
+const OVERHEAD: u64 = 4 << 10;
+
+impl Connections {
+    /// Reads the certificates, if they are needed; what is wrong with them is the error.
+    pub fn new(address: RedisAddress, options: &TransportOptions) -> Result<Self, String> {
+        // Clients of Redis do not heed the variables of HTTP clients.
+        let trust = match &options.trust {
+            Trust::Default => Trust::System,
+            other => other.clone(),
+        };
+        Ok(Connections {
+            tls: address.tls.then(|| Tls::new(&trust, &[])).transpose()?,
+            hint: trust.hint(REDIS_SETTINGS),
+            address,
+            config: AsyncConnectionConfig::new().set_response_timeout(Some(options.stall)),
+            limit: options.connect,
+            pool: ConnectionPool::default(),
+        })
+    }
+
+    async fn connect(&self) -> Result<(MultiplexedConnection, Allowance), Failure> {
+        let RedisAddress { host, port, settings, .. } = &self.address;
+        let allowance = Allowance::default();
+        allowance.set(16 * OVERHEAD);
+        let made = async {
+            let to = (host.as_str(), *port);
+            let stream = Bounded::connect(to, self.tls.as_ref(), allowance.clone()).await;
+            let config = self.config.clone();
+            let stream = stream.map_err(|error| refused(error, &self.hint))?;
+            MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
+        };
+        let made = timer::timeout(self.limit, made).await.map_err(|_| {
+            let what = format!("no connection within {} s", self.limit.as_secs_f64());
+            Failure::transient(ErrorKind::TimedOut, what)
+        });
+        let (connection, driver) = made??;
+        tokio::spawn(driver);
+        Ok((connection, allowance))
+    }
+
+    /// Sends a series of commands and gives their answers, in order, of at most so many bytes.
+    pub fn send(
+        &self,
+        commands: &Pipeline,
+        most: u64,
+        budget: &RetryBudget<'_>,
+    ) -> Result<Vec<Value>, Failure> {
+        let connection = self.pool.take(budget, || self.connect())?;
+        let (stream, allowance) = connection.client();
+        let mut stream = stream.clone();
+        allowance.set(most.saturating_add(OVERHEAD));
+        let answers = connection.run(budget, async {
+            commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
+        });
+        if answers.as_ref().is_err_and(Failure::is_ended) {
+            return answers;
+        }
+        if allowance.is_used_up() {
+            let what = format!("the server sent more than the {most} bytes that were asked for");
+            return Err(Failure::permanent(ErrorKind::InvalidData, what));
+        }
+        // A connection on which something failed is not used again.
+        let answers = answers?;
+        self.pool.put(connection);
+        Ok(answers)
+    }
+}
+
+/// The failure to connect.
+fn refused(error: io::Error, hint: &str) -> Failure {
+    let (kind, text) = (error.kind(), error.to_string());
+    if let Some(what) = untrusted(&text, hint) {
+        return Failure::permanent(ErrorKind::PermissionDenied, what);
+    }
+    let lower = text.to_lowercase();
+    if lower.contains("failed to lookup") || lower.contains("name or service") {
+        let what = format!("the name of the server is not known: {text}; check the address");
+        return Failure::permanent(ErrorKind::NotFound, what);
+    }
+    match kind {
+        ErrorKind::ConnectionRefused | ErrorKind::TimedOut => Failure::transient(kind, text),
+        ErrorKind::InvalidInput => Failure::permanent(kind, text),
+        _ => Failure::transient(ErrorKind::ConnectionAborted, text),
+    }
+}
+
+fn failure(error: RedisError) -> Failure {
+    let text = Shown(&error.to_string()).to_string();
+    let refused = error.kind() == redis::ErrorKind::AuthenticationFailed;
+    if refused || matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOPERM")) {
+        let what = format!("{text}; check user and password");
+        return Failure::permanent(ErrorKind::PermissionDenied, what);
+    }
+    if matches!(error.code(), Some("LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN")) {
+        return Failure::transient(ErrorKind::Other, text);
+    }
+    if error.is_timeout() {
+        return Failure::transient(ErrorKind::TimedOut, text);
+    }
+    if error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error() {
+        return Failure::transient(ErrorKind::ConnectionAborted, text);
+    }
+    Failure::permanent(ErrorKind::InvalidData, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        let parse = RedisAddress::parse;
+        let found = parse("redis://me:p%40ss@host/a b/\"c\"?db=3").unwrap();
+        assert_eq!(found.prefix, "a b/\"c\"");
+        assert_eq!(found.shown, "redis://host/a b/\"c\"");
+        let settings = &found.settings;
+        assert_eq!((settings.username(), settings.password()), (Some("me"), Some("p@ss")));
+        assert_eq!(settings.db(), 3);
+        assert_eq!((found.host.as_str(), found.port, found.tls), ("host", 6379, false));
+        assert!(parse("rediss://[::1]:7/x").unwrap().tls);
+        assert_eq!(parse("rediss://[::1]:7/x").unwrap().shown, "rediss://::1:7/x");
+        for bad in ["redis://me:secret@host:port/x", "redis://:secret@host/x?dbs=1"] {
+            let said = parse(bad).err().unwrap();
+            assert!(!said.contains("secret"), "{said}");
+        }
+        for bad in ["redis:///x", "redis://host/x?db=no", "redis://host/x?dbs=1"] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+        assert!(!parse("redis://me:secret@host/x?db=no").unwrap_err().contains("secret"));
+    }
+}

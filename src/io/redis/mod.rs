@@ -1,0 +1,361 @@
+//! `redis://host/prefix`: a file whose pieces are the values of keys.
+//!
+//! A key is `<prefix>:<label>:<position of its value in the file>`; see `to_redis`.
+
+mod bounded;
+mod client;
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use redis::{Pipeline, Value, cmd};
+
+use super::{Capabilities, ReadAt};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result, Shown};
+use crate::fallible::{push, with_room};
+use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
+use crate::mem::Buffers;
+use crate::memory_limit::CONNECTION;
+use client::{Connections, RedisAddress};
+
+/// Bytes that one command asks for.
+const COMMAND_LEN: u64 = 1 << 20;
+/// Bytes and commands that are asked for before the first answer is read.
+const BATCH_LEN: u64 = 8 << 20;
+const BATCH_COMMANDS: usize = 1024;
+/// Bytes a part of a plan, which a thread reads in batches.
+const REQUEST_LEN: u64 = 32 << 20;
+/// Connections beyond which one server, which works on one thread, gave nothing more.
+const CONNECTIONS: usize = 4;
+/// Bytes of the answer to one step of a scan. What the client makes of it takes up to 56 for 4 of them:
+/// an empty list has no more.
+const SCAN_LEN: u64 = 2 << 20;
+/// Bytes of an answer beside its data: a length or a number, and ends of lines.
+const ANSWER_LEN: u64 = 64;
+/// Bytes that the keys of one file may take: of some hundred thousand tensors, each of which has two.
+const MOST_KEY_BYTES: usize = 64 << 20;
+/// Lists of keys, in messages.
+const KEYS: &str = "the keys of a file";
+/// Keys that a step of a scan looks at, and that one batch asks about.
+const SCAN_COUNT: usize = 1000;
+/// A step whose answer was too long is done again for so many times fewer keys.
+const FEWER: usize = 32;
+
+/// The position of a key's value in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct StoredValue {
+    start: u64,
+    len: u64,
+    key: Vec<u8>,
+}
+
+/// The values of all keys with one prefix.
+pub struct RedisSource {
+    shown: String,
+    connections: Connections,
+    options: TransportOptions,
+    held: Vec<StoredValue>,
+    end: u64,
+    /// Bytes that are asked for before the first answer is read.
+    batch_len: AtomicU64,
+}
+
+/// Opens an address: finds the keys and the lengths of their values.
+pub fn open(
+    address: &str,
+    options: &TransportOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
+    let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
+    let connections = Connections::new(parsed, options).map_err(Error::InvalidArgument)?;
+    let (held, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
+    let options = options.clone();
+    let mut source = RedisSource { shown, connections, options, held, end, batch_len };
+    source.held = source.find(&prefix, cancel)?;
+    if source.held.is_empty() {
+        let what = format!("no key of the database begins with `{prefix}:`");
+        let error = std::io::Error::new(ErrorKind::NotFound, what);
+        return Err(Error::io("opening", &source.shown, error));
+    }
+    source.end = source.held.iter().map(|held| held.start + held.len).max().unwrap_or(0);
+    Ok(Arc::new(source))
+}
+
+impl RedisSource {
+    /// One batch of commands, tried again where that may help.
+    fn send(
+        &self,
+        commands: &Pipeline,
+        most: u64,
+        position: u64,
+        budget: &RetryBudget<'_>,
+    ) -> Result<Vec<Value>> {
+        budget.set_position(position);
+        retry::run(budget, || self.connections.send(commands, most, budget))
+    }
+
+    /// The error of an answer that the command does not have.
+    fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
+        const SHOWN: usize = 200;
+        let what: String = what.to_string().chars().take(SHOWN).collect();
+        let text = format!("{command} was answered with {}", Shown(&what));
+        Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
+    }
+
+    /// All keys with the prefix, by position.
+    fn find(&self, prefix: &str, cancel: &dyn Cancel) -> Result<Vec<StoredValue>> {
+        // All of it is one request for the caller.
+        let begun = Instant::now();
+        let budget = || {
+            RetryBudget::new("reading", &self.shown, &self.options, cancel)
+                .opening()
+                .resumed(begun.elapsed(), 0)
+        };
+        let mut keys = self.scan(prefix, &budget)?;
+        // A scan may give a key twice.
+        keys.sort_unstable();
+        keys.dedup();
+        // Others may have keys with the same beginning: those without a position are theirs.
+        let keys: Vec<(u64, Vec<u8>)> =
+            keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
+        let mut held = self.held(&keys, &budget)?;
+        held.sort_by_key(|held| held.start);
+        Ok(held)
+    }
+
+    /// All keys with the prefix, as the server gives them.
+    fn scan<'t>(&self, prefix: &str, budget: &dyn Fn() -> RetryBudget<'t>) -> Result<Vec<Vec<u8>>> {
+        let mut keys = Vec::new();
+        let mut key_bytes = 0;
+        let mut cursor = b"0".to_vec();
+        let mut count = SCAN_COUNT;
+        loop {
+            let mut scan = Pipeline::new();
+            scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
+            scan.arg("COUNT").arg(count);
+            let answers = match self.send(&scan, SCAN_LEN, 0, &budget()) {
+                // Long names: fewer of them fit into an answer.
+                Err(Error::Io { error, .. })
+                    if error.kind() == ErrorKind::InvalidData && count > 1 =>
+                {
+                    count = (count / FEWER).max(1);
+                    continue;
+                }
+                answers => answers?,
+            };
+            let answer = match answers.into_iter().next() {
+                Some(Value::Array(answer)) => answer,
+                other => return Err(self.odd("SCAN", format!("{other:?}"))),
+            };
+            let mut answer = answer.into_iter();
+            let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
+                (answer.next(), answer.next())
+            else {
+                return Err(self.odd("SCAN", "something else than a cursor and keys"));
+            };
+            for key in found {
+                match key {
+                    Value::BulkString(key) => {
+                        key_bytes += key.len() + size_of_val(&key);
+                        if key_bytes > MOST_KEY_BYTES {
+                            let what = format!("keys of more than {MOST_KEY_BYTES} bytes");
+                            return Err(self.odd("SCAN", what));
+                        }
+                        push(&mut keys, key, KEYS)?;
+                    }
+                    other => return Err(self.odd("SCAN", format!("the key {other:?}"))),
+                }
+            }
+            if next == b"0" {
+                return Ok(keys);
+            }
+            cursor = next;
+        }
+    }
+
+    /// The lengths of their values; those without bytes are left out.
+    fn held<'t>(
+        &self,
+        keys: &[(u64, Vec<u8>)],
+        budget: &dyn Fn() -> RetryBudget<'t>,
+    ) -> Result<Vec<StoredValue>> {
+        let mut held = with_room(keys.len(), KEYS)?;
+        for batch in keys.chunks(SCAN_COUNT) {
+            let mut lengths = Pipeline::new();
+            for (_, key) in batch {
+                lengths.add_command(cmd("STRLEN").arg(key).clone());
+            }
+            for ((start, key), len) in batch.iter().zip(self.send(
+                &lengths,
+                ANSWER_LEN * batch.len() as u64,
+                0,
+                &budget(),
+            )?) {
+                let len = match len {
+                    Value::Int(len) => u64::try_from(len).unwrap_or(0),
+                    other => return Err(self.odd("STRLEN", format!("{other:?}"))),
+                };
+                if start.checked_add(len).is_none() {
+                    return Err(self.odd("STRLEN", format!("{len} for a value at {start}")));
+                }
+                // The value of a tensor without data shares its position with the next one.
+                if len > 0 {
+                    held.push(StoredValue { start: *start, len, key: key.clone() });
+                }
+            }
+        }
+        Ok(held)
+    }
+
+    /// Which parts of which values hold some bytes: keys, first and last byte, and whether that
+    /// is all of the value. Stops after as much as one batch should hold.
+    fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
+        let mut pieces = Vec::new();
+        let mut at = start;
+        let stop = end.min(start.saturating_add(self.batch_len.load(Ordering::Relaxed)));
+        let mut number = self.held.partition_point(|held| held.start <= start);
+        number = number.saturating_sub(1);
+        while at < stop && pieces.len() < BATCH_COMMANDS {
+            let next = self.held.get(number + 1).map_or(u64::MAX, |next| next.start);
+            let held = self.held.get(number).filter(|held| held.start <= at);
+            let Some(held) = held.filter(|held| at < next && held.start + held.len > at) else {
+                if next <= at {
+                    number += 1;
+                    continue;
+                }
+                let text = format!("no key holds byte {at}");
+                let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
+                return Err(Error::io("reading", &self.shown, error));
+            };
+            let until = (held.start + held.len).min(next).min(stop).min(at + COMMAND_LEN);
+            pieces.push(Piece { held, start: at, len: until - at });
+            at = until;
+            if at == held.start + held.len || at == next {
+                number += 1;
+            }
+        }
+        Ok(pieces)
+    }
+}
+
+/// Part of a value.
+struct Piece<'s> {
+    held: &'s StoredValue,
+    /// Position in the file.
+    start: u64,
+    len: u64,
+}
+
+impl Piece<'_> {
+    fn command(&self) -> redis::Cmd {
+        if self.len == self.held.len {
+            return cmd("GET").arg(&self.held.key).clone();
+        }
+        let first = self.start - self.held.start;
+        cmd("GETRANGE").arg(&self.held.key).arg(first).arg(first + self.len - 1).clone()
+    }
+}
+
+/// The pattern of all keys with a prefix; its own special characters mean themselves.
+fn pattern(prefix: &str) -> String {
+    let mut pattern = String::with_capacity(prefix.len() + 2);
+    for letter in prefix.chars() {
+        if matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
+            pattern.push('\\');
+        }
+        pattern.push(letter);
+    }
+    pattern + ":*"
+}
+
+/// The number after the last colon.
+fn position(key: &[u8]) -> Option<u64> {
+    let digits = key.rsplit(|&byte| byte == b':').next()?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+impl ReadAt for RedisSource {
+    fn uri(&self) -> &str {
+        &self.shown
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            len: Some(self.end),
+            max_readers: self.options.max_connections,
+            first_readers: self.options.connections.unwrap_or(CONNECTIONS),
+            most_readers: self.options.connections.unwrap_or(CONNECTIONS),
+            request_len: REQUEST_LEN,
+            merge_gap: 0,
+            // The answer of the server, and the values parsed from it.
+            of_hub: false,
+            reader_memory: CONNECTION + 2 * self.batch_len.load(Ordering::Relaxed),
+        }
+    }
+
+    fn limit_connection(&self, bytes: u64) {
+        self.batch_len.fetch_min(bytes, Ordering::Relaxed);
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let end = offset.saturating_add(buffers.left() as u64).min(self.end);
+        if end <= offset {
+            return Ok(0);
+        }
+        let pieces = self.pieces(offset, end)?;
+        let mut commands = Pipeline::with_capacity(pieces.len());
+        for piece in &pieces {
+            commands.add_command(piece.command());
+        }
+        let most = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
+        let budget = RetryBudget::new("reading", &self.shown, &self.options, cancel);
+        let answers = self.send(&commands, most, offset, &budget)?;
+        let mut done = 0;
+        for (piece, answer) in pieces.iter().zip(answers) {
+            let bytes = match answer {
+                Value::BulkString(bytes) => bytes,
+                Value::Nil => Vec::new(),
+                other => return Err(self.odd("GETRANGE", format!("{other:?}"))),
+            };
+            if bytes.len() as u64 != piece.len {
+                let failure = Failure::permanent(
+                    ErrorKind::InvalidData,
+                    format!(
+                        "the value of `{}` changed while it was read: expected {} bytes from {} \
+                         on, found {}",
+                        Shown(&String::from_utf8_lossy(&piece.held.key)),
+                        piece.len,
+                        piece.start - piece.held.start,
+                        bytes.len()
+                    ),
+                );
+                return Err(Error::io("reading", &self.shown, failure.error));
+            }
+            done += buffers.put(&bytes);
+        }
+        buffers.arrived(done as u64);
+        Ok(done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys() {
+        assert_eq!(pattern("a*b"), "a\\*b:*");
+        assert_eq!(position(b"p:a:b:12"), Some(12));
+        assert_eq!(position(b"p:header:x"), None);
+        assert_eq!(position(b"p:-1"), None);
+    }
+}

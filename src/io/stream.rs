@@ -1,0 +1,178 @@
+//! Streams: bytes that can only be read front to back.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+use std::io::{self, Read};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::{Capabilities, ReadAt};
+use crate::cancel::{self, Cancel};
+use crate::error::{Error, Result};
+use crate::mem::Buffers;
+use crate::memory_limit::CONNECTION;
+use crate::sys::process::Maker;
+
+/// Bytes that pass through a buffer at a time.
+const STEP: usize = 64 << 10;
+
+/// Opens a file in the same folder; see [`ReadAt::sibling`].
+pub type OpenSibling =
+    Arc<dyn Fn(&str, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
+
+/// Bytes that come front to back.
+pub trait Stream: Send {
+    /// Reads some of the next bytes; 0 only at the end.
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
+
+    /// Opens files in the folder of the stream's, where there is one.
+    fn open_sibling(&self) -> Option<OpenSibling> {
+        None
+    }
+}
+
+impl<R: Read + Send> Stream for R {
+    fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
+        // The buffers need not be initialised, and `read` of another type may look at them.
+        let mut bytes = vec![0; buffers.left().min(STEP)];
+        loop {
+            cancel.check().map_err(io::Error::other)?;
+            match self.read(&mut bytes) {
+                // A signal that the caller may have handled.
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other.map(|read| buffers.put(bytes.get(..read).unwrap_or(&[]))),
+            }
+        }
+    }
+}
+
+/// Serves reads at rising positions; bytes in between are read and dropped.
+pub struct StreamSource<S> {
+    stream: Mutex<(S, u64)>,
+    maker: Maker,
+    uri: String,
+}
+
+impl<S: Stream> StreamSource<S> {
+    /// `uri` is what messages call it. Position 0 is the stream's next byte.
+    pub fn new(stream: S, uri: impl Into<String>) -> Self {
+        Self::new_at(stream, uri, 0)
+    }
+
+    /// The same for a stream whose next byte is at another position.
+    pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
+        StreamSource {
+            stream: Mutex::new((stream, position)),
+            maker: Maker::this(),
+            uri: uri.into(),
+        }
+    }
+
+    /// Locks the stream. A forked child does not wait for a thread of its parent.
+    fn lock(&self, cancel: &dyn Cancel) -> Result<MutexGuard<'_, (S, u64)>> {
+        if self.maker.is_here() {
+            return cancel::lock(&self.stream, cancel);
+        }
+        self.stream.try_lock().map_err(|_| {
+            Error::Closed(format!(
+                "`{}` was being read by a thread of the process that this one was forked off",
+                self.uri
+            ))
+        })
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        // The end of the call passes through the stream as its error.
+        match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("reading", &self.uri, error),
+        }
+    }
+}
+
+impl<S: Stream> ReadAt for StreamSource<S> {
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { reader_memory: CONNECTION, ..Capabilities::SEQUENTIAL }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let mut guard = self.lock(cancel)?;
+        let (stream, position) = &mut *guard;
+        let mut gap = offset.checked_sub(*position).ok_or_else(|| {
+            Error::Unsupported(format!(
+                "`{}` can only be read front to back: byte {offset} was passed at byte {position}",
+                self.uri
+            ))
+        })?;
+        let mut unwanted = vec![0; STEP.min(usize::try_from(gap).unwrap_or(STEP))];
+        while gap > 0 {
+            let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
+            let step = &mut unwanted[..len];
+            let read = stream.read_next(&mut Buffers::of(step), cancel);
+            match read.map_err(|e| self.failed(e))? {
+                0 => return Ok(0),
+                read => (gap, *position) = (gap - read as u64, *position + read as u64),
+            }
+        }
+        let read = stream.read_next(buffers, cancel).map_err(|e| self.failed(e))?;
+        *position += read as u64;
+        Ok(read)
+    }
+
+    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+        // Without the lock: opening takes its time, and several may be opened at once.
+        let opener = self.lock(cancel)?.0.open_sibling();
+        opener.map_or(Ok(None), |open| open(name, cancel))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    /// A stream that reports each read, and ends it when it is told to.
+    struct Silent(Sender<()>, Receiver<()>);
+
+    impl Stream for Silent {
+        fn read_next(&mut self, _: &mut Buffers<'_>, _: &dyn Cancel) -> io::Result<usize> {
+            self.0.send(()).unwrap();
+            self.1.recv().unwrap();
+            Ok(0)
+        }
+    }
+
+    struct Cancelled;
+
+    impl Cancel for Cancelled {
+        fn check(&self) -> Result<()> {
+            Err(Error::Closed("cancelled".to_owned()))
+        }
+    }
+
+    #[test]
+    fn waiting_for_another_reader_can_be_cancelled() {
+        let (begun, begins) = channel();
+        let (end, ends) = channel();
+        let source = StreamSource::new(Silent(begun, ends), "pipe");
+        std::thread::scope(|scope| {
+            let read =
+                |cancel: &dyn Cancel| source.read_at(0, &mut Buffers::of(&mut [0; 4]), cancel);
+            let other = scope.spawn(move || read(&crate::cancel::Never));
+            begins.recv().unwrap();
+            assert!(read(&Cancelled).unwrap_err().to_string().contains("cancelled"));
+            end.send(()).unwrap();
+            assert_eq!(other.join().unwrap().unwrap(), 0);
+        });
+    }
+}

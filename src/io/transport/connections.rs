@@ -1,0 +1,182 @@
+//! Event loops and the connections that live on them.
+//!
+//! Each thread that talks to a server drives its own event loop, so that bytes do not change threads
+//! between the socket and the caller's memory. A pool hands event loops from thread to thread with
+//! their open connections. A forked child does not use those of its parent.
+
+use std::future::Future;
+use std::io;
+
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Failure, RetryBudget, timer};
+use crate::cancel::POLL;
+use crate::environment::reading;
+use crate::sys::brief::Brief;
+use crate::sys::process::Inherited;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+use crate::{
+    cancel::Cancel,
+    error::{Error, Result as CallResult},
+    io::transport::TransportOptions,
+};
+
+/// An event loop of one thread.
+pub struct EventLoop(Option<Runtime>);
+
+impl EventLoop {
+    /// Starts an event loop.
+    pub fn new() -> Result<Self, Failure> {
+        let runtime = reading(|| Builder::new_current_thread().enable_all().build());
+        let failed = |e: io::Error| Failure::permanent(e.kind(), format!("an event loop: {e}"));
+        Ok(EventLoop(Some(runtime.map_err(failed)?)))
+    }
+
+    /// Runs a request on this thread until it ends, its budget is spent, or the call is cancelled.
+    pub fn run<T>(
+        &self,
+        budget: &RetryBudget<'_>,
+        request: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        // A request that is ready at once would never reach the check below.
+        budget.check()?;
+        let ended = || Failure::permanent(io::ErrorKind::Other, "an event loop that has ended");
+        self.0.as_ref().ok_or_else(ended)?.block_on(async {
+            let mut request = std::pin::pin!(request);
+            loop {
+                if let Ok(result) = timer::timeout(POLL, &mut request).await {
+                    return result;
+                }
+                budget.check()?;
+            }
+        })
+    }
+}
+
+impl Drop for EventLoop {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            // The resolution of a name cannot be stopped: its thread is left behind.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// An event loop, and the client whose connections live on it. A forked child neither uses nor closes
+/// it: its sockets are registered with a poller that is the parent's too.
+pub struct PooledConnection<C>(Inherited<(EventLoop, C)>);
+
+impl<C> PooledConnection<C> {
+    /// Makes an event loop, and a client on it.
+    pub fn new<F: Future<Output = Result<C, Failure>>>(
+        budget: &RetryBudget<'_>,
+        make: impl FnOnce() -> F,
+    ) -> Result<Self, Failure> {
+        let events = EventLoop::new()?;
+        let client = events.run(budget, make())?;
+        Ok(PooledConnection(Inherited::new((events, client))))
+    }
+
+    /// The client.
+    pub fn client(&self) -> &C {
+        &self.0.1
+    }
+
+    /// Runs a request on this thread; see [`EventLoop::run`].
+    pub fn run<T>(
+        &self,
+        budget: &RetryBudget<'_>,
+        request: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        self.0.0.run(budget, request)
+    }
+}
+
+/// Idle connections.
+pub struct ConnectionPool<C>(Brief<Vec<PooledConnection<C>>>);
+
+impl<C> Default for ConnectionPool<C> {
+    fn default() -> Self {
+        ConnectionPool(Brief::new(Vec::new()))
+    }
+}
+
+impl<C> ConnectionPool<C> {
+    /// Takes an idle connection, or makes one; `make` builds its client on its event loop.
+    pub fn take<F: Future<Output = Result<C, Failure>>>(
+        &self,
+        budget: &RetryBudget<'_>,
+        make: impl FnOnce() -> F,
+    ) -> Result<PooledConnection<C>, Failure> {
+        loop {
+            let idle = self.0.lock().pop();
+            match idle {
+                Some(connection) if connection.0.maker().is_here() => return Ok(connection),
+                Some(_) => {}
+                None => return PooledConnection::new(budget, make),
+            }
+        }
+    }
+
+    /// Closes all idle connections.
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *self.0.lock());
+        drop(all);
+    }
+
+    /// Puts a connection back.
+    pub fn put(&self, connection: PooledConnection<C>) {
+        self.0.lock().push(connection);
+    }
+}
+
+/// Guards the environment while a future is polled: credential providers read it at any time.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub async fn guarded<T>(work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    std::future::poll_fn(|context| reading(|| work.as_mut().poll(context))).await
+}
+
+/// Runs work that may ask servers, such as finding credentials, before the object `shown` is opened.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub fn run_once<T>(
+    shown: &str,
+    options: &TransportOptions,
+    cancel: &dyn Cancel,
+    work: impl Future<Output = CallResult<T>>,
+) -> CallResult<T> {
+    let budget = RetryBudget::new("opening", shown, options, cancel);
+    let done: Result<CallResult<T>, Failure> =
+        EventLoop::new().and_then(|events| events.run(&budget, async { Ok(guarded(work).await) }));
+    done.unwrap_or_else(|failure| Err::<T, Error>(budget.error(failure)))
+}
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::sys::clock;
+
+    #[test]
+    fn a_request_without_an_answer_ends_with_its_budget() {
+        clock::simulate();
+        let options = TransportOptions::from_environment().unwrap();
+        let options = TransportOptions { total: Duration::from_secs(3600), ..options };
+        // The event loop asks each time that this much has passed.
+        let passes = || {
+            clock::pass(POLL);
+            Ok(())
+        };
+        let begun = clock::now();
+        let budget = RetryBudget::new("reading", "file", &options, &passes);
+        let ended = EventLoop::new().unwrap().run(&budget, async {
+            timer::pause();
+            std::future::pending::<Result<(), Failure>>().await
+        });
+        assert_eq!(ended.unwrap_err().error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(clock::since(begun).as_secs() / 60, 60);
+    }
+}

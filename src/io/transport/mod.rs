@@ -1,0 +1,64 @@
+//! One transport for all servers: clients and their connections, sending, retries, TLS, redirects.
+//! Nothing here knows what is read or written.
+
+#[cfg(feature = "s3")]
+mod aws_sdk;
+#[cfg(feature = "http")]
+mod client;
+mod connections;
+mod options;
+#[cfg(feature = "http")]
+mod redirects;
+pub(crate) mod retry;
+#[cfg(feature = "http")]
+mod send;
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) mod simulated;
+pub(crate) mod timer;
+mod tls;
+mod trust;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod upload_body;
+
+#[cfg(feature = "s3")]
+pub(crate) use aws_sdk::{LazySdkClient, SdkClient};
+#[cfg(feature = "http")]
+pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
+pub(crate) use connections::{ConnectionPool, PooledConnection};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) use connections::{guarded, run_once};
+pub use options::TransportOptions;
+#[cfg(feature = "http")]
+pub(crate) use redirects::{Authorize, Location, follow};
+pub(crate) use retry::{Failure, RetryBudget};
+#[cfg(feature = "http")]
+pub(crate) use send::{beginning, chunk, says_expired, status_failure};
+#[cfg(feature = "clouds")]
+pub(crate) use send::{document, is_transient};
+pub(crate) use tls::Tls;
+#[cfg(feature = "clouds")]
+pub(crate) use trust::CREDENTIALS_SETTINGS;
+#[cfg(feature = "redis")]
+pub(crate) use trust::REDIS_SETTINGS;
+#[cfg(feature = "s3")]
+pub(crate) use trust::S3_SETTINGS;
+pub use trust::Trust;
+pub(crate) use trust::untrusted;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) use upload_body::UploadBody;
+
+/// An address in a message: without user, password, query and fragment, which may be secrets.
+pub(crate) fn show_text(address: &str) -> &str {
+    if address.contains('@') {
+        return "...";
+    }
+    address.split(['?', '#']).next().unwrap_or(address)
+}
+
+/// True if a URL can hold the name of an object unchanged. URL parsers drop tabs and line ends and
+/// resolve `.` and `..`, so that such a name would be that of another object.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) fn fits_in_url(key: &str) -> bool {
+    !key.contains(char::is_control) && !key.split('/').any(|part| matches!(part, "." | ".."))
+}

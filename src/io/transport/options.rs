@@ -1,0 +1,64 @@
+//! The options of all requests.
+
+use std::time::Duration;
+
+use super::Trust;
+use super::trust::HTTP_SETTINGS;
+use crate::environment::{
+    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS, Variable,
+};
+use crate::error::Result;
+
+/// Time limits, connections, certificates and extra headers.
+#[derive(Debug, Clone)]
+pub struct TransportOptions {
+    /// Sent with every request to the host that the caller named.
+    pub headers: Vec<(String, String)>,
+    /// The trusted certificates.
+    pub trust: Trust,
+    /// The trusted certificates of services that issue credentials: never those of the call, which are for
+    /// the server of the files.
+    pub credential_trust: Trust,
+    /// The settings that name certificates, for messages.
+    pub trust_settings: &'static str,
+    /// Connections of a load or an upload unless the caller names a number. None: as many as help.
+    pub connections: Option<usize>,
+    /// The most connections, whatever the caller asks for.
+    pub max_connections: usize,
+    /// Attempts of one request, the first included.
+    pub attempts: u32,
+    /// Time limit for making a connection.
+    pub connect: Duration,
+    /// Time limit for a server that neither sends nor takes bytes.
+    pub stall: Duration,
+    /// Time limit for all attempts of one request together.
+    pub total: Duration,
+}
+
+/// A time limit of 10 ms to a month, so that sums of them cannot overflow. 0 means a second.
+fn time(variable: &Variable) -> Result<Duration> {
+    const SHORTEST: Duration = Duration::from_millis(10);
+    const LONGEST: Duration = Duration::from_secs(31 * 24 * 60 * 60);
+    match variable.seconds()? {
+        Duration::ZERO => Ok(Duration::from_secs(1)),
+        time => Ok(time.clamp(SHORTEST, LONGEST)),
+    }
+}
+
+impl TransportOptions {
+    /// The options that the environment sets; an error for a variable that is no number.
+    pub fn from_environment() -> Result<Self> {
+        Ok(TransportOptions {
+            headers: Vec::new(),
+            trust: Trust::Default,
+            credential_trust: Trust::Default,
+            trust_settings: HTTP_SETTINGS,
+            connections: usize::try_from(CONNECTIONS.value()?).ok().filter(|&number| number > 0),
+            max_connections: 256,
+            attempts: u32::try_from(ATTEMPTS.value()?.max(1)).unwrap_or(u32::MAX),
+            connect: time(&CONNECT_SECONDS)?,
+            stall: time(&STALL_SECONDS)?,
+            total: time(&TOTAL_SECONDS)?,
+        })
+    }
+}

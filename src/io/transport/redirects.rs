@@ -1,0 +1,139 @@
+//! Redirects: followed with the headers of the request to the same host, without them elsewhere, and
+//! never from `https://` to `http://`.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, LOCATION};
+use reqwest::{Method, Request, Response, StatusCode, Url};
+
+use super::{Client, Failure};
+
+/// The most redirects of one request.
+const MAX_REDIRECTS: usize = 10;
+
+/// Adds credentials to a request that depend on the rest of it, such as a signature.
+pub trait Authorize: Send + Sync {
+    /// Adds them.
+    fn authorize(&self, request: &mut Request) -> Result<(), Failure>;
+}
+
+/// A URL, and the headers and credentials that are sent there.
+#[derive(Clone)]
+pub struct Location {
+    pub url: Url,
+    headers: Vec<(String, String)>,
+    authorize: Option<Arc<dyn Authorize>>,
+}
+
+impl PartialEq for Location {
+    fn eq(&self, other: &Location) -> bool {
+        let same = match (&self.authorize, &other.authorize) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            (one, other) => one.is_none() && other.is_none(),
+        };
+        same && self.url == other.url && self.headers == other.headers
+    }
+}
+
+impl Location {
+    pub fn new(url: Url, headers: Vec<(String, String)>) -> Self {
+        Location { url, headers, authorize: None }
+    }
+
+    /// The same location, whose requests are authorized.
+    #[cfg(feature = "clouds")]
+    pub fn authorized(self, authorize: Arc<dyn Authorize>) -> Self {
+        Location { authorize: Some(authorize), ..self }
+    }
+
+    /// A file in the same folder, requested in the same way.
+    pub fn sibling(&self, name: &str) -> Option<Location> {
+        let mut url = self.url.clone();
+        url.path_segments_mut().ok()?.pop().extend(name.split('/'));
+        Some(Location { url, ..self.clone() })
+    }
+
+    /// The location that a redirect names.
+    fn redirected(&self, to: &str) -> Result<Location, Failure> {
+        let refused = |what: &str| Failure::permanent(ErrorKind::InvalidData, what);
+        let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let mut url = url.ok_or_else(|| refused("the server redirects to what is no address"))?;
+        if self.url.scheme() == "https" && url.scheme() == "http" {
+            return Err(refused("the server redirects from https:// to http://, which is refused"));
+        }
+        if url.origin() != self.url.origin() {
+            return Ok(Location::new(url, Vec::new()));
+        }
+        if url.username().is_empty() {
+            // Neither can fail: the address has a host.
+            let _ = url.set_username(self.url.username());
+            let _ = url.set_password(self.url.password());
+        }
+        Ok(Location { url, ..self.clone() })
+    }
+
+    /// A request for this location, with some headers beside its own. User and password of the URL
+    /// become a header.
+    fn request(
+        &self,
+        client: &Client,
+        method: Method,
+        more: &HeaderMap,
+    ) -> Result<Request, Failure> {
+        let mut headers = HeaderMap::new();
+        for (name, value) in &self.headers {
+            let name = HeaderName::from_bytes(name.as_bytes()).ok();
+            let value = HeaderValue::from_str(value).ok();
+            let Some((name, mut value)) = name.zip(value) else {
+                let what = "an extra header is not well-formed";
+                return Err(Failure::permanent(ErrorKind::InvalidInput, what));
+            };
+            value.set_sensitive(true);
+            headers.append(name, value);
+        }
+        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        headers.extend(more.clone());
+        let mut request = client.request(method, self.url.clone()).headers(headers).build()?;
+        if let Some(authorize) = &self.authorize {
+            authorize.authorize(&mut request)?;
+        }
+        Ok(request)
+    }
+}
+
+/// Sends a request, and follows redirects except those for which `is_answer` is true. Returns the last
+/// location, too.
+pub async fn follow(
+    client: &Client,
+    method: Method,
+    from: &Location,
+    headers: &HeaderMap,
+    is_answer: impl Fn(&Location, &HeaderMap) -> bool,
+) -> Result<(Location, Response), Failure> {
+    let mut at = from.clone();
+    for _ in 0..=MAX_REDIRECTS {
+        let response = client.send(at.request(client, method.clone(), headers)?, None).await?;
+        if !is_redirect(response.status()) || is_answer(&at, response.headers()) {
+            return Ok((at, response));
+        }
+        at = at.redirected(location(&response)?)?;
+    }
+    let what = format!("more than {MAX_REDIRECTS} redirects");
+    Err(Failure::permanent(ErrorKind::InvalidData, what))
+}
+
+/// True for a status that names another address; 304 names none.
+fn is_redirect(status: StatusCode) -> bool {
+    status.is_redirection() && status != StatusCode::NOT_MODIFIED
+}
+
+/// The address that a redirect names.
+fn location(response: &Response) -> Result<&str, Failure> {
+    let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+    to.ok_or_else(|| {
+        let status = response.status();
+        let what = format!("redirect ({status}) without a Location header");
+        Failure::permanent(ErrorKind::InvalidData, what)
+    })
+}

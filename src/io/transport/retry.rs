@@ -1,0 +1,337 @@
+//! The one retry loop: which failures are worth another attempt, the pause before it, and the time that
+//! all attempts may take.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::TransportOptions;
+use crate::cancel::{self, Cancel};
+use crate::error::{Error, Result};
+use crate::sys::brief::Brief;
+use crate::sys::clock;
+
+/// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part of
+/// at most a half.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Bytes that earn a request another second: a slow transfer is no stalled one.
+const BYTES_A_SECOND: u64 = 64 << 10;
+
+/// Why a request failed.
+#[derive(Debug)]
+pub struct Failure {
+    pub error: io::Error,
+    transient: bool,
+    /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is in
+    /// another region.
+    renewable: bool,
+    /// The pause that the server asked for.
+    retry_after: Option<Duration>,
+    /// The error with which the caller has ended the call.
+    ended: Option<Error>,
+}
+
+impl Failure {
+    /// A failure that another attempt would repeat.
+    pub fn permanent(kind: io::ErrorKind, what: impl Into<String>) -> Self {
+        let error = io::Error::new(kind, what.into());
+        Failure { error, transient: false, renewable: false, retry_after: None, ended: None }
+    }
+
+    /// A failure that another attempt may not have.
+    pub fn transient(kind: io::ErrorKind, what: impl Into<String>) -> Self {
+        Failure { transient: true, ..Self::permanent(kind, what) }
+    }
+
+    /// The end of the call, because its caller has ended it.
+    pub fn ended(error: Error) -> Self {
+        Failure { ended: Some(error), ..Self::permanent(io::ErrorKind::Interrupted, "ended") }
+    }
+
+    /// The same failure with the pause that the server asked for.
+    pub fn retry_after(self, retry_after: Option<Duration>) -> Self {
+        Failure { retry_after, ..self }
+    }
+
+    /// The same failure; `renewable`: a new signature may help.
+    pub fn if_renewable(self, renewable: bool) -> Self {
+        Failure { renewable, ..self }
+    }
+
+    /// The same failure, of a request that was sent where a redirect had led before: from the first
+    /// address a refusal may be another one.
+    pub fn if_redirected(self, redirected: bool) -> Self {
+        use io::ErrorKind::{NotFound, Other, PermissionDenied};
+        let refused = matches!(self.error.kind(), NotFound | PermissionDenied | Other);
+        Failure { transient: self.transient || (redirected && refused), ..self }
+    }
+
+    /// True if another attempt may help.
+    #[cfg(feature = "hf")]
+    pub fn is_transient(&self) -> bool {
+        self.transient
+    }
+
+    /// True if a new signature may help.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
+    pub fn is_renewable(&self) -> bool {
+        self.renewable
+    }
+
+    /// True if the caller has ended the call.
+    pub fn is_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
+    /// The same failure with another text.
+    #[cfg(feature = "clouds")]
+    pub fn with_text(self, what: String) -> Self {
+        Failure { error: io::Error::new(self.error.kind(), what), ..self }
+    }
+
+    /// The same kind, text and classification, where a library hands out references only.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
+    pub fn copy(&self) -> Self {
+        let error = io::Error::new(self.error.kind(), self.error.to_string());
+        let Failure { transient, renewable, retry_after, .. } = *self;
+        Failure { error, transient, renewable, retry_after, ended: None }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The time that all attempts of one request may take, and what they have moved so far.
+pub struct RetryBudget<'o> {
+    action: &'static str,
+    shown: &'o str,
+    options: &'o TransportOptions,
+    cancel: &'o dyn Cancel,
+    begun: Instant,
+    moved: AtomicU64,
+    /// The counter of the body that is being sent, and its value when this attempt began.
+    sending: Brief<(Arc<AtomicU64>, u64)>,
+    position: AtomicU64,
+    opening: bool,
+}
+
+impl<'o> RetryBudget<'o> {
+    /// A budget that begins now. Errors say that `action` (a gerund) of `shown` (an address) failed.
+    pub fn new(
+        action: &'static str,
+        shown: &'o str,
+        options: &'o TransportOptions,
+        cancel: &'o dyn Cancel,
+    ) -> Self {
+        RetryBudget {
+            action,
+            shown,
+            options,
+            cancel,
+            begun: clock::now(),
+            moved: AtomicU64::new(0),
+            sending: Brief::new((Arc::default(), 0)),
+            position: AtomicU64::new(0),
+            opening: false,
+        }
+    }
+
+    /// The budget of the first request to a server: one that refuses connections is not retried.
+    pub fn opening(self) -> Self {
+        RetryBudget { opening: true, ..self }
+    }
+
+    /// The budget of a request that has taken `spent` and moved some bytes before.
+    pub fn resumed(self, spent: Duration, moved: u64) -> Self {
+        let begun = self.begun.checked_sub(spent).unwrap_or(self.begun);
+        RetryBudget { begun, moved: AtomicU64::new(moved), ..self }
+    }
+
+    /// Counts bytes that have arrived.
+    pub fn received(&self, bytes: u64) {
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Sets the next byte wanted, for messages.
+    pub fn set_position(&self, position: u64) {
+        self.position.store(position, Ordering::Relaxed);
+    }
+
+    /// Counts the bytes that the next attempt sends, by the counter of their body.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
+    pub fn watch(&self, sent: &Arc<AtomicU64>) {
+        let before = self.sent();
+        self.received(before);
+        *self.sending.lock() = (Arc::clone(sent), sent.load(Ordering::Relaxed));
+    }
+
+    fn sent(&self) -> u64 {
+        let sending = self.sending.lock();
+        sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
+    }
+
+    fn allowed(&self) -> Duration {
+        let moved = self.moved.load(Ordering::Relaxed).saturating_add(self.sent());
+        self.options.total.saturating_add(Duration::from_secs(moved / BYTES_A_SECOND))
+    }
+
+    /// Fails if the request that is under way may not go on.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.cancel.check().map_err(Failure::ended)?;
+        if clock::since(self.begun) <= self.allowed() {
+            return Ok(());
+        }
+        let what = format!(
+            "the request took more than the {} s that TENSORIZER_TOTAL_SECONDS allows",
+            self.options.total.as_secs_f64()
+        );
+        Err(Failure::permanent(io::ErrorKind::TimedOut, what))
+    }
+
+    /// The error of a request without further attempts.
+    pub fn error(&self, failure: Failure) -> Error {
+        let Failure { error, ended, .. } = failure;
+        ended.unwrap_or_else(|| Error::io(self.action, self.shown, error))
+    }
+
+    /// Pauses before the next attempt, after `failed` of them; the error if there is to be none.
+    fn pause(&self, failure: Failure, failed: u32) -> Result<()> {
+        if failure.is_ended() {
+            return Err(self.error(failure));
+        }
+        let kind = failure.error.kind();
+        let absent = self.opening && kind == io::ErrorKind::ConnectionRefused;
+        let pause = failure.retry_after.unwrap_or_else(|| backoff(failed)).min(self.options.total);
+        let late = clock::since(self.begun).saturating_add(pause) > self.allowed();
+        if failure.transient && !absent && failed < self.options.attempts && !late {
+            return cancel::sleep(pause, self.cancel);
+        }
+        if failed == 1 {
+            return Err(self.error(failure));
+        }
+        let what = format!(
+            "{} (at byte {}, after {failed} tries in {:.1} s)",
+            failure.error,
+            self.position.load(Ordering::Relaxed),
+            clock::since(self.begun).as_secs_f32()
+        );
+        Err(Error::io(self.action, self.shown, io::Error::new(kind, what)))
+    }
+}
+
+/// Repeats a request until it succeeds, fails for good, or the budget is spent. A failure that a new
+/// signature may cure is repeated once at no cost.
+pub fn run<T>(
+    budget: &RetryBudget<'_>,
+    mut attempt: impl FnMut() -> Result<T, Failure>,
+) -> Result<T> {
+    let (mut failed, mut renewed) = (0, false);
+    loop {
+        match attempt() {
+            Ok(done) => return Ok(done),
+            Err(failure) if failure.renewable && !std::mem::replace(&mut renewed, true) => {}
+            Err(failure) => {
+                failed += 1;
+                budget.pause(failure, failed)?;
+            }
+        }
+    }
+}
+
+/// The pause after a number of failed attempts.
+fn backoff(failed: u32) -> Duration {
+    use std::hash::{BuildHasher as _, RandomState};
+    let longest = FIRST_PAUSE.saturating_mul(1 << (failed - 1).min(10)).min(LONGEST_PAUSE);
+    // Keeps many clients from retrying at once: the hasher of the standard library is seeded randomly.
+    let random = RandomState::new().hash_one(failed) % 1000;
+    longest.mul_f64(0.5 + f64::from(u32::try_from(random).unwrap_or(0)) / 2000.0)
+}
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    /// Options of a simulated clock, on which hours pass at once.
+    fn options() -> TransportOptions {
+        clock::simulate();
+        let options = TransportOptions::from_environment().unwrap();
+        TransportOptions { total: 24 * HOUR, attempts: 100, ..options }
+    }
+
+    fn busy() -> Failure {
+        Failure::transient(io::ErrorKind::ConnectionRefused, "busy").retry_after(Some(2 * HOUR))
+    }
+
+    #[test]
+    fn retry_after_is_obeyed_within_the_total_time() {
+        let options = options();
+        let (begun, mut attempts) = (clock::now(), 0);
+        let budget = RetryBudget::new("reading", "file", &options, &Never);
+        budget.set_position(7);
+        let outcome = run::<()>(&budget, || {
+            attempts += 1;
+            Err(busy())
+        });
+        assert_eq!((attempts, clock::since(begun).as_secs() / 3600), (12, 22));
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("busy (at byte 7, after 12 tries in 79200."), "{error}");
+    }
+
+    #[test]
+    fn slow_requests_go_on_for_a_day_and_stalled_ones_for_the_total_time() {
+        let options = TransportOptions { total: HOUR, ..options() };
+        let budget = RetryBudget::new("reading", "file", &options, &Never);
+        for _ in 0..24 * 360 {
+            budget.received(10 * BYTES_A_SECOND);
+            clock::sleep(Duration::from_secs(10));
+            assert!(budget.check().is_ok());
+        }
+        clock::sleep(HOUR / 2);
+        assert!(budget.check().is_ok());
+        clock::sleep(HOUR);
+        let failure = budget.check().unwrap_err();
+        assert_eq!(failure.error.kind(), io::ErrorKind::TimedOut);
+        assert!(!failure.transient);
+    }
+
+    #[test]
+    fn a_cancelled_call_ends_its_pause() {
+        let (options, asked) = (options(), AtomicU64::new(0));
+        let begun = clock::now();
+        let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
+            0..1000 => Ok(()),
+            _ => Err(Error::Cancelled),
+        };
+        let budget = RetryBudget::new("reading", "file", &options, &cancel);
+        let outcome = run::<()>(&budget, || Err(busy()));
+        assert!(matches!(outcome, Err(Error::Cancelled)));
+        assert!((40..60).contains(&clock::since(begun).as_secs()), "asked every 50 ms");
+    }
+
+    #[test]
+    fn an_expired_signature_is_renewed_once() {
+        let options = options();
+        let budget = RetryBudget::new("reading", "file", &options, &Never);
+        let expired = |attempts: &mut u32| {
+            *attempts += 1;
+            Failure::permanent(io::ErrorKind::PermissionDenied, "expired").if_renewable(true)
+        };
+        let mut attempts = 0;
+        let outcome = run::<()>(&budget, || Err(expired(&mut attempts)));
+        assert_eq!(attempts, 2);
+        assert!(outcome.unwrap_err().to_string().ends_with("expired"));
+    }
+}

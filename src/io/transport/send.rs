@@ -1,0 +1,228 @@
+//! Sending a request: the time limit of a stalled server, the bound of an answer that is kept, and
+//! whether a failure is transient.
+
+use std::error::Error as _;
+use std::io::{self, ErrorKind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::header::{HeaderMap, RETRY_AFTER};
+use reqwest::{Response, StatusCode};
+
+use super::{Failure, timer, untrusted};
+
+/// Bytes of the longest document that is kept: an answer of an API, with room to spare.
+const DOCUMENT_LIMIT: usize = 4 << 20;
+/// Bytes of a refusal that are read.
+const REFUSAL_LIMIT: usize = 16 << 10;
+/// Texts of S3, Azure and others for expired credentials and signed URLs.
+const EXPIRED: [&str; 7] = [
+    "ExpiredToken",
+    "RequestExpired",
+    "TokenRefreshRequired",
+    "Request has expired",
+    "token has expired",
+    "Signature not valid in the specified time frame",
+    "Lifetime validation failed",
+];
+
+/// Waits for a server; fails if it sends nothing for `stall`, nor takes bytes, which `sent` counts.
+pub async fn unless_stalled<T>(
+    stall: Duration,
+    sent: Option<&AtomicU64>,
+    wait: impl Future<Output = T>,
+) -> Result<T, Failure> {
+    let mut wait = std::pin::pin!(wait);
+    let count = || sent.map_or(0, |sent| sent.load(Ordering::Relaxed));
+    loop {
+        let before = count();
+        if let Ok(answer) = timer::timeout(stall, &mut wait).await {
+            return Ok(answer);
+        }
+        if count() == before {
+            let what = format!("the server sent nothing for {} s", stall.as_secs_f64());
+            return Err(Failure::transient(ErrorKind::TimedOut, what));
+        }
+    }
+}
+
+/// Reads the next bytes of a body; none at its end.
+pub async fn chunk(response: &mut Response, stall: Duration) -> Result<Bytes, Failure> {
+    Ok(unless_stalled(stall, None, response.chunk()).await??.unwrap_or(Bytes::new()))
+}
+
+/// Reads the body of an answer that is kept as a whole: a document of an API.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub async fn document(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
+    let mut body = Vec::new();
+    loop {
+        let more = chunk(response, stall).await?;
+        if more.is_empty() {
+            return Ok(body);
+        }
+        if body.len() + more.len() > DOCUMENT_LIMIT {
+            let what = format!("an answer of more than {DOCUMENT_LIMIT} bytes");
+            return Err(Failure::permanent(ErrorKind::InvalidData, what));
+        }
+        body.extend_from_slice(&more);
+    }
+}
+
+/// Reads the beginning of a body that says why the server refuses.
+pub async fn beginning(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
+    let mut body = Vec::new();
+    while body.len() < REFUSAL_LIMIT {
+        match chunk(response, stall).await? {
+            more if more.is_empty() => break,
+            more => body.extend_from_slice(&more),
+        }
+    }
+    Ok(body)
+}
+
+/// True if a body says that credentials, or the signature of a URL, have expired.
+pub fn says_expired(body: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(body);
+    EXPIRED.iter().any(|expired| text.contains(expired))
+}
+
+/// True if a server that answers so may answer another attempt otherwise.
+pub fn is_transient(status: StatusCode) -> bool {
+    let busy = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS];
+    status.is_server_error() || busy.contains(&status)
+}
+
+/// The failure that a status other than success means.
+pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> Failure {
+    match status {
+        _ if is_transient(status) => {
+            Failure::transient(ErrorKind::Other, what).retry_after(retry_after(headers))
+        }
+        StatusCode::NOT_FOUND | StatusCode::GONE => Failure::permanent(ErrorKind::NotFound, what),
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Failure::permanent(
+            ErrorKind::PermissionDenied,
+            what + "; check the credentials and that the address has not expired",
+        ),
+        StatusCode::PROXY_AUTHENTICATION_REQUIRED => Failure::permanent(
+            ErrorKind::PermissionDenied,
+            what + "; check the proxy's credentials",
+        ),
+        _ => Failure::permanent(ErrorKind::Other, what),
+    }
+}
+
+/// The pause that the server asks for. Only seconds are read: a date depends on its clock.
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    headers.get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
+}
+
+impl From<reqwest::Error> for Failure {
+    fn from(error: reqwest::Error) -> Self {
+        connection_failure(error, "name the authority that signed it")
+    }
+}
+
+/// The failure of a request without an answer; `hint` says what helps if the server's certificate is
+/// not trusted.
+pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
+    // The texts of all causes: the outermost says little, and would show the whole address.
+    let error = error.without_url();
+    let mut causes = Vec::new();
+    let mut kind = ErrorKind::Other;
+    let mut cause = error.source();
+    while let Some(found) = cause {
+        if let Some(io) = found.downcast_ref::<io::Error>() {
+            kind = io.kind();
+        }
+        causes.push(found.to_string());
+        cause = found.source();
+    }
+    causes.dedup();
+    let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
+    if text.to_lowercase().contains("dns error") {
+        let what = format!("the name of the server is not known: {text}; check the address");
+        return Failure::permanent(ErrorKind::NotFound, what);
+    }
+    if let Some(what) = untrusted(&text, hint) {
+        return Failure::permanent(ErrorKind::PermissionDenied, what);
+    }
+    if error.is_builder() {
+        return Failure::permanent(ErrorKind::InvalidInput, text);
+    }
+    if error.is_timeout() {
+        kind = ErrorKind::TimedOut;
+    }
+    if kind == ErrorKind::Other {
+        kind = ErrorKind::ConnectionAborted;
+    }
+    Failure::transient(kind, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::timer::{elapsed, pause, sleep};
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(60);
+
+    /// Runs work on a clock that goes on whenever all of it waits.
+    fn run<T>(work: impl Future<Output = T>) -> T {
+        pause();
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
+    }
+
+    #[test]
+    fn an_upload_that_goes_on_for_a_day_is_not_stalled() {
+        let sent = AtomicU64::new(0);
+        let (answer, took) = run(async {
+            let request = async {
+                for _ in 0..24 * 60 {
+                    sleep(STALL - Duration::from_millis(1)).await;
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
+                "done"
+            };
+            (unless_stalled(STALL, Some(&sent), request).await.unwrap(), elapsed())
+        });
+        assert_eq!((answer, took.as_secs() / 3600), ("done", 23));
+    }
+
+    #[test]
+    fn an_upload_stalls_when_no_byte_is_taken_for_the_limit() {
+        let sent = AtomicU64::new(0);
+        let (outcome, took) = run(async {
+            let request = async {
+                sleep(STALL / 2).await;
+                sent.fetch_add(1, Ordering::Relaxed);
+                std::future::pending::<()>().await
+            };
+            (unless_stalled(STALL, Some(&sent), request).await, elapsed())
+        });
+        assert_eq!(outcome.unwrap_err().error.kind(), ErrorKind::TimedOut);
+        assert_eq!(took.as_secs(), 120);
+    }
+
+    #[test]
+    fn an_answer_is_waited_for_up_to_the_limit() {
+        let hour = Duration::from_secs(3600);
+        let [late, never] = [hour - Duration::from_secs(1), 24 * hour].map(|time| {
+            run(async { (unless_stalled(hour, None, sleep(time)).await, elapsed().as_secs()) })
+        });
+        assert!(late.0.is_ok());
+        let (failure, waited) = (never.0.unwrap_err(), never.1);
+        assert_eq!((failure.error.kind(), waited), (ErrorKind::TimedOut, 3600));
+        assert_eq!(failure.error.to_string(), "the server sent nothing for 3600 s");
+    }
+
+    #[test]
+    fn busy_servers_are_retried_and_others_are_not() {
+        for status in [408, 429, 500, 503] {
+            assert!(is_transient(StatusCode::from_u16(status).unwrap()), "{status}");
+        }
+        for status in [301, 400, 401, 403, 404, 407, 410, 412] {
+            assert!(!is_transient(StatusCode::from_u16(status).unwrap()), "{status}");
+        }
+    }
+}

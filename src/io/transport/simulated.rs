@@ -1,0 +1,138 @@
+//! A simulated day for tests: credentials that expire, and a server on loopback that refuses them then.
+//! See `src/sys/clock.rs`.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use super::TransportOptions;
+use crate::sys::clock;
+
+/// The beginning of the names of credentials.
+pub const NAME: &str = "simulated-";
+/// Bytes of the server's object.
+pub const OBJECT_LEN: u64 = 64 << 20;
+
+/// Issues credentials, and checks them.
+#[derive(Debug)]
+pub struct Day {
+    hold: u64,
+    /// Seconds of each seven minutes in which none are issued.
+    away: u64,
+    /// Seconds since the day began, as the test says.
+    now: AtomicU64,
+    /// When each credential expires.
+    given: Mutex<Vec<u64>>,
+    /// Requests that were answered, and those that were refused.
+    pub answered: AtomicU64,
+    pub refused: AtomicU64,
+}
+
+impl Day {
+    /// Credentials hold for so many seconds. From now on time passes for this thread by [`Day::pass`].
+    pub fn new(hold: u64, away: u64) -> Arc<Self> {
+        clock::simulate();
+        Arc::new(Day {
+            hold,
+            away,
+            now: AtomicU64::new(0),
+            given: Mutex::default(),
+            answered: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+        })
+    }
+
+    pub fn pass(&self, seconds: u64) {
+        clock::pass(Duration::from_secs(seconds));
+        self.now.fetch_add(seconds, Ordering::Relaxed);
+    }
+
+    /// Seconds since it began.
+    pub fn now(&self) -> u64 {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    /// Issues credentials: their name, and how long they are valid. None while none are issued.
+    pub fn give(&self) -> Option<(String, Duration)> {
+        if self.now() % 420 >= 420 - self.away {
+            return None;
+        }
+        let mut given = self.given.lock().unwrap();
+        given.push(self.now() + self.hold);
+        Some((format!("{NAME}{}", given.len() - 1), Duration::from_secs(self.hold)))
+    }
+
+    /// The number that was issued.
+    pub fn given(&self) -> usize {
+        self.given.lock().unwrap().len()
+    }
+
+    /// Expires all credentials at once.
+    pub fn expire(&self) {
+        self.given.lock().unwrap().fill(0);
+    }
+
+    fn takes(&self, head: &str) -> bool {
+        let name = head.split_once(NAME).map_or("", |(_, rest)| rest);
+        let number: String = name.chars().take_while(char::is_ascii_digit).collect();
+        let given = self.given.lock().unwrap();
+        given[number.parse::<usize>().unwrap()] > self.now()
+    }
+
+    /// Answers requests for objects; gives the address. It ends with the process.
+    pub fn serve(self: &Arc<Self>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let day = Arc::clone(self);
+        thread::spawn(move || {
+            for connection in listener.incoming().map_while(Result::ok) {
+                let day = Arc::clone(&day);
+                thread::spawn(move || while day.answer(&connection).is_some() {});
+            }
+        });
+        address
+    }
+
+    /// Answers one request. None once there are no more.
+    fn answer(&self, mut connection: &TcpStream) -> Option<()> {
+        let (mut reader, mut head) = (BufReader::new(connection), String::new());
+        while !head.ends_with("\r\n\r\n") {
+            reader.read_line(&mut head).ok().filter(|&len| len > 0)?;
+        }
+        let lower = head.to_ascii_lowercase();
+        let field = |name: &str| lower.split_once(&format!("{name}: "))?.1.split("\r\n").next();
+        let len: u64 = field("content-length").map_or(0, |len| len.parse().unwrap());
+        std::io::copy(&mut reader.by_ref().take(len), &mut std::io::sink()).ok()?;
+        let good = self.takes(&head);
+        let counter = if good { &self.answered } else { &self.refused };
+        counter.fetch_add(1, Ordering::Relaxed);
+        let (status, fields, body) = match field("range").filter(|_| good) {
+            _ if !good => {
+                let said = "<Error><Code>ExpiredToken</Code></Error>";
+                ("403 Forbidden", String::new(), said.as_bytes().to_vec())
+            }
+            Some(range) => {
+                let (from, to) = range.trim_start_matches("bytes=").split_once('-')?;
+                let from: u64 = from.parse().ok()?;
+                let to = to.parse::<u64>().map_or(OBJECT_LEN - 1, |to| to.min(OBJECT_LEN - 1));
+                let fields = format!("content-range: bytes {from}-{to}/{OBJECT_LEN}\r\n");
+                let body = vec![7; usize::try_from(to + 1 - from).unwrap()];
+                ("206 Partial Content", fields, body)
+            }
+            None => ("200 OK", String::new(), Vec::new()),
+        };
+        let len = body.len();
+        let head =
+            format!("HTTP/1.1 {status}\r\netag: \"e\"\r\n{fields}content-length: {len}\r\n\r\n");
+        connection.write_all(&[head.as_bytes(), &body].concat()).ok()
+    }
+}
+
+/// The options of requests of the day.
+pub fn options() -> TransportOptions {
+    TransportOptions::from_environment().unwrap()
+}

@@ -1,0 +1,198 @@
+//! TLS configurations, cached per process: certificates are parsed once, and all connections to a server
+//! resume its sessions, which saves half of a handshake.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustls::client::Resumption;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+
+use super::Trust;
+use crate::environment::reading;
+use crate::sys::process::{Maker, PerProcess};
+use crate::sys::{Stamp, stamp};
+
+/// The most configurations that are cached.
+const MOST_CACHED: usize = 64;
+
+/// The protocols that a server may choose from, as ALPN names them.
+pub type Protocols = &'static [&'static [u8]];
+
+/// A configuration that connections share.
+#[derive(Debug, Clone)]
+pub struct Tls {
+    config: Arc<ClientConfig>,
+    maker: Maker,
+}
+
+impl Tls {
+    /// Returns the configuration of this process; certificates that have changed on the disk are read
+    /// again. The error says what is wrong with them.
+    pub fn new(trust: &Trust, protocols: Protocols) -> Result<Self, String> {
+        let trust = trust.resolved();
+        let stamps = stamps(&trust)?;
+        let cached = || CACHED.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (trust.clone(), protocols);
+        if let Some((_, tls)) = cached().get(&key).filter(|(before, _)| *before == stamps) {
+            return Ok(tls.clone());
+        }
+        // Without the lock: a holder of the environment's guard may wait for it.
+        let mut config = build(&trust)?;
+        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+        let tls = Tls { config: Arc::new(config), maker: Maker::this() };
+        let mut cached = cached();
+        if cached.len() >= MOST_CACHED {
+            cached.clear();
+        }
+        cached.insert(key, (stamps, tls.clone()));
+        Ok(tls)
+    }
+
+    /// A configuration without trusted roots.
+    pub fn without_roots() -> Result<Self, String> {
+        let builder = ClientConfig::builder_with_provider(provider());
+        let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
+        let config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
+        Ok(Tls { config: Arc::new(config), maker: Maker::this() })
+    }
+
+    /// The configuration of one connection.
+    pub fn config(&self) -> ClientConfig {
+        let mut config = ClientConfig::clone(&self.config);
+        if !self.maker.is_here() {
+            // The lock of the parent's sessions may have been held at the fork.
+            config.resumption = Resumption::default();
+        }
+        config
+    }
+}
+
+/// Files and their state when they were read; None for a file that was missing.
+type Stamps = Vec<(PathBuf, Option<Stamp>)>;
+type TlsCache = HashMap<(Trust, Protocols), (Stamps, Tls)>;
+
+static CACHED: PerProcess<Mutex<TlsCache>> = PerProcess::new();
+
+fn stamps(trust: &Trust) -> Result<Stamps, String> {
+    let stamped = |path: PathBuf| {
+        let found = stamp(&path);
+        (path, found)
+    };
+    Ok(trust.watched()?.into_iter().map(stamped).collect())
+}
+
+/// The cryptography provider that the program has installed, or the one that is compiled in.
+fn provider() -> Arc<CryptoProvider> {
+    let chosen = CryptoProvider::get_default().map(Arc::clone);
+    chosen.unwrap_or_else(|| Arc::new(ring::default_provider()))
+}
+
+fn build(trust: &Trust) -> Result<ClientConfig, String> {
+    let provider = provider();
+    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
+    let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
+    if *trust == Trust::Anything {
+        let any = Arc::new(AnyCertificate(provider));
+        let builder = builder.dangerous().with_custom_certificate_verifier(any);
+        return Ok(builder.with_no_client_auth());
+    }
+    let mut roots = RootCertStore::empty();
+    for path in trust.files()? {
+        let failed = |e: &dyn std::fmt::Display| format!("certificates of {}: {e}", path.display());
+        let pem = std::fs::read(&path).map_err(|e| named(trust, &failed(&e)))?;
+        for certificate in CertificateDer::pem_slice_iter(&pem) {
+            let certificate = certificate.map_err(|e| failed(&e))?;
+            roots.add(certificate).map_err(|e| failed(&e))?;
+        }
+    }
+    if *trust == Trust::System {
+        // Certificates that cannot be used are skipped, as by other clients.
+        let found = reading(rustls_native_certs::load_native_certs);
+        if let Some(error) = found.errors.first().filter(|_| found.certs.is_empty()) {
+            return Err(format!(
+                "certificates of the system, or of SSL_CERT_FILE and SSL_CERT_DIR: {error}"
+            ));
+        }
+        roots.add_parsable_certificates(found.certs);
+    }
+    Ok(builder.with_root_certificates(roots).with_no_client_auth())
+}
+
+/// Says which argument or variable names the certificates.
+fn named(trust: &Trust, what: &str) -> String {
+    match trust {
+        Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
+        _ => what.to_owned(),
+    }
+}
+
+/// Accepts every certificate, as the caller has asked for.
+#[derive(Debug)]
+struct AnyCertificate(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for AnyCertificate {
+    fn verify_server_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signed, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signed, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_once_and_again_when_it_has_changed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ca.pem");
+        std::fs::write(&path, "").unwrap();
+        let trust = Trust::argument(path.clone());
+        let config = |protocols| Tls::new(&trust, protocols).unwrap().config;
+        let first = config(&[]);
+        assert!(Arc::ptr_eq(&first, &config(&[])));
+        assert!(!Arc::ptr_eq(&first, &config(&[b"h2"])));
+        std::fs::write(&path, "# another\n").unwrap();
+        assert!(!Arc::ptr_eq(&first, &config(&[])));
+        std::fs::remove_file(&path).unwrap();
+        assert!(Tls::new(&trust, &[]).unwrap_err().contains("ca.pem"));
+        // The system's are not read for each connection.
+        let system = || Tls::new(&Trust::System, &[]).unwrap().config;
+        assert!(Arc::ptr_eq(&system(), &system()));
+    }
+}

@@ -1,0 +1,166 @@
+//! The trusted certificates: those that the call names, those of the variables that other programs
+//! heed too, or the system's.
+
+use std::path::{Path, PathBuf};
+
+use crate::environment::{Text, reading};
+
+/// The trusted certificates.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Trust {
+    /// Those that `REQUESTS_CA_BUNDLE` or `CURL_CA_BUNDLE` name; else as [`Trust::System`].
+    Default,
+    /// Those of `SSL_CERT_FILE` and `SSL_CERT_DIR`, or else of the system.
+    System,
+    /// Those of a file in PEM format, or of the files of a folder.
+    Bundle {
+        path: PathBuf,
+        /// The argument, variable or setting that names it.
+        named_by: &'static str,
+    },
+    /// All certificates.
+    Anything,
+}
+
+/// The name of the call's argument in messages.
+const ARGUMENT: &str = "certificate_handling";
+/// The settings that name certificates for HTTP servers, S3, Redis and services with credentials.
+pub const HTTP_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or REQUESTS_CA_BUNDLE";
+#[cfg(feature = "s3")]
+pub const S3_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or AWS_CA_BUNDLE";
+#[cfg(feature = "redis")]
+pub const REDIS_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or SSL_CERT_FILE";
+#[cfg(feature = "s3")]
+pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
+#[cfg(feature = "clouds")]
+pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
+/// The variables that every client heeds, the first one first.
+const BUNDLES: [Text; 2] = [
+    Text {
+        name: "REQUESTS_CA_BUNDLE",
+        default: "none",
+        meaning: "certificates that are trusted instead of the system's",
+    },
+    Text { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
+];
+/// The variables that the library for the system's certificates reads itself.
+#[cfg(any(feature = "http", feature = "redis"))]
+const SYSTEM: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
+
+impl Trust {
+    /// The file or folder that an argument of the call names.
+    pub fn argument(path: PathBuf) -> Self {
+        Trust::Bundle { path, named_by: ARGUMENT }
+    }
+
+    /// The file or folder that a variable of the environment names, if it is set.
+    #[cfg(feature = "s3")]
+    pub fn of_variable(variable: &'static str) -> Option<Self> {
+        let path = reading(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
+        Some(Trust::Bundle { path: path.into(), named_by: variable })
+    }
+
+    /// The same with the variables looked up: never [`Trust::Default`].
+    pub fn resolved(&self) -> Self {
+        if *self != Trust::Default {
+            return self.clone();
+        }
+        let named = BUNDLES.iter().find_map(|variable| {
+            Some(Trust::Bundle { path: variable.value()?.into(), named_by: variable.name })
+        });
+        named.unwrap_or(Trust::System)
+    }
+
+    /// The files to read certificates from; none for [`Trust::System`] and [`Trust::Anything`].
+    /// The error says what is wrong with the path.
+    pub fn files(&self) -> Result<Vec<PathBuf>, String> {
+        let Trust::Bundle { path, named_by } = self else { return Ok(Vec::new()) };
+        if !path.is_dir() {
+            return Ok(vec![path.clone()]);
+        }
+        let found = certificates_in(path)
+            .map_err(|e| format!("certificates in {} ({named_by}): {e}", path.display()))?;
+        if found.is_empty() {
+            let path = path.display();
+            return Err(format!("{path} ({named_by}) has no certificates: *.pem, *.crt or *.0"));
+        }
+        Ok(found)
+    }
+
+    /// The files whose changes matter: those of [`Trust::files`], and those that the system's
+    /// variables name.
+    pub fn watched(&self) -> Result<Vec<PathBuf>, String> {
+        let mut files = self.files()?;
+        if *self == Trust::System {
+            let named = reading(|| SYSTEM.map(std::env::var_os));
+            files.extend(named.into_iter().flatten().map(PathBuf::from));
+        }
+        Ok(files)
+    }
+
+    /// The advice for an untrusted certificate; `variables`: those that help there.
+    pub fn hint(&self, variables: &str) -> String {
+        match self {
+            Trust::Bundle { path, named_by } => format!(
+                "{}, which {named_by} names, has no authority that signed it",
+                path.display()
+            ),
+            _ => format!("name a PEM file with the authority that signed it in {variables}"),
+        }
+    }
+}
+
+fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        let is_certificate = path.extension().is_some_and(|e| {
+            e.eq_ignore_ascii_case("pem") || e.eq_ignore_ascii_case("crt") || e == "0"
+        });
+        if is_certificate {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The message of a connection whose server is not trusted; None for other failures of a connection.
+pub fn untrusted(text: &str, hint: &str) -> Option<String> {
+    let lower = text.to_lowercase();
+    let of_certificate = lower.contains("certificate") || lower.contains("invalid peer");
+    of_certificate.then(|| format!("the server's certificate is not trusted: {text}; {hint}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bundle_is_a_file_or_a_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let trust = |path: &Path| Trust::argument(path.to_owned());
+        let error = trust(folder.path()).files().unwrap_err();
+        assert!(error.contains("(certificate_handling) has no certificates"), "{error}");
+        for name in ["b.crt", "a.PEM", "c.0", "d.txt"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        let found = trust(folder.path()).files().unwrap();
+        assert_eq!(found, ["a.PEM", "b.crt", "c.0"].map(|name| folder.path().join(name)));
+        let file = folder.path().join("d.txt");
+        assert_eq!(trust(&file).files().unwrap(), [file]);
+        assert!(Trust::System.files().unwrap().is_empty());
+    }
+
+    #[test]
+    fn hints_name_what_helps() {
+        let given = Trust::argument("/ca".into()).hint("X");
+        assert_eq!(given, "/ca, which certificate_handling names, has no authority that signed it");
+        assert!(Trust::System.hint("X or Y").ends_with("signed it in X or Y"));
+        assert!(
+            untrusted("invalid peer certificate: UnknownIssuer", "do").unwrap().ends_with("do")
+        );
+        assert!(untrusted("connection refused", "do").is_none());
+    }
+}

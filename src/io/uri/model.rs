@@ -1,0 +1,148 @@
+//! Models: files, or folders with the files of one, local or of a server.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::open::{open, shown};
+use super::scheme::{Address, parse};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::format::shards::{FILES, IN_FOLDERS};
+use crate::io::local::{FileSource, Pipe};
+use crate::io::{OpenOptions, ReadAt, StreamSource};
+
+/// Endings of the only file of a folder, where it has another name than [`IN_FOLDERS`].
+const ENDINGS: [&str; 3] = [".safetensors.index.json", ".safetensors", ".bin.index.json"];
+
+/// Opens a local path: a file, a pipe, or the file of a folder.
+pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
+    let uri = path.display().to_string();
+    let found = if path.is_dir() { file_of(path)? } else { path.to_owned() };
+    let file = crate::sys::open_at_once(&found).map_err(|e| Error::io("opening", &uri, e))?;
+    if is_pipe(&file, &uri)? {
+        return Ok(Arc::new(StreamSource::new(Pipe(file), uri)));
+    }
+    Ok(Arc::new(FileSource::at(&found, file)?))
+}
+
+/// Opens an open file. Returns the position of its first byte, too: `base` in a regular file, and the
+/// present position of a pipe, which can only be read front to back.
+pub fn open_file(file: File, uri: String, base: u64) -> Result<(Arc<dyn ReadAt>, u64)> {
+    if is_pipe(&file, &uri)? {
+        return Ok((Arc::new(StreamSource::new(Pipe(file), uri)), 0));
+    }
+    Ok((Arc::new(FileSource::new(file, uri)?), base))
+}
+
+fn is_pipe(file: &File, uri: &str) -> Result<bool> {
+    use std::os::unix::fs::FileTypeExt as _;
+    let kind = file.metadata().map_err(|e| Error::io("examining", uri, e))?.file_type();
+    Ok(kind.is_fifo() || kind.is_socket() || kind.is_char_device())
+}
+
+/// The file that is opened for a folder.
+fn file_of(folder: &Path) -> Result<PathBuf> {
+    let usual = IN_FOLDERS.iter().map(|name| folder.join(name)).find(|path| path.exists());
+    if let Some(path) = usual {
+        return Ok(path);
+    }
+    let shown = folder.display().to_string();
+    let refused = |e| Error::io("opening", &shown, e);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(refused)? {
+        names.extend(entry.map_err(refused)?.file_name().into_string());
+    }
+    names.sort_unstable();
+    for ending in ENDINGS {
+        let mut found = names.iter().filter(|name| name.ends_with(ending));
+        match (found.next(), found.next()) {
+            (Some(only), None) => return Ok(folder.join(only)),
+            (Some(one), Some(other)) => {
+                let what =
+                    format!("it holds `{one}`, `{other}` and perhaps more: name one of them");
+                return Err(refused(io::Error::new(ErrorKind::IsADirectory, what)));
+            }
+            _ => {}
+        }
+    }
+    let what = format!("it is a folder, and holds none of {}", IN_FOLDERS.join(", "));
+    Err(refused(io::Error::new(ErrorKind::IsADirectory, what)))
+}
+
+/// Opens an address or a local path. Where there is nothing at an address, or it ends with a slash, it may
+/// be that of a folder with one of [`IN_FOLDERS`]. If the head of one of these files is cached, that one is
+/// opened.
+pub fn open_model(
+    uri: &str,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
+    if let Address::Path(path) = parse(OsStr::new(uri))? {
+        return open_path(&path);
+    }
+    let in_folder = in_folder(uri);
+    let itself = in_folder.is_empty() || !uri.ends_with('/');
+    let candidates: Vec<String> =
+        itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
+    let is_cached =
+        |uri: &&String| shown(uri).is_some_and(|shown| options.heads.of(&shown).is_some());
+    if let Some(uri) = candidates.iter().find(is_cached) {
+        return open(uri, options, cancel);
+    }
+    let mut missing = None;
+    for uri in &candidates {
+        match open(uri, options, cancel) {
+            Err(error) if is_missing(&error) => missing = missing.or(Some(error)),
+            opened => return opened,
+        }
+    }
+    Err(missing.filter(|_| itself).unwrap_or_else(|| {
+        let what = format!("there is none of {}", IN_FOLDERS.join(", "));
+        let shown = shown(uri).unwrap_or_else(|| uri.to_owned());
+        Error::io("opening", &shown, io::Error::new(ErrorKind::NotFound, what))
+    }))
+}
+
+/// True for the error of a missing file. A server that may not list a folder refuses access instead.
+fn is_missing(error: &Error) -> bool {
+    let missing = [ErrorKind::NotFound, ErrorKind::PermissionDenied];
+    matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))
+}
+
+/// The files of an address that may be that of a folder; none if it cannot be.
+fn in_folder(uri: &str) -> Vec<String> {
+    let has_folders = matches!(
+        parse(OsStr::new(uri)), Ok(Address::Server(scheme)) if scheme.has_folders()
+    );
+    let named = uri.split_once("://").filter(|_| has_folders).map_or("", |(_, rest)| rest);
+    let named = named.trim_matches('/');
+    let of_a_file = uri.contains('?') || FILES.iter().any(|ending| named.ends_with(ending));
+    if named.is_empty() || of_a_file {
+        return Vec::new();
+    }
+    let folder = uri.trim_end_matches('/');
+    IN_FOLDERS.iter().map(|name| format!("{folder}/{name}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_folders() {
+        for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
+        {
+            let folder = uri.trim_end_matches('/');
+            let expected: Vec<_> = IN_FOLDERS.iter().map(|n| format!("{folder}/{n}")).collect();
+            assert_eq!(in_folder(uri), expected, "{uri}");
+        }
+        for uri in ["http://", "s3:///", "http://h/f.tensors/", "s3://b/f.bin", "http://h/?a=/"] {
+            assert_eq!(in_folder(uri), Vec::<String>::new(), "{uri}");
+        }
+        assert_eq!(in_folder("redis://h/key/"), Vec::<String>::new());
+    }
+}

@@ -1,0 +1,95 @@
+//! Opening and creating what an address names.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use super::scheme::{Address, Service, parse};
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+#[cfg(feature = "hf")]
+use crate::io::hf;
+#[cfg(feature = "http")]
+use crate::io::http;
+use crate::io::local::{FileSink, FileSource};
+#[cfg(all(feature = "clouds", feature = "s3"))]
+use crate::io::object::UploadSink;
+#[cfg(feature = "clouds")]
+use crate::io::object::cloud;
+#[cfg(feature = "s3")]
+use crate::io::object::s3;
+#[cfg(feature = "redis")]
+use crate::io::redis;
+use crate::io::{OpenOptions, ReadAt, WriteAt};
+
+/// Opens an address or a local path for reading, without a request if the head of its file is cached.
+pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    // Both are of servers only.
+    let _ = (options, cancel);
+    let scheme = match parse(OsStr::new(uri))? {
+        Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
+        Address::Server(scheme) => scheme,
+    };
+    match scheme.service {
+        #[cfg(feature = "http")]
+        Service::Http => http::open(uri, options, cancel),
+        #[cfg(feature = "s3")]
+        Service::S3 => s3::open(uri, options, cancel),
+        #[cfg(feature = "hf")]
+        Service::Hub => hf::open(uri, options, cancel),
+        #[cfg(feature = "clouds")]
+        Service::Cloud => cloud::open(uri, options, cancel),
+        #[cfg(feature = "redis")]
+        Service::Redis => redis::open(uri, &options.transport, cancel),
+        #[allow(unreachable_patterns)] // With all features there is no other.
+        _ => Err(Error::Unsupported(format!(
+            "`{}://` addresses: this build has no such feature",
+            scheme.name
+        ))),
+    }
+}
+
+/// Creates an object of a server.
+#[cfg(all(feature = "clouds", feature = "s3"))]
+pub fn create_object(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
+    match parse(OsStr::new(uri))? {
+        Address::Server(scheme) => match scheme.service {
+            Service::S3 => s3::create(uri, options, cancel),
+            Service::Cloud => cloud::create(uri, options, cancel),
+            _ => Err(scheme.unwritable()),
+        },
+        Address::Path(path) => Err(Error::InvalidArgument(format!(
+            "expected the address of an object, found the path `{}`",
+            path.display()
+        ))),
+    }
+}
+
+/// Creates a file at an address or a local path.
+pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
+    let _ = (options, cancel);
+    let scheme = match parse(OsStr::new(uri))? {
+        Address::Path(path) => return Ok(Box::new(FileSink::create(&path)?)),
+        Address::Server(scheme) => scheme,
+    };
+    match scheme.service {
+        #[cfg(feature = "s3")]
+        Service::S3 => Ok(Box::new(s3::create(uri, options, cancel)?)),
+        #[cfg(feature = "clouds")]
+        Service::Cloud => Ok(Box::new(cloud::create(uri, options, cancel)?)),
+        _ => Err(scheme.unwritable()),
+    }
+}
+
+/// An address as messages, and the cached head of its file, have it; None where no heads are cached.
+pub fn shown(uri: &str) -> Option<String> {
+    let Ok(Address::Server(scheme)) = parse(OsStr::new(uri)) else { return None };
+    match scheme.service {
+        #[cfg(feature = "http")]
+        Service::Http => http::shown(uri),
+        #[cfg(feature = "s3")]
+        Service::S3 => s3::shown(uri),
+        #[cfg(feature = "clouds")]
+        Service::Cloud => cloud::shown(uri),
+        _ => None,
+    }
+}

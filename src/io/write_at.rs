@@ -1,0 +1,120 @@
+//! Sinks: files that are written at positions.
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+use std::io::IoSlice;
+use std::path::PathBuf;
+
+use crate::cancel::Cancel;
+use crate::error::{Error, Result};
+use crate::fallible::resize;
+
+/// Bytes moved at a time to make room.
+const MOVE_STEP: u64 = 8 << 20;
+
+/// Random-access writing.
+pub trait WriteAt: Send + Sync {
+    /// The path or address, for messages.
+    fn uri(&self) -> &str;
+
+    /// The most threads that may write at once.
+    fn max_writers(&self) -> usize;
+
+    /// Threads that write unless the caller names a number.
+    fn default_writers(&self) -> usize {
+        crate::sys::cpu_count().min(self.max_writers())
+    }
+
+    /// The most places of the file that are written to in turns, from each one on in order.
+    fn places(&self) -> usize {
+        usize::MAX
+    }
+
+    /// True if other processes see written bytes before the file is published.
+    fn shows_early(&self) -> bool;
+
+    /// Bytes of memory that it keeps until the end, and of each part that it keeps until it is sent.
+    fn kept(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
+    /// Has it keep parts of so many bytes at most.
+    fn limit_parts(&self, _bytes: u64) {}
+
+    /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
+    /// of the file's head and, where it shows early, of its end.
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
+
+    /// Does what writes have left to do that takes long. Called by threads after their writes, when
+    /// they have nothing that others wait for.
+    fn settle(&self, _cancel: &dyn Cancel) -> Result<()> {
+        Ok(())
+    }
+
+    /// Reads bytes back that were written before.
+    fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// Announces that the file will be at least `len` bytes long, so that a full disk shows early,
+    /// and that its first `head` bytes are written last.
+    fn reserve(&self, _head: u64, _len: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Moves what is from `at` to `end` towards the end of the file, by `len` bytes or more: gives
+    /// by how many, a multiple of 2 MiB if `len` is one.
+    fn insert(&self, at: u64, end: u64, len: u64, cancel: &dyn Cancel) -> Result<u64> {
+        let mut end = end;
+        let mut buffer = Vec::new();
+        while end > at {
+            let from = end.saturating_sub(MOVE_STEP).max(at);
+            let size = usize::try_from(end - from).unwrap_or(usize::MAX);
+            resize(&mut buffer, size, "data that are moved")?;
+            self.read_back(from, &mut buffer)?;
+            write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
+            end = from;
+        }
+        Ok(len)
+    }
+
+    /// Ends the file at `len` bytes and makes it visible under its name.
+    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
+
+    /// The same for a file that its writer has forgotten, so that it may not be all that was to be
+    /// written: what has the name already stays.
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+        self.publish(len, cancel).map(|()| Unclosed::InPlace)
+    }
+}
+
+/// The outcome of a file that its writer has forgotten.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unclosed {
+    /// It was finished where it was being written, as its name or in the caller's file.
+    InPlace,
+    /// Its name is that of another file, which stays: it was finished under this one.
+    Beside(PathBuf),
+    /// It was given up: an object cannot be read before it is complete.
+    GivenUp,
+}
+
+/// Writes all of the buffers.
+pub fn write_all_at<S: WriteAt + ?Sized>(
+    sink: &S,
+    offset: u64,
+    mut buffers: &mut [IoSlice<'_>],
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let mut at = offset;
+    IoSlice::advance_slices(&mut buffers, 0);
+    while !buffers.is_empty() {
+        let window = buffers.len().min(crate::sys::MAX_VECTORS);
+        let written = sink.write_at(at, &buffers[..window], cancel)?;
+        if written == 0 {
+            let error = std::io::Error::from(std::io::ErrorKind::WriteZero);
+            return Err(Error::io("writing", sink.uri(), error));
+        }
+        at += written as u64;
+        IoSlice::advance_slices(&mut buffers, written);
+    }
+    Ok(())
+}
