@@ -4,10 +4,10 @@ use std::ffi::{OsString, c_int};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict, PyInt, PyString};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString};
 use tensorizer::error::{Error, Result};
 use tensorizer::io::cache::Cache;
 use tensorizer::io::transport::Trust;
@@ -93,9 +93,17 @@ pub fn open(
     if file.is_instance_of::<PyString>() {
         let name: OsString = file.extract()?;
         let model = options.get("model")?.unwrap_or(false);
-        let Some(address) = name.to_str().map(str::to_owned) else {
-            return Ok(Source::new(gil::without(py, || uri::open_path(name.as_ref()))?, 0));
+        let path = match options.get::<bool>("path")? {
+            Some(true) => Some(name.clone().into()),
+            _ => match uri::parse(&name).map_err(Raised::from)? {
+                Address::Path(path) => Some(path),
+                Address::Server(_) => None,
+            },
         };
+        if let Some(path) = path {
+            return Ok(Source::new(gil::without(py, || uri::open_path(&path))?, 0));
+        }
+        let address = name.to_string_lossy().into_owned();
         let options = options.resolved()?;
         let opened = gil::without(py, || {
             if model {
@@ -105,7 +113,7 @@ pub fn open(
         })?;
         return Ok(Source::new(opened, 0));
     }
-    if file.is_instance_of::<PyInt>() {
+    if file.is_instance_of::<PyInt>() && !file.is_instance_of::<PyBool>() {
         let (descriptor, uri): (c_int, _) = (file.extract()?, uri());
         let (source, base) = gil::without(py, || -> Result<_> {
             let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e))?;
@@ -116,6 +124,10 @@ pub fn open(
     if file.is_instance_of::<PyBytes>() {
         let bytes: PyBackedBytes = file.extract().map_err(PyErr::from)?;
         return Ok(Source::new(Arc::new(MemorySource::new(bytes, uri())), base));
+    }
+    if !file.hasattr("read")? {
+        let found = file.get_type().name()?;
+        return Err(PyTypeError::new_err(format!("expected a file, found {found}")).into());
     }
     let size: Option<u64> = options.get("size")?;
     let object = PyFile::new(file.clone().unbind(), uri(), size);

@@ -28,8 +28,10 @@ class OpenOptions(TypedDict, total=False):
     base: int
     #: Size of an object that can seek.
     size: int | None
-    #: Whether a folder stands for a file in it.
+    #: Whether the address of a folder stands for a file in it; local folders always do.
     model: bool
+    #: Whether the name is a path, also if it looks like an address.
+    path: bool
     heads: Sequence[Head] | None
     #: A folder for what servers send.
     cache: str | None

@@ -1,5 +1,6 @@
 //! Opening: what a path or an address names, and which format its bytes are of.
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,7 +12,8 @@ use super::parts::open_parts;
 use crate::cancel::{Cancel, Never};
 use crate::error::Result;
 use crate::format::shards;
-use crate::io::{OpenOptions, ReadAt, uri};
+use crate::io::uri::{self, Address};
+use crate::io::{OpenOptions, ReadAt};
 
 impl TensorFile {
     /// Opens a local path: a file, the index of shards, or a folder that holds one of these.
@@ -26,8 +28,12 @@ impl TensorFile {
 
     /// Opens an address, such as `https://host/model.safetensors`, or a local path.
     pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
-        let options = OpenOptions::from_environment()?;
-        Opening::new(cancel).source(uri::open_model(uri, &options, cancel)?, 0)
+        let source = match uri::parse(OsStr::new(uri))? {
+            // Options of servers do not matter to it, nor what is wrong with them.
+            Address::Path(path) => uri::open_path(&path)?,
+            Address::Server(_) => uri::open_model(uri, &OpenOptions::from_environment()?, cancel)?,
+        };
+        Opening::new(cancel).source(source, 0)
     }
 
     /// Opens a source. `base` is the position of the file's first byte in it; positions inside a

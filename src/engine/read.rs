@@ -412,9 +412,10 @@ impl<T: Target> Pass<'_, T> {
                 SegmentKind::Gap => {}
                 SegmentKind::Header { tensor } => {
                     let mut raw = zeroed(size, || "headers of tensors".to_owned())?;
-                    let mut buffers = Buffers::of(&mut raw);
                     let what = || "tensors".to_owned();
-                    read_exact_at(source, position, &mut buffers, &what, control)?;
+                    Buffers::of(&mut raw).observed(control, |buffers| {
+                        read_exact_at(source, position, buffers, &what, control)
+                    })?;
                     self.header(tensor, &raw, control)?;
                 }
                 SegmentKind::Data { tensor, start } => {

@@ -1,5 +1,6 @@
 """Servers that send an index which never ends: it is refused while little memory is taken."""
 
+import contextlib
 import http.server
 import itertools
 import re
@@ -25,6 +26,20 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
 
+@contextlib.contextmanager
+def serving(handler):
+    """Serve requests by a handler; yield the address of a file."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/f.tensors"
+    finally:
+        stop(server, thread)
+
+
 @pytest.fixture
 def endless():
     """A server of one answer in chunks, and what it sends first: zeros follow for ever."""
@@ -46,13 +61,8 @@ def endless():
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/f.tensors", sends
-    stop(server, thread)
+    with serving(Handler) as address:
+        yield address, sends
 
 
 @pytest.mark.parametrize(
@@ -91,13 +101,8 @@ def test_an_answer_that_says_nothing_has_changed_needs_a_condition():
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        with pytest.raises(OSError, match="answered 304, as for a cached copy"):
-            tensorizer.load(f"http://127.0.0.1:{server.server_address[1]}/f.tensors", "cpu")
-    finally:
-        stop(server, thread)
+    with (
+        serving(Handler) as address,
+        pytest.raises(OSError, match="answered 304, as for a cached copy"),
+    ):
+        tensorizer.load(address, "cpu")

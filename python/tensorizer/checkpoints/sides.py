@@ -246,7 +246,7 @@ def _kept(path: Path) -> Iterator[tuple[Path, str, str]]:
 
 def _pair_of(path: Path) -> str | None:
     """Return the identity that a file of storages states."""
-    with contextlib.closing(native_open(str(path), {"model": True})) as source:
+    with contextlib.closing(native_open(str(path), {"path": True})) as source:
         reader = Reader(source)
     try:
         return None if reader.pair_id is None else reader.pair_id.hex()

@@ -418,7 +418,7 @@ def _open_reader(file_obj: Any) -> Reader:
         return _read(file_obj.data, {"uri": file_obj.uri})
     target = opening.classify(file_obj)
     if isinstance(target, opening.LocalPath):
-        return _read(target.path, {"model": True})
+        return _read(target.path, {"path": True})
     if isinstance(target, opening.Remote):
         return Reader(target.source, target.base)
     if not isinstance(file_obj, int):

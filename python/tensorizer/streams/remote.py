@@ -5,9 +5,14 @@ from __future__ import annotations
 import io
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._native import Source
+from .._native import Source, open as native_open
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .._types import OpenOptions
 
 #: Bytes that a stream asks of its server at a time when it is read from Python.
 _READ_AHEAD = 8 << 20
@@ -25,23 +30,41 @@ class RemoteFile(io.BufferedIOBase):
     """A file of a server, for reading.
 
     Args:
-        source: What to read.
+        uri: The address.
+        options: The options of the native code.
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
         buffer_size: Bytes asked for at a time; None for a default.
-        latencies: Gets the seconds that each request takes.
 
     """
 
-    def __init__(
-        self,
-        source: Source,
+    @classmethod
+    def _of(
+        cls,
+        uri: str,
+        options: OpenOptions,
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
-        latencies: list[float],
-    ) -> None:
-        self._source = source
+    ) -> Self:
+        """Return the stream of an address that was checked."""
+        stream = cls.__new__(cls)
+        stream._begin(uri, options, begin, end, buffer_size)
+        return stream
+
+    def _begin(
+        self,
+        uri: str,
+        options: OpenOptions,
+        begin: int | None,
+        end: int | None,
+        buffer_size: int | None,
+    ) -> float:
+        """Open the address; return the seconds that it took."""
+        check_range(begin, end)
+        asked = time.monotonic()
+        self._source = native_open(uri, options)
+        took = time.monotonic() - asked
         self._end = end
         self._position = begin or 0
         self._ahead = buffer_size or _READ_AHEAD
@@ -51,7 +74,8 @@ class RemoteFile(io.BufferedIOBase):
         self.bytes_read = 0
         self.bytes_skipped = 0
         self.read_operations = 0
-        self._latencies = latencies
+        self._latencies: list[float] = []
+        return took
 
     @property
     def name(self) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._native import open as native_open
 from .certificates import CAInfo, certificate_options
-from .remote import RemoteFile, check_range
+from .remote import RemoteFile
 
 if TYPE_CHECKING:
     from .._types import OpenOptions
@@ -52,25 +50,15 @@ class CURLStreamFile(RemoteFile):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
+        if not uri.lower().startswith(("http://", "https://")):
+            raise ValueError(
+                f"expected http:// or https://, found {uri.split('://', maxsplit=1)[0]!r}"
+            )
         options: OpenOptions = {
             "headers": [(name, str(value)) for name, value in (headers or {}).items()],
             **certificate_options(certificate_handling),
         }
         self._begin(uri, options, begin, end, buffer_size)
-
-    @classmethod
-    def _of(
-        cls,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
-    ) -> CURLStreamFile:
-        """Return the stream of any address but those of Redis."""
-        stream = cls.__new__(cls)
-        stream._begin(uri, options, begin, end, buffer_size)
-        return stream
 
     def _begin(
         self,
@@ -79,16 +67,15 @@ class CURLStreamFile(RemoteFile):
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
-    ) -> None:
-        check_range(begin, end)
-        asked = time.monotonic()
-        source = native_open(uri, options)
-        self.http_response_latencies = [time.monotonic() - asked]
-        super().__init__(source, begin, end, buffer_size, self.http_response_latencies)
+    ) -> float:
+        took = super()._begin(uri, options, begin, end, buffer_size)
+        self.http_response_latencies = self._latencies
+        self.http_response_latencies.append(took)
         self.popen_latencies: list[float] = []
         self.response_headers = http.client.HTTPMessage()
-        for name, value in source.headers():
+        for name, value in self._source.headers():
             self.response_headers.add_header(name, value)
+        return took
 
 
 class RedisStreamFile(RemoteFile):
@@ -131,19 +118,6 @@ class RedisStreamFile(RemoteFile):
             )
         self._begin(uri, options, begin, end, buffer_size)
 
-    @classmethod
-    def _of(
-        cls,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
-    ) -> RedisStreamFile:
-        stream = cls.__new__(cls)
-        stream._begin(uri, options, begin, end, buffer_size)
-        return stream
-
     def _begin(
         self,
         uri: str,
@@ -151,10 +125,7 @@ class RedisStreamFile(RemoteFile):
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
-    ) -> None:
-        check_range(begin, end)
-        asked = time.monotonic()
-        source = native_open(uri, options)
-        self.setup_latency = time.monotonic() - asked
-        self.response_latencies: list[float] = []
-        super().__init__(source, begin, end, buffer_size, self.response_latencies)
+    ) -> float:
+        self.setup_latency = super()._begin(uri, options, begin, end, buffer_size)
+        self.response_latencies = self._latencies
+        return self.setup_latency

@@ -147,9 +147,12 @@ pub async fn check_profile(uri: &str) -> Result<()> {
     if profiles().await.is_none_or(|profiles| profiles.get_profile(&profile).is_some()) {
         return Ok(());
     }
+    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let variable = reading(|| PROFILES.into_iter().find(|name| is_set(name)));
     let what = format!(
-        "AWS_PROFILE names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
+        "{} names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
          ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
+        variable.unwrap_or("AWS_PROFILE"),
         Shown(&profile)
     );
     Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))

@@ -84,8 +84,9 @@ pub enum Missing {
 impl From<Missing> for Failure {
     fn from(missing: Missing) -> Self {
         match missing {
+            // Of a request: its bucket was opened with credentials.
             Missing::Absent => {
-                Failure::permanent(ErrorKind::PermissionDenied, "no credentials were found")
+                Failure::transient(ErrorKind::PermissionDenied, "no credentials were found")
             }
             Missing::Failed(failure) => failure,
         }
@@ -117,6 +118,8 @@ pub trait BuildChain: Send + Sync {
 pub struct CredentialProvider {
     snapshot: Arc<Snapshot>,
     builder: Arc<dyn BuildChain>,
+    /// True once it has found credentials: it is no proof of their absence that they cannot be had.
+    has_found: Arc<AtomicBool>,
 }
 
 /// The cached state of a snapshot.
@@ -149,7 +152,7 @@ static CACHE: PerSnapshot<Slot> = PerSnapshot::new();
 
 impl CredentialProvider {
     pub fn new(snapshot: Snapshot, builder: Arc<dyn BuildChain>) -> Self {
-        CredentialProvider { snapshot: Arc::new(snapshot), builder }
+        CredentialProvider { snapshot: Arc::new(snapshot), builder, has_found: Arc::default() }
     }
 
     /// The present credentials. While they cannot be renewed, the old ones serve until they expire or
@@ -175,11 +178,19 @@ impl CredentialProvider {
             };
             chain.get().await
         });
+        let has_found = self.has_found.load(Ordering::Relaxed);
         let found = match asked.await {
-            Err(Missing::Failed(_)) if self.builder.is_optional() && !entry.has_answered() => {
+            Ok(found) => {
+                self.has_found.store(true, Ordering::Relaxed);
+                Ok(found)
+            }
+            Err(Missing::Absent) if has_found => Err(Missing::Failed(Missing::Absent.into())),
+            Err(Missing::Failed(_))
+                if self.builder.is_optional() && !has_found && !entry.has_answered() =>
+            {
                 Err(Missing::Absent)
             }
-            found => found,
+            missing => missing,
         };
         entry.keep(found)
     }
@@ -313,6 +324,36 @@ mod tests {
         assert!(cached().is_some());
         entry.refused(Instant::now());
         assert!(cached().is_none());
+    }
+
+    /// A chain that gives these answers, the last one first.
+    struct Scripted(Mutex<Vec<Result<FoundCredential, Missing>>>);
+
+    impl Chain for Scripted {
+        fn get(&self) -> Pending<'_, FoundCredential> {
+            Box::pin(async { locked(&self.0).pop().unwrap() })
+        }
+    }
+
+    impl BuildChain for Scripted {
+        fn build(&self, _answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+            let answers = std::mem::take(&mut *locked(&self.0));
+            Box::pin(async { Ok(Arc::new(Scripted(Mutex::new(answers))) as Arc<dyn Chain>) })
+        }
+    }
+
+    #[test]
+    fn credentials_that_were_found_are_not_absent_later() {
+        let answers = vec![expiring("two", 3600), Err(Missing::Absent), expiring("one", -1)];
+        let scope = "credentials_that_were_found".to_owned();
+        let snapshot = Snapshot::take(scope, |_| false, |_| Vec::new());
+        let provider = CredentialProvider::new(snapshot, Arc::new(Scripted(Mutex::new(answers))));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let get = || name(runtime.block_on(provider.get()));
+        assert_eq!(get().unwrap(), "one");
+        let Err(Missing::Failed(failure)) = get() else { panic!("absent, and cached") };
+        assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
+        assert_eq!(get().unwrap(), "two");
     }
 
     #[test]

@@ -34,7 +34,7 @@ const LARGEST: u64 = 1 << 60;
 const FORMAT: u32 = 1;
 
 /// A version of a file: its address, `ETag` and size.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FileVersion {
     format: u32,
     /// Its address without secrets, which tells servers and objects apart.
@@ -53,6 +53,14 @@ struct About {
     boot: String,
     /// True if all of it is on the disk.
     synced: bool,
+}
+
+/// One file may be shown under several addresses, as by a signed one and without its signature.
+impl PartialEq for FileVersion {
+    fn eq(&self, other: &FileVersion) -> bool {
+        let FileVersion { format, name, uri: _, tag, len } = other;
+        (self.format, &self.name, &self.tag, self.len) == (*format, name, tag, *len)
+    }
 }
 
 impl FileVersion {
@@ -190,14 +198,21 @@ impl CacheEntry {
 
     /// Opens the entry of a version; None if it is damaged, or about to be removed.
     pub fn open(path: &Path, version: &FileVersion) -> io::Result<Option<Self>> {
-        Self::open_if(path, |found| found == version)
+        let entry = Self::open_if(path, |found| found == version)?;
+        entry.as_ref().map_or(Ok(()), Self::mark_used)?;
+        Ok(entry)
     }
 
-    /// Opens an entry of any version of a file, of which the first chunk is present.
+    /// Opens an entry of any version of a file, of which the first chunk is present. That is no use of it yet.
     pub fn open_latest(path: &Path, name: &str) -> io::Result<Option<Self>> {
         let Some(entry) = Self::open_if(path, |found| found.name == name)? else { return Ok(None) };
         let first = 0..CHUNK.min(entry.file_len());
         Ok(matches!(entry.look(&first)?, Presence::Here(_)).then_some(entry))
+    }
+
+    /// Counts this opening as a use: entries that were not used for long are removed first.
+    pub fn mark_used(&self) -> io::Result<()> {
+        self.file.set_modified(SystemTime::now())
     }
 
     fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
@@ -212,7 +227,6 @@ impl CacheEntry {
         if !about.synced && (now.is_empty() || about.boot != now) {
             return Ok(None);
         }
-        file.set_modified(SystemTime::now())?;
         let version = about.version;
         let complete = count(&file, &version)? == version.chunks();
         let (abandoned, written) = (AtomicBool::new(false), AtomicBool::new(false));

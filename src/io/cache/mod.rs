@@ -95,7 +95,7 @@ impl Cache {
         }
         // An entry of another version is dropped here, so that it can be removed.
         let opened = match latest.filter(|latest| *latest.version() == version) {
-            Some(latest) => Ok(Some(latest)),
+            Some(latest) => latest.mark_used().map(|()| Some(latest)),
             None => self.open(&version, cancel),
         };
         cancel.check()?;

@@ -6,6 +6,7 @@ mod file_url;
 pub(crate) mod response;
 mod sequential;
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use reqwest::Url;
@@ -182,17 +183,22 @@ fn request_head(
 ) -> Result<HeadResponse> {
     let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
     let range = Range { start: 0, end: HEAD_LEN };
-    let wanted =
-        Wanted { unless: entry.map(CacheEntry::tag), ..Wanted::range(range.start, range.end) };
+    // False once a server has answered 304 for another tag, as those may that compare weak ones.
+    let is_conditional = Cell::new(true);
     let head = retry::run(&budget, || {
         clients.with(&budget, |client| {
             client.run(&budget, async {
+                let entry = entry.filter(|_| is_conditional.get());
+                let unless = entry.map(CacheEntry::tag);
+                let wanted = Wanted { unless, ..Wanted::range(range.start, range.end) };
                 let (moved, response) = url.request(client, None, wanted).await?;
                 let mut first = response::first(&response, range)?;
                 let mut bytes = Vec::new();
                 if first.not_modified {
-                    let unchanged = entry.map(|entry| (entry.file_len(), entry.tag().to_owned()));
-                    first.validators = first.validators.of_copy(unchanged)?;
+                    let copy = entry.map(|entry| (entry.file_len(), entry.tag()));
+                    let confirmed = first.confirm_copy(copy);
+                    is_conditional.set(confirmed.is_ok());
+                    confirmed?;
                 } else if first.ranges && first.validators.len != Some(0) {
                     // Without ranges the body is the whole file, and with an error a page.
                     bytes = client.collect(response, first.len, &budget).await?;

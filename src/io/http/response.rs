@@ -3,7 +3,8 @@
 use std::io::ErrorKind;
 
 use reqwest::header::{
-    CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName, LAST_MODIFIED,
+    ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName,
+    LAST_MODIFIED,
 };
 use reqwest::{Response, StatusCode, Version};
 
@@ -71,6 +72,35 @@ impl FirstResponse {
     }
 }
 
+impl FirstResponse {
+    /// Completes the answer that a cached copy, of this size and `ETag`, is what the server has. Another
+    /// `ETag` than that is a failure: the request is to be repeated without the condition.
+    pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
+        let Some((len, tag)) = copy else {
+            let what = "the server answered 304, as for a cached copy, and was not asked for that";
+            return Err(Failure::permanent(ErrorKind::InvalidData, what));
+        };
+        if self.validators.tag.as_deref().is_some_and(|found| found != tag) {
+            let what = "the server answered 304 for another ETag than it was asked for";
+            return Err(Failure::transient(ErrorKind::InvalidData, what).if_renewable(true));
+        }
+        self.validators.len = Some(len);
+        self.validators.tag = Some(tag.to_owned());
+        // Headers of the file that such an answer leaves out.
+        let known = [
+            (ETAG, tag.to_owned()),
+            (CONTENT_LENGTH, len.to_string()),
+            (ACCEPT_RANGES, "bytes".to_owned()),
+        ];
+        for (name, value) in known {
+            if !self.headers.iter().any(|(found, _)| *found == name.as_str()) {
+                self.headers.push((name.as_str().to_owned(), value));
+            }
+        }
+        Ok(())
+    }
+}
+
 fn text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
@@ -113,16 +143,6 @@ pub fn may_be_another_file(response: &Response) -> bool {
 impl Validators {
     fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
         Validators { len, tag: text(headers, &ETAG), modified: text(headers, &LAST_MODIFIED) }
-    }
-
-    /// The validators of a cached copy that the server has found unchanged, with its size and `ETag`.
-    pub fn of_copy(self, copy: Option<(u64, String)>) -> Result<Self, Failure> {
-        let missing = || {
-            let what = "the server answered 304, as for a cached copy, and was not asked for that";
-            Failure::permanent(ErrorKind::InvalidData, what)
-        };
-        let (len, tag) = copy.ok_or_else(missing)?;
-        Ok(Validators { len: Some(len), tag: Some(tag), ..self })
     }
 
     /// The `ETag` that is sent along with requests: one that promises the same bytes. Dates are not sent:
@@ -255,4 +275,45 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
         None => "the server's answer does not say which range it holds".to_owned(),
     };
     Err(Failure::transient(ErrorKind::InvalidData, what))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn unchanged(tag: Option<&str>) -> FirstResponse {
+        let validators = Validators {
+            len: None,
+            tag: tag.map(str::to_owned),
+            modified: Some("then".to_owned()),
+        };
+        FirstResponse {
+            ranges: true,
+            not_modified: true,
+            len: Some(0),
+            validators,
+            headers: vec![("etag".to_owned(), "\"x\"".to_owned())],
+            ahead: None,
+        }
+    }
+
+    #[test]
+    fn a_copy_is_confirmed_by_its_own_tag_only() {
+        for tag in [None, Some("\"x\"")] {
+            let mut first = unchanged(tag);
+            first.confirm_copy(Some((7, "\"x\""))).unwrap();
+            assert_eq!(
+                (first.validators.len, first.validators.tag.as_deref()),
+                (Some(7), Some("\"x\""))
+            );
+            assert_eq!(first.headers.iter().filter(|(name, _)| name == "etag").count(), 1);
+            assert!(first.headers.contains(&("content-length".to_owned(), "7".to_owned())));
+        }
+        for tag in ["W/\"x\"", "\"y\""] {
+            let failure = unchanged(Some(tag)).confirm_copy(Some((7, "\"x\""))).unwrap_err();
+            assert!(format!("{failure:?}").contains("renewable: true"), "{failure:?}");
+        }
+        assert!(unchanged(None).confirm_copy(None).is_err());
+    }
 }

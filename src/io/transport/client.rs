@@ -17,9 +17,9 @@ const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it hears that some have arrived. It hears that after
 /// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const HTTP2_WINDOW: u32 = 16 << 20;
-/// Variables that name a proxy.
-const PROXIES: [&str; 6] =
-    ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
+/// Variables that name the proxy of `http://` and of `https://`: the first one that is set counts.
+const HTTP_PROXIES: [&str; 4] = ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
+const HTTPS_PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
 
@@ -76,18 +76,17 @@ impl ClientConfig {
             .http2_initial_stream_window_size(window)
             .http2_initial_connection_window_size(window)
             .tls_backend_preconfigured(self.tls.config());
-        let made: Result<reqwest::Result<_>, String> = reading(|| {
+        let made = reading(|| {
             let variable = |name: &str| std::env::var(name).ok();
             if !proxy || names_all_hosts(variable) {
-                return Ok(builder.no_proxy().build());
+                return builder.no_proxy().build().map(|http| (http, [None, None]));
             }
-            // The builder reads the same variables, and ignores a scheme that it does not know.
-            check_proxies(variable)?;
-            Ok(builder.build())
+            let unusable = ["http", "https"].map(|scheme| unusable_proxy(scheme, variable));
+            builder.build().map(|http| (http, unusable))
         });
-        let http = made.map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))??;
+        let (http, unusable_proxies) = made?;
         let (hint, without_roots) = (Arc::clone(&self.hint), self.without_roots.clone());
-        Ok(Client { http, stall: self.stall, hint, without_roots })
+        Ok(Client { http, stall: self.stall, hint, without_roots, unusable_proxies })
     }
 }
 
@@ -97,21 +96,19 @@ fn names_all_hosts(variable: impl Fn(&str) -> Option<String>) -> bool {
     hosts.is_some_and(|hosts| hosts.trim() == "*")
 }
 
-/// Refuses a proxy of a kind that cannot be used.
-fn check_proxies(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
-    for name in PROXIES {
-        let Some(value) = variable(name) else { continue };
-        let Some((scheme, _)) = value.split_once("://") else { continue };
-        // The builder knows `socks` in lower case only.
-        let is_http = ["http", "https"].iter().any(|http| scheme.eq_ignore_ascii_case(http));
-        if !is_http && !PROXY_SCHEMES.contains(&scheme) {
-            return Err(format!(
-                "{name} names a proxy with `{scheme}://`: expected one of {}",
-                PROXY_SCHEMES.join(", ")
-            ));
-        }
-    }
-    Ok(())
+/// The message for a proxy that cannot be used, of requests to URLs with this scheme.
+fn unusable_proxy(url_scheme: &str, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let names = if url_scheme == "https" { HTTPS_PROXIES } else { HTTP_PROXIES };
+    let set = |name: &'static str| Some((name, variable(name).filter(|value| !value.is_empty())?));
+    let (name, value) = names.into_iter().find_map(set)?;
+    let (scheme, _) = value.split_once("://")?;
+    // The builder of clients knows `socks` in lower case only, and ignores other schemes.
+    let is_http = ["http", "https"].iter().any(|http| scheme.eq_ignore_ascii_case(http));
+    let is_usable = is_http || PROXY_SCHEMES.contains(&scheme);
+    (!is_usable).then(|| {
+        let expected = PROXY_SCHEMES.join(", ");
+        format!("{name} names a proxy with `{scheme}://`: expected one of {expected}")
+    })
 }
 
 /// A client. Its connections live on the event loop on which it was made.
@@ -121,6 +118,8 @@ pub struct Client {
     stall: Duration,
     hint: Arc<str>,
     without_roots: Option<Arc<str>>,
+    /// Messages for proxies of `http://` and of `https://` that cannot be used.
+    unusable_proxies: [Option<String>; 2],
 }
 
 impl Client {
@@ -155,13 +154,15 @@ impl Client {
         answer.map_err(|error| connection_failure(error, &self.hint))
     }
 
-    /// Fails for `https://` if no server is trusted.
+    /// Fails if no server of `https://` is trusted, or if the proxy cannot be used.
     fn check(&self, url: &Url) -> Result<(), Failure> {
-        match &self.without_roots {
-            Some(what) if url.scheme() == "https" => {
-                Err(Failure::permanent(ErrorKind::InvalidInput, &**what))
-            }
-            _ => Ok(()),
+        let is_https = url.scheme() == "https";
+        let [of_http, of_https] = &self.unusable_proxies;
+        let proxy = if is_https { of_https } else { of_http };
+        let roots = self.without_roots.as_deref().filter(|_| is_https);
+        match proxy.as_deref().or(roots) {
+            Some(what) => Err(Failure::permanent(ErrorKind::InvalidInput, what)),
+            None => Ok(()),
         }
     }
 }
@@ -182,21 +183,17 @@ mod tests {
 
     #[test]
     fn a_proxy_of_an_unknown_kind_is_refused() {
-        let check = |value: &'static str| {
-            check_proxies(|asked| (asked == "https_proxy").then(|| value.to_owned()))
+        let check = |value: &'static str, url_scheme: &str| {
+            unusable_proxy(url_scheme, |name| (name == "https_proxy").then(|| value.to_owned()))
         };
-        for good in [
-            "",
-            "host:1",
-            "http://host:1",
-            "HTTP://host:1",
-            "socks5h://host:1",
-            "socks5://user:x@host",
-        ] {
-            check(good).unwrap();
+        for good in ["", "host:1", "HTTP://host:1", "socks5h://host:1", "socks5://user:x@host"] {
+            assert_eq!(check(good, "https"), None);
         }
-        let what = check("quic://user:secret@host").unwrap_err();
+        let bad = "quic://user:secret@host";
+        let what = check(bad, "https").unwrap();
         assert!(what.starts_with("https_proxy names a proxy with `quic://`"), "{what}");
         assert!(!what.contains("secret"));
+        // Of requests that would not use it.
+        assert_eq!(check(bad, "http"), None);
     }
 }
