@@ -32,7 +32,7 @@ const SCHEMES: [(&str, Service); 10] = [
     ("rediss", Service::Redis),
 ];
 
-/// A scheme of [`SCHEMES`].
+/// A scheme of servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheme {
     pub name: &'static str,
