@@ -20,17 +20,17 @@ Head: TypeAlias = "tuple[str, int, str | None, str | None, list[tuple[str, str]]
 
 
 class OpenOptions(TypedDict, total=False):
-    """What the native code is told about a source or a sink; None is the same as nothing."""
+    """The options of the native code for a source or a sink; None is the same as no entry."""
 
-    #: What messages call a descriptor, an object or bytes.
+    #: The name of a descriptor, an object or bytes in messages.
     uri: str
     #: Position of the first byte of the file.
     base: int
     #: Size of an object that can seek.
     size: int | None
-    #: Whether the address of a folder stands for a file in it; local folders always do.
+    #: True if the address of a folder stands for a file in it; local folders always do.
     model: bool
-    #: Whether the name is a path, also if it looks like an address.
+    #: True for a path, also if it looks like an address.
     path: bool
     heads: Sequence[Head] | None
     #: A folder for what servers send.

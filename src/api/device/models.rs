@@ -39,6 +39,7 @@ impl ReadAt for Distant {
             request_len: 16 << 20,
             merge_gap: 0,
             reader_memory: 0,
+            of_hub: false,
         }
     }
 
@@ -46,11 +47,11 @@ impl ReadAt for Distant {
         &self,
         offset: u64,
         buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
+        _cancel: &dyn Cancel,
     ) -> Result<usize> {
         thread::sleep(Duration::from_millis(1));
         let read = buffers.put(&self.0[usize::try_from(offset).unwrap()..]);
-        cancel.moved(read as u64);
+        buffers.arrived(read as u64);
         Ok(read)
     }
 }

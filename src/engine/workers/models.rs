@@ -9,6 +9,7 @@ use super::{Crew, TICK, run_adapting};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
+use crate::mem::Progress as _;
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
 fn any_crew() -> Crew {
