@@ -139,7 +139,7 @@ impl SliceLoad<'_> {
                 }
                 continue;
             }
-            // What is read front to back is read once, and all of it comes.
+            // A stream is read once, from front to back, so that all of it comes.
             let gap = if file.is_seekable() { gap } else { u64::MAX };
             for span in runs.spans(gap).filter(|_| runs.total() > 0) {
                 let mut start = span.start;

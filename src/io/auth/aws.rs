@@ -42,9 +42,9 @@ const ENVIRONMENT_CHANGED: &str =
 /// Credentials of S3.
 #[derive(Clone)]
 pub enum AwsKeys {
-    /// Those of the call, or of its `.s3cfg`.
+    /// Keys of the call, or of its `.s3cfg`.
     Given(Credentials),
-    /// Those that AWS's chain finds.
+    /// Credentials that AWS's chain finds.
     Chain(CredentialProvider),
 }
 

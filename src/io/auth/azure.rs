@@ -34,7 +34,7 @@ const PASSED_ON: [AzureConfigKey; 10] = [
     AzureConfigKey::MsiResourceId,
     AzureConfigKey::CredentialType,
 ];
-/// Those of them that do not name an identity.
+/// Settings among them that do not name an identity.
 const OF_AUTHORITIES: [AzureConfigKey; 3] =
     [AzureConfigKey::ClientSecret, AzureConfigKey::AuthorityId, AzureConfigKey::AuthorityHost];
 /// Settings that the chain uses before Azure's command line.

@@ -8,11 +8,11 @@ use crate::environment::{Text, reading};
 /// The trusted certificates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Trust {
-    /// Those that `REQUESTS_CA_BUNDLE` or `CURL_CA_BUNDLE` name; else as [`Trust::System`].
+    /// Certificates that `REQUESTS_CA_BUNDLE` or `CURL_CA_BUNDLE` names; else as [`Trust::System`].
     Default,
-    /// Those of `SSL_CERT_FILE` and `SSL_CERT_DIR`, or else of the system.
+    /// Certificates of `SSL_CERT_FILE` and `SSL_CERT_DIR`, or else of the system.
     System,
-    /// Those of a file in PEM format, or of the files of a folder.
+    /// Certificates of a file in PEM format, or of the files of a folder.
     Bundle {
         path: PathBuf,
         /// The argument, variable or setting that names it.
