@@ -6,7 +6,8 @@
 
 use crate::exchange::{exchange_lend, exchange_take};
 use crate::operators::{
-    op_describe, op_load, op_load_all, op_load_checked, op_load_into, op_names, op_save, reaches,
+    op_describe, op_iterate, op_iterate_close, op_iterate_next, op_load, op_load_all,
+    op_load_checked, op_load_into, op_names, op_save, reaches,
 };
 use crate::tensor::{HostMemory, Loaded};
 
@@ -17,6 +18,7 @@ mod ffi {
 
         type OpOptions = crate::torch::OpOptions;
         type TensorList = crate::torch::TensorList;
+        type Blocks = crate::torch::Blocks;
     }
 
     extern "Rust" {
@@ -32,7 +34,7 @@ mod ffi {
         fn take(self: &mut Loaded, at: usize) -> Box<HostMemory>;
         fn block(self: &Loaded, at: usize) -> i64;
         fn offset(self: &Loaded, at: usize) -> u64;
-        fn take_blocks(self: &mut Loaded) -> UniquePtr<TensorList>;
+        fn take_blocks(self: &mut Loaded) -> UniquePtr<Blocks>;
 
         fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<Loaded>>;
         fn op_load(uri: &str, names: Vec<String>, options: OpOptions) -> Result<Box<Loaded>>;
@@ -51,6 +53,16 @@ mod ffi {
         fn reaches(device: i16) -> bool;
         fn op_names(uri: &str) -> Result<Vec<String>>;
         fn op_describe(uri: &str, names: Vec<String>) -> Result<Vec<String>>;
+        fn op_iterate(
+            uri: &str,
+            names: Vec<String>,
+            all: bool,
+            buffer_bytes: u64,
+            ready: bool,
+            options: OpOptions,
+        ) -> Result<i64>;
+        fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>>;
+        fn op_iterate_close(iterator: i64) -> Result<()>;
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)
         -> Result<()>;
 

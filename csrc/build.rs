@@ -15,7 +15,7 @@ fn main() {
 }
 
 const BRIDGES: &[&str] = &["torch.rs", "bridge.rs"];
-const SOURCES: &[&str] = &["ops.cpp", "tensor.cpp"];
+const SOURCES: &[&str] = &["blocks.cpp", "iterate.cpp", "ops.cpp", "tensor.cpp", "values.cpp"];
 const HEADERS: &[&str] = &["errors.h", "ops.h", "tensor.h"];
 
 /// The torch minors that the sources build on. `setup.py` reads this line.

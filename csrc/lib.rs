@@ -3,9 +3,11 @@
 //! As a `cdylib`, `libtensorizer_torch.so`, they are for every process that has LibTorch and no
 //! Python; as an `rlib` they are part of the Python module.
 
+mod allocator;
 mod bridge;
 pub mod exchange;
 pub mod guard;
+pub mod iterate;
 pub mod load;
 mod on_load;
 mod operators;

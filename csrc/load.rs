@@ -7,14 +7,19 @@ use std::sync::Arc;
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::KeptHeader;
-use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, Streams};
+use tensorizer::device::{
+    self, Block, Blocks, CPU, Consumer, Device, DeviceMemory, Index, Streams,
+};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
-use tensorizer::{Destination, DeviceLoad, LoadOptions, load_counted, load_into_uninit};
+use tensorizer::{
+    Allocate as _, Destination, DeviceLoad, LoadOptions, load_counted, load_into_uninit,
+};
 
+use crate::allocator::TorchAllocator;
 use crate::tensor::{Loaded, Place, expect_like, refused};
 use crate::torch::{self, thrown};
 
@@ -57,17 +62,23 @@ pub fn load_tensors(
 
     let planned = DeviceLoad::new(file, selection, to.apart)?;
     let lens = planned.block_lens()?;
-    let list = torch::new_blocks(to.device, &lens)
-        .map_err(|e| out_of_memory(&e).with_file("loading", file.uri()))?;
-    let tensors = list.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
-    let memory = lens.iter().enumerate().map(|(at, &len)| {
-        // SAFETY: a new tensor of so many bytes that nobody else knows; the load waits for all copies
-        // before it returns an error, and the consumer's stream does before the tensor is used.
-        Ok(unsafe { DeviceMemory::new(tensors.writable(at).map_err(thrown)?, size(len)?) })
-    });
-    let memory = memory.collect::<Result<Vec<_>>>()?;
-    let to = (&device, consumer, memory.as_slice());
-    let (headers, streams) = run(file, &planned, to, options, counters, cancel)?;
+    let blocks = Blocks::new(lens.len())?;
+    let mut allocator = TorchAllocator::new(to.device);
+    let mut next = 0;
+    let mut allocate = || {
+        let end = next + together(lens.get(next..).unwrap_or(&[]));
+        let memory = allocator.allocate(next, lens.get(next..end).unwrap_or(&[]))?;
+        // Work that was put on the stream before may still use the memory.
+        let after = Some(Arc::clone(&device).mark(consumer)?);
+        for (at, memory) in (next..end).zip(memory) {
+            blocks.put(at, Block { memory, after: after.clone() })?;
+        }
+        next = end;
+        Ok(next < lens.len())
+    };
+    let to = (&device, consumer, &blocks);
+    let (headers, streams) = run(file, &planned, to, options, counters, cancel, &mut allocate)?;
+    let list = allocator.into_blocks();
     streams.hand_over().map_err(|error| error.with_file("loading", file.uri()))?;
     counters.publish("load", file.uri(), device.name(), selection.len());
     let places = selection.iter().zip(planned.places()?).map(|(&number, place)| {
@@ -78,7 +89,7 @@ pub fn load_tensors(
 }
 
 /// Refuses tensors of types that torch has not.
-fn check_type(entry: &Entry) -> Result<()> {
+pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     if entry.dtype.is_of_torch() {
         return Ok(());
     }
@@ -90,30 +101,30 @@ fn check_type(entry: &Entry) -> Result<()> {
 fn run(
     file: &TensorFile,
     planned: &DeviceLoad<'_>,
-    (device, consumer, memory): (&Arc<dyn Device>, Consumer, &[DeviceMemory]),
+    (device, consumer, memory): (&Arc<dyn Device>, Consumer, &Blocks),
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
+    allocate: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<(Vec<KeptHeader>, Streams)> {
     let direct_storage = GDS.value()? != 0;
     let pool = Pool::of(device)?;
     let to = Destination { device, consumer, memory, direct_storage, pool };
-    planned.run(&to, options, counters, cancel).map_err(|e| e.with_file("loading", file.uri()))
+    planned
+        .run(&to, options, counters, cancel, allocate)
+        .map_err(|e| e.with_file("loading", file.uri()))
 }
 
-fn size(len: u64) -> Result<usize> {
-    usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes on a device")))
-}
-
-/// What torch's allocator says.
-fn out_of_memory(exception: &cxx::Exception) -> Error {
-    let what = exception.what().to_owned();
-    // The allocator of CUDA, and that of the CPU.
-    if what.contains("out of memory") || what.contains("allocate memory") {
-        Error::DeviceMemory { what }
-    } else {
-        Error::Device { device: "torch".to_owned(), what }
-    }
+/// The number of first blocks that are allocated together: the first reads do not wait for all.
+fn together(lens: &[u64]) -> usize {
+    const LEN: u64 = 256 << 20;
+    const MOST: usize = 1024;
+    let mut bytes = 0u64;
+    let fits = |len: &&u64| {
+        bytes = bytes.saturating_add(**len);
+        bytes <= LEN
+    };
+    lens.iter().take(MOST).take_while(fits).count().max(1).min(lens.len())
 }
 
 /// Fills tensors that exist, each on its device, in place. They are checked before any is touched:
@@ -208,11 +219,11 @@ unsafe fn fill_on_device(
         // SAFETY: the caller's promise; the tensor has its bytes in one piece (`check`).
         unsafe { DeviceMemory::new(tensor.address, len) }
     });
-    let blocks: Vec<DeviceMemory> = blocks.collect();
     let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
     let planned = DeviceLoad::into_blocks(file, &numbers)?;
-    let to = (device, consumer, blocks.as_slice());
-    run(file, &planned, to, options, counters, cancel)
+    let blocks = Blocks::of(blocks.collect())?;
+    let to = (device, consumer, &blocks);
+    run(file, &planned, to, options, counters, cancel, &mut || Ok(false))
 }
 
 /// A tensor that is to be filled.

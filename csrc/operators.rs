@@ -12,10 +12,11 @@ use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::io::{OpenOptions, uri::create};
 use tensorizer::stats::Counters;
-use tensorizer::{LoadOptions, SaveOptions, TensorFile, Verify, save_to};
+use tensorizer::{IterateOptions, LoadOptions, Order, SaveOptions, TensorFile, Verify, save_to};
 use zeroize::Zeroizing;
 
 use crate::guard::guard;
+use crate::iterate::{self, Tensors};
 use crate::load::{Where, load_into_tensors, load_tensors};
 use crate::tensor::{Loaded, to_save};
 use crate::torch::{OpOptions, TensorList};
@@ -171,6 +172,38 @@ pub fn op_load_into(
         // SAFETY: the operator's caller hands `out` over for the length of the call.
         unsafe { load_into_tensors(&file, &selection, out, &options, &counters, &interrupt) }
             .map(drop)
+    })
+}
+
+/// Begins to load the named tensors of a file, or all, one by one. Returns the iterator's number.
+pub fn op_iterate(
+    uri: &str,
+    names: Vec<String>,
+    all: bool,
+    buffer_bytes: u64,
+    ready: bool,
+    mut options: OpOptions,
+) -> Result<i64> {
+    operator(|| {
+        let file = open(uri, &mut options)?;
+        let numbers = if all { (0..file.entries().len()).collect() } else { file.select(&names)? };
+        let order = if ready { Order::Ready } else { Order::File };
+        let device = options.device;
+        let options = IterateOptions { load: options.into(), buffer_bytes, order };
+        Ok(iterate::keep(Tensors::new(&file, &numbers, device, &options)?))
+    })
+}
+
+/// The next tensors of an iterator; none at the end.
+pub fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>> {
+    operator(|| iterate::next(iterator, &interrupt).map(Box::new))
+}
+
+/// Ends the load of an iterator. Closing again does nothing.
+pub fn op_iterate_close(iterator: i64) -> Result<()> {
+    operator(|| {
+        iterate::close(iterator);
+        Ok(())
     })
 }
 

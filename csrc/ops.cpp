@@ -19,18 +19,14 @@
 #include <vector>
 
 #include "errors.h"
+#include "iterate.h"
 #include "tensor.h"
 #include "tensorizer-torch/bridge.rs.h"
+#include "values.h"
 
 namespace tensorizer {
 
 namespace {
-
-using Names = std::vector<std::string>;
-using OptionalDevice = std::optional<at::Device>;
-using Readers = std::optional<std::int64_t>;
-using Key = std::optional<at::Tensor>;
-using Dict = c10::Dict<std::string, at::Tensor>;
 
 // CONSERVATIVE cannot be combined with (a!), hence the separate in-place forms: load.into for
 // eager, compile and export; load_ for TorchScript.
@@ -52,6 +48,12 @@ constexpr Schema kSchemas[] = {
      ") -> Tensor[]",
      true},
     {"load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()", true},
+    {"iterate(str uri, *, str[]? names=None, Device? device=None, int buffer_bytes=1073741824, "
+     "str order=\"file\", " LOAD_OPTIONS ") -> int",
+     true},
+    // The next tensors of an iterator by name: one, or several small ones; none at the end.
+    {"iterate_next(int iterator) -> Dict(str, Tensor)", true},
+    {"iterate_close(int iterator) -> ()", true},
     {"names(str uri) -> str[]", true},
     {"save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()", true},
     {"save.list(str uri, str[] names, Tensor[] tensors, *, Tensor? key=None) -> ()", true},
@@ -67,57 +69,6 @@ constexpr Schema kSchemas[] = {
 };
 
 #undef LOAD_OPTIONS
-
-// Rust strings are UTF-8; others are refused with the text that is not.
-template <typename T>
-T utf8(const std::string& text) {
-  try {
-    return T(text);
-  } catch (const std::invalid_argument&) {
-    TORCH_CHECK(false, "a name or address is not UTF-8: ", text);
-  }
-}
-
-rust::Str str(const std::string& text) { return utf8<rust::Str>(text); }
-
-rust::Vec<rust::String> strings(const Names& names) {
-  rust::Vec<rust::String> out;
-  out.reserve(names.size());
-  for (const auto& name : names) out.push_back(utf8<rust::String>(name));
-  return out;
-}
-
-// A key is a tensor, so that no graph has it as a constant and no trace prints it.
-rust::Vec<std::uint8_t> key_bytes(const Key& key) {
-  rust::Vec<std::uint8_t> out;
-  if (!key || !key->defined()) return out;
-  TORCH_CHECK_VALUE(key->scalar_type() == at::kByte && key->numel() == 32,
-                    "a key is a uint8 tensor of 32 elements, found ", key->numel(), " of ",
-                    key->scalar_type());
-  TORCH_CHECK_VALUE(!key->is_meta(), "the key is a tensor of the meta device, which has no bytes");
-  const auto host = key->detach().cpu().contiguous();
-  const auto* bytes = host.const_data_ptr<std::uint8_t>();
-  out.reserve(32);
-  for (std::int64_t at = 0; at < host.numel(); ++at) out.push_back(bytes[at]);
-  return out;
-}
-
-OpOptions options(bool verify, Readers num_readers, const Key& key, std::int16_t device = kCpu) {
-  TORCH_CHECK_VALUE(!num_readers || *num_readers > 0, "num_readers is ", num_readers.value_or(0),
-                    ", expected at least 1");
-  return {verify, static_cast<std::uint64_t>(num_readers.value_or(0)), key_bytes(key), device};
-}
-
-// The device that is meant, with its index.
-OptionalDevice resolved(OptionalDevice device) {
-  if (!device || !device->is_cuda() || device->has_index()) return device;
-  return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
-}
-
-// Where the core is to put the tensors of a load; what it does not know comes to the CPU first.
-std::int16_t number(const OptionalDevice& device) {
-  return device ? std::max(device_number(*device), kCpu) : kCpu;
-}
 
 // Whether a tracer, or another dispatch mode, watches what this thread calls. Then the operators
 // that are made of others call those through the dispatcher, and otherwise do the work at once.
@@ -149,18 +100,6 @@ void refuse_subclasses(const Names& names, at::TensorList tensors) {
 template <typename Signature>
 auto find(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).template typed<Signature>();
-}
-
-// The tensors where the caller wants them.
-std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
-  auto tensors = take_tensors(loaded);
-  if (device) {
-    const c10::NoGradGuard no_grad;
-    for (auto& tensor : tensors) {
-      if (tensor.device() != *device) tensor = tensor.to(*device);
-    }
-  }
-  return tensors;
 }
 
 std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expected,
@@ -221,12 +160,7 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
     for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
     tensors = place(*loaded, device);
   }
-  Dict out;
-  out.reserve(tensors.size());
-  for (std::size_t at = 0; at < tensors.size(); ++at) {
-    out.insert(std::move(keys[at]), std::move(tensors[at]));
-  }
-  return out;
+  return by_name(std::move(keys), std::move(tensors));
 }
 
 // Fills `out`. Bytes go straight into tensors that are contiguous in memory of the CPU or of CUDA;
@@ -403,6 +337,9 @@ void define(torch::Library& library) {
   library.impl("_end", torch::dispatch(explicit_, TORCH_FN(end)));
   library.impl("_end", torch::dispatch(meta, TORCH_FN(end)));
   library.impl("_describe", torch::dispatch(explicit_, TORCH_FN(describe)));
+  library.impl("iterate", torch::dispatch(explicit_, TORCH_FN(iterate)));
+  library.impl("iterate_next", torch::dispatch(explicit_, TORCH_FN(iterate_next)));
+  library.impl("iterate_close", torch::dispatch(explicit_, TORCH_FN(iterate_close)));
   library.impl("names", torch::dispatch(explicit_, TORCH_FN(names)));
   library.impl("save", torch::dispatch(implicit, TORCH_FN(save)));
   library.impl("save.list", torch::dispatch(explicit_, TORCH_FN(save_list)));

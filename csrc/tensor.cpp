@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "blocks.h"
 #include "tensorizer-torch/bridge.rs.h"
 
 namespace tensorizer {
@@ -29,12 +30,13 @@ bool is_ready(const at::Tensor& tensor) {
          !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
-// A view of a block. Through the dispatcher it would take as long as loading a small tensor does.
-at::Tensor view(const at::Tensor& block, std::int64_t offset, at::ScalarType dtype,
-                at::IntArrayRef shape) {
+// A tensor in a storage. Through the dispatcher it would take as long as loading a small one does.
+at::Tensor in_storage(c10::Storage storage, std::int64_t offset, at::ScalarType dtype,
+                      at::IntArrayRef shape) {
   const auto type = c10::scalarTypeToTypeMeta(dtype);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(block.storage()),
-                                                         block.key_set(), type);
+  const auto key = storage.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  auto tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), type);
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(shape);
   impl->set_storage_offset(offset / static_cast<std::int64_t>(type.itemsize()));
@@ -64,21 +66,23 @@ class OnStream {
   std::optional<c10::Stream> before_;
 };
 
-at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
+at::Tensor wrap(Loaded& loaded, const Blocks* blocks, std::size_t at) {
   const auto shape = loaded.shape(at);
   const auto dtype = static_cast<at::ScalarType>(loaded.dtype(at));
   const auto block = loaded.block(at);
   if (block != -1) {
-    TORCH_CHECK(blocks != nullptr && blocks->size() > 0, "tensors in blocks, and no blocks");
+    TORCH_CHECK(blocks != nullptr, "tensors in blocks, and no blocks");
     const at::IntArrayRef sizes(shape.data(), shape.size());
     if (block >= 0) {
-      return view(blocks->tensors().at(static_cast<std::size_t>(block)),
-                  static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
+      return in_storage(blocks->storage(static_cast<std::size_t>(block)),
+                        static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
     }
     // As bytes: some types have no kernels.
     auto len = static_cast<std::int64_t>(c10::scalarTypeToTypeMeta(dtype).itemsize());
     for (const auto size : sizes) len *= size;
-    return view(at::zeros({len}, blocks->tensors().at(0).options()), 0, dtype, sizes);
+    const auto zeros =
+        at::zeros({len}, at::TensorOptions().dtype(at::kByte).device(blocks->device()));
+    return in_storage(zeros.storage(), 0, dtype, sizes);
   }
   // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
   HostMemory* owner = loaded.take(at).into_raw();
@@ -87,14 +91,15 @@ at::Tensor wrap(Loaded& loaded, const TensorList* blocks, std::size_t at) {
       [](void* buffer) { rust::Box<HostMemory>::from_raw(static_cast<HostMemory*>(buffer)); },
       at::kCPU);
   c10::Storage storage(c10::Storage::use_byte_size_t(), owner->size(), std::move(data));
-  const auto type = c10::scalarTypeToTypeMeta(dtype);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type);
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(at::IntArrayRef(shape.data(), shape.size()));
-  return tensor;
+  return in_storage(std::move(storage), 0, dtype, at::IntArrayRef(shape.data(), shape.size()));
 }
 
 }  // namespace
+
+std::int64_t stream_of(const at::Device& device) {
+  if (!has_streams(device)) return 0;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
 
 std::string missing_memory(const at::Tensor& tensor) {
   if (tensor.is_meta() || !tensor.has_storage() || tensor.numel() == 0) return {};
@@ -159,13 +164,12 @@ void TensorList::fill_zero(std::size_t at) const {
   const c10::NoGradGuard no_grad;
   const at::Tensor& tensor = tensors_.at(at);
   const auto start = tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
-  view(tensor, start, at::kByte, {static_cast<std::int64_t>(tensor.nbytes())}).zero_();
+  in_storage(tensor.storage(), start, at::kByte, {static_cast<std::int64_t>(tensor.nbytes())})
+      .zero_();
 }
 
 std::int64_t TensorList::stream(std::size_t at) const {
-  const auto device = tensors_.at(at).device();
-  if (!has_streams(device)) return 0;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+  return stream_of(tensors_.at(at).device());
 }
 
 void TensorList::changed() const {
@@ -177,18 +181,6 @@ void TensorList::changed() const {
 std::int16_t device_number(const at::Device& device) {
   if (device.is_cpu()) return kCpu;
   return device.is_cuda() ? device.index() : kOther;
-}
-
-std::unique_ptr<TensorList> new_blocks(std::int16_t device, rust::Slice<const std::uint64_t> lens) {
-  const auto where = device < 0 ? at::Device(at::kCPU)
-                                : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
-  const auto options = at::TensorOptions().dtype(at::kByte).device(where);
-  std::vector<at::Tensor> blocks;
-  blocks.reserve(lens.size());
-  for (const auto len : lens) {
-    blocks.push_back(at::empty({static_cast<std::int64_t>(len)}, options));
-  }
-  return std::make_unique<TensorList>(std::move(blocks));
 }
 
 std::size_t current_stream(std::int16_t device) {

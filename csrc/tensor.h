@@ -70,8 +70,8 @@ constexpr std::int16_t kCpu = -1;
 constexpr std::int16_t kOther = -2;
 std::int16_t device_number(const at::Device& device);
 
-// Uninitialised blocks of so many bytes each, from torch's allocator.
-std::unique_ptr<TensorList> new_blocks(std::int16_t device, rust::Slice<const std::uint64_t> lens);
+// The id of this thread's current stream of a device; 0 for devices without streams.
+std::int64_t stream_of(const at::Device& device);
 
 // What the driver knows as this thread's current stream of a device.
 std::size_t current_stream(std::int16_t device);

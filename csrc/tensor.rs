@@ -18,14 +18,14 @@ use tensorizer::format::name::Name;
 use tensorizer::mem::HostBuffer;
 use tensorizer::{Data, HostCopy, SaveTensor};
 
-use crate::torch::{self, TensorInfo, TensorList, thrown};
+use crate::torch::{self, Blocks, TensorInfo, TensorList, thrown};
 
 /// Tensors that were loaded and wait to become torch's.
 pub struct Loaded {
     what: What,
     places: Vec<Place>,
     /// Memory of a device that tensors are in.
-    blocks: Option<UniquePtr<TensorList>>,
+    blocks: Option<UniquePtr<Blocks>>,
 }
 
 /// Names, types and shapes.
@@ -52,7 +52,7 @@ impl Loaded {
         file: &TensorFile,
         numbers: &[usize],
         places: Vec<Place>,
-        blocks: Option<UniquePtr<TensorList>>,
+        blocks: Option<UniquePtr<Blocks>>,
     ) -> Self {
         let what = What::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
         Loaded { what, places, blocks }
@@ -133,7 +133,7 @@ impl Loaded {
     }
 
     /// The blocks; null when they were taken before, or there are none.
-    pub fn take_blocks(&mut self) -> UniquePtr<TensorList> {
+    pub fn take_blocks(&mut self) -> UniquePtr<Blocks> {
         self.blocks.take().unwrap_or_else(UniquePtr::null)
     }
 }

@@ -21,7 +21,7 @@ mod ffi {
         device: i16,
     }
 
-    /// How an operator is to load.
+    /// Load options of an operator.
     struct OpOptions {
         verify: bool,
         /// 0 for the source's own number.
@@ -33,6 +33,7 @@ mod ffi {
     }
 
     unsafe extern "C++" {
+        include!("blocks.h");
         include!("tensor.h");
         include!("ops.h");
 
@@ -44,8 +45,16 @@ mod ffi {
         fn stream(self: &TensorList, at: usize) -> Result<i64>;
         fn host_copy(self: &TensorList, at: usize, stream: i64) -> Result<UniquePtr<TensorList>>;
 
-        /// Uninitialised blocks of so many bytes each.
-        fn new_blocks(device: i16, lens: &[u64]) -> Result<UniquePtr<TensorList>>;
+        /// Uninitialised blocks of a device's memory.
+        type Blocks;
+        /// No blocks yet.
+        fn new_blocks(device: i16) -> UniquePtr<Blocks>;
+        /// Adds blocks of so many bytes each.
+        fn add(self: Pin<&mut Blocks>, lens: &[u64]) -> Result<()>;
+        #[cxx_name = "address"]
+        fn block_address(self: &Blocks, at: usize) -> Result<usize>;
+        /// Takes blocks out, for the current stream of their device.
+        fn take(self: Pin<&mut Blocks>, numbers: &[usize]) -> Result<UniquePtr<Blocks>>;
         /// The stream that the driver knows as this thread's current one of a device.
         fn current_stream(device: i16) -> Result<usize>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
@@ -69,6 +78,9 @@ mod ffi {
 }
 
 pub use ffi::*;
+
+// SAFETY: storages, whose reference counts are atomic; changed by their only owner.
+unsafe impl Send for Blocks {}
 
 // SAFETY: a list of `at::Tensor`s that is never changed after it was made. Their reference counts
 // are atomic, and the methods of the bridge only read the tensors or make new ones.

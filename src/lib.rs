@@ -48,6 +48,23 @@
 //! # }
 //! ```
 //!
+//! Tensors one by one, while the next are being read:
+//!
+//! ```
+//! use tensorizer::{IterateOptions, SaveTensor, TensorFile};
+//!
+//! # fn main() -> tensorizer::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! let path = folder.path().join("model.tensors");
+//! tensorizer::write(&path, vec![SaveTensor::new("weight", &[2], &[1.0f32, 2.0])?])?;
+//! let file = TensorFile::open(&path)?;
+//! for tensor in file.iterate(&[0], &IterateOptions::default())? {
+//!     assert_eq!(tensor?.as_slice::<f32>()?, [1.0, 2.0]);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! [`load`], [`load_into`], [`save`] and [`Writer`] do the same with options, by number, and with
 //! a [`Cancel`].
 
@@ -85,6 +102,9 @@ pub use api::device::{Destination, DeviceLoad};
 pub use api::file::TensorFile;
 #[doc(hidden)]
 pub use api::headers::read_headers;
+#[doc(hidden)]
+pub use api::iterate::{Allocate, Closer, Landed, Memory, TensorIterator, ToDevice};
+pub use api::iterate::{IterateOptions, Order, Tensors};
 pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
@@ -116,7 +136,7 @@ pub use memory_limit::MemoryLimit;
 pub use sys::brief::Brief;
 pub use sys::cpu_count;
 #[doc(hidden)]
-pub use sys::process::{Maker, PerProcess};
+pub use sys::process::{Inherited, Maker, PerProcess};
 
 /// What a library does as it is loaded, before there are threads, so that no process is forked off
 /// while one of them does it for the first time.

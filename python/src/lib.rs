@@ -9,6 +9,7 @@ mod gil;
 mod handle;
 mod headers;
 mod heads;
+mod iterator;
 mod memory;
 mod names;
 mod namespaces;
@@ -70,6 +71,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(memory::least_of_save, module)?)?;
     module.add_function(wrap_pyfunction!(memory::first_touch, module)?)?;
     module.add_class::<handle::Handle>()?;
+    module.add_class::<iterator::TensorIterator>()?;
     module.add_class::<reader::Reader>()?;
     module.add_class::<crypt::Encryption>()?;
     module.add_class::<crypt::Decryption>()?;

@@ -11,8 +11,11 @@ use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::{Entry, data_len};
-use tensorizer::{LoadOptions, MemoryLimit, Opening, load, matches_header, read_headers};
+use tensorizer::{
+    IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, matches_header, read_headers,
+};
 use tensorizer_torch::exchange::{borrow, offer};
+use tensorizer_torch::iterate::Tensors;
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
 use tensorizer_torch::tensor::{Devices, one_to_save};
 
@@ -22,6 +25,7 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::headers::Headers;
 use crate::heads::{Shown, for_python};
+use crate::iterator::TensorIterator;
 use crate::names::{name_from_python, name_to_python, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
@@ -115,12 +119,14 @@ impl Reader {
     }
 
     /// The same file with slices of some of its tensors as its only tensors: for each its number, and
-    /// first index and end in each dimension.
-    fn sliced(&self, slices: Vec<(usize, Vec<(u64, u64)>)>) -> Answer<Reader> {
+    /// first index and end in each dimension, or None for the whole tensor.
+    #[allow(clippy::type_complexity)]
+    fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Answer<Reader> {
         let slices = slices.into_iter().map(|(number, ranges)| {
-            (number, ranges.into_iter().map(|(start, end)| start..end).collect())
+            let ranges = ranges.map(|ranges| ranges.into_iter().map(|(start, end)| start..end));
+            (number, ranges.map(Iterator::collect))
         });
-        Ok(self.of_same(self.file.sliced(slices.collect())?))
+        Ok(self.of_same(self.file.with_slices(slices)?))
     }
 
     /// The hashes that the file holds of tensors: algorithm and value, as messages show them.
@@ -338,6 +344,27 @@ impl Reader {
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
+    }
+
+    /// Begins to load tensors one by one, in the order of the file, or as they are `ready`: at most
+    /// `buffer_bytes` bytes of them are held for the caller.
+    #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready))]
+    #[allow(clippy::too_many_arguments)]
+    fn iterate(
+        &self,
+        py: Python<'_>,
+        numbers: Vec<usize>,
+        verify: &str,
+        readers: Option<usize>,
+        device: i16,
+        buffer_bytes: u64,
+        ready: bool,
+    ) -> Answer<TensorIterator> {
+        let order = if ready { Order::Ready } else { Order::File };
+        let load = self.loads.options(readers, verify, false);
+        let options = IterateOptions { load, buffer_bytes, order };
+        let tensors = gil::without(py, || Tensors::new(&self.file, &numbers, device, &options))?;
+        Ok(TensorIterator::new(tensors, Arc::clone(&self.loads), self.file.uri()))
     }
 
     /// Fills lent tensors, which must have the types and shapes of these. Returns module indices.

@@ -75,6 +75,15 @@ impl Loads {
         *self.memory.lock() = limit;
     }
 
+    /// Says whether a load goes on that has moved so many bytes, and tells them.
+    pub fn go_on(&self, uri: &str, moved: u64) -> Result<()> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return Err(Error::Closed(format!("the load of `{uri}` was given up")));
+        }
+        signals()?;
+        self.watch.tick(moved)
+    }
+
     /// Runs one without the GIL; it is told of while it runs, and logged.
     pub fn run<T: Send>(
         &self,
@@ -84,13 +93,7 @@ impl Loads {
     ) -> Answer<T> {
         let counters = Counters::default();
         let loaded = gil::without(py, || {
-            let go_on = || {
-                if self.stopped.load(Ordering::Relaxed) {
-                    return Err(Error::Closed(format!("the load of `{uri}` was given up")));
-                }
-                signals()?;
-                self.watch.tick(counters.moved())
-            };
+            let go_on = || self.go_on(uri, counters.moved());
             let loaded = load(&counters, &go_on)?;
             self.watch.end(counters.moved())?;
             Ok(loaded)

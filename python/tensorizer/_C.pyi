@@ -1,7 +1,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from ._types import OpenOptions
+from ._types import OpenOptions, Slice
 
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
@@ -15,6 +15,7 @@ __all__ = [
     "Reader",
     "Sink",
     "Source",
+    "TensorIterator",
     "Writer",
     "__version__",
     "cache_entries",
@@ -117,6 +118,11 @@ class Decryption:
     ) -> Decryption: ...
 
 @final
+class TensorIterator:
+    def next(self) -> tuple[Handle, list[int]] | None: ...
+    def close(self) -> None: ...
+
+@final
 class Reader:
     def __new__(
         cls, source: Source, base: int | None = None, keep_heads: bool = False
@@ -128,7 +134,17 @@ class Reader:
     def limit_memory(self, limit: int | None, beside: int = 0) -> None: ...
     def least(self, parts: bool, staged: bool) -> int: ...
     def stop(self) -> None: ...
-    def sliced(self, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Reader: ...
+    def sliced(self, slices: Sequence[Slice]) -> Reader: ...
+    def iterate(
+        self,
+        numbers: Sequence[int],
+        *,
+        verify: str,
+        readers: int | None,
+        device: int,
+        buffer_bytes: int,
+        ready: bool,
+    ) -> TensorIterator: ...
     def hashes(self, numbers: Sequence[int]) -> list[list[tuple[str, str]]]: ...
     def files(self) -> list[str]: ...
     def file_numbers(self) -> list[int]: ...

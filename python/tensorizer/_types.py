@@ -49,6 +49,10 @@ class OpenOptions(TypedDict, total=False):
     region: str | None
 
 
+#: A tensor's number, and first index and end in each dimension; None for the whole tensor.
+Slice = tuple[int, Sequence[tuple[int, int]] | None]
+
+
 class TensorType(enum.IntEnum):
     """What a tensor was in the object that was saved."""
 

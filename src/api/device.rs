@@ -13,13 +13,13 @@ use crate::codec::KeptHeader;
 use crate::codec::hash::Verify;
 use crate::engine::cold;
 use crate::engine::plan::{Block, Extent, Large, Layout, Place};
-use crate::engine::read::{Reading, read};
+use crate::engine::read::{Reading, read, read_while};
 use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
 use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
 use crate::io::{MemorySource, ReadAt, borrowed};
-use crate::mem::device::{Consumer, Device, DeviceMemory, Streams};
+use crate::mem::device::{Blocks, Consumer, Device, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::{Counters, PAGEABLE};
 
@@ -33,11 +33,11 @@ pub struct DeviceLoad<'f> {
 pub struct Destination<'d> {
     /// The device.
     pub device: &'d Arc<dyn Device>,
-    /// Who uses its memory before and after.
+    /// The stream of what uses its memory before and after.
     pub consumer: Consumer,
     /// Its memory, a block each as [`DeviceLoad::block_lens`] has them.
-    pub memory: &'d [DeviceMemory],
-    /// Whether to have the device read local files by itself, if it can.
+    pub memory: &'d Blocks,
+    /// True if the device is to read local files by itself, where it can.
     pub direct_storage: bool,
     /// Its staging buffers.
     pub pool: &'d Pool,
@@ -85,20 +85,21 @@ impl<'f> DeviceLoad<'f> {
     }
 
     /// Loads. Copies may still be under way when it returns; the consumer's stream waits for them once
-    /// they are handed over. Tensors without data are left alone.
+    /// they are handed over. Tensors without data are left alone. Meanwhile it calls `allocate` on
+    /// this thread, until that says that all blocks are there.
     pub fn run(
         &self,
         to: &Destination<'_>,
         options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
+        allocate: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<(Vec<KeptHeader>, Streams)> {
-        let selection = &self.selection;
-        let file = selection.file;
-        selection.check()?;
+        let file = self.selection.file;
+        self.selection.check()?;
         let verify = file.prove(options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
-        file.with_sound_copies(cancel, || self.load(to, options, counters, cancel))
+        file.with_sound_copies(cancel, || self.load(to, options, counters, cancel, allocate))
     }
 
     /// The same for what was checked.
@@ -108,30 +109,33 @@ impl<'f> DeviceLoad<'f> {
         options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
+        allocate: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<(Vec<KeptHeader>, Streams)> {
         let selection = &self.selection;
         let file = selection.file;
         let streams = Streams::open(to.device, to.consumer)?;
+        let upload = Upload { to, streams: &streams, options, counters, cancel };
         if selection.is_sliced() {
-            self.slices(to, &streams, options, counters, cancel)?;
+            while allocate()? {}
+            self.slices(&upload)?;
             return Ok((no_headers(selection)?, streams));
         }
         try_key(selection, cancel)?;
         let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
         let headers = if headers.decrypts() && !file.is_seekable() {
             // It can be read only once, so that nothing may turn out to be impossible later.
-            let all = listed(0..selection.entries.len(), LISTS)?;
             counters.fallback("decrypted in host memory: what comes front to back is read once");
-            let kept = self.through_host(&all, to, &streams, options, counters, cancel)?;
+            while allocate()? {}
+            let kept = upload.through_host(file, selection.numbers(), &self.layout.places)?;
             selection.restore(kept)?
         } else {
-            let left = self.read(&headers, to, &streams, options, counters, cancel)?;
+            let left = self.read(&headers, &upload, allocate)?;
             if !left.is_empty() {
-                // What was copied there meanwhile must not come later.
+                // Bytes that were copied there meanwhile must not come later.
                 streams.finish()?;
                 counters
                     .fallback("decrypted in host memory: pieces of encryption of unusual length");
-                self.parts_through_host(&left, to, &streams, options, counters, cancel)?;
+                self.parts_through_host(&left, &upload)?;
             }
             headers.into_kept()?
         };
@@ -142,20 +146,13 @@ impl<'f> DeviceLoad<'f> {
     }
 
     /// Loads slices: those of long runs as they come, others by way of host memory, some at a time.
-    fn slices(
-        &self,
-        to: &Destination<'_>,
-        streams: &Streams,
-        options: &LoadOptions,
-        counters: &Counters,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
+    fn slices(&self, upload: &Upload<'_>) -> Result<()> {
         let file = self.selection.file;
         let (mut extents, mut places) = (Vec::new(), Vec::new());
         let mut others: Vec<usize> = Vec::new();
         let tensors = self.selection.entries.iter().zip(&self.layout.places).enumerate();
         for (tensor, (entry, place)) in tensors {
-            if let Some(runs) = direct_runs(file, entry, options.verify)? {
+            if let Some(runs) = direct_runs(file, entry, upload.options.verify)? {
                 for (extent, start) in runs {
                     push(&mut extents, extent, LISTS)?;
                     let offset = place.offset + start;
@@ -166,20 +163,12 @@ impl<'f> DeviceLoad<'f> {
             push(&mut others, tensor, LISTS)?;
         }
         let sources = file.sources();
-        self.copy(&borrowed(&sources), &extents, &places, to, streams, options, counters, cancel)?;
-        self.parts_through_host(&others, to, streams, options, counters, cancel)
+        upload.copy(&borrowed(&sources), &extents, &places)?;
+        self.parts_through_host(&others, upload)
     }
 
     /// Brings tensors to host memory and from there to the device, some at a time.
-    fn parts_through_host(
-        &self,
-        tensors: &[usize],
-        to: &Destination<'_>,
-        streams: &Streams,
-        options: &LoadOptions,
-        counters: &Counters,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
+    fn parts_through_host(&self, tensors: &[usize], upload: &Upload<'_>) -> Result<()> {
         if tensors.is_empty() {
             return Ok(());
         }
@@ -187,8 +176,9 @@ impl<'f> DeviceLoad<'f> {
             |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
         let largest = tensors.iter().map(len).max().unwrap_or(0);
         let least = self.selection.file.least(true, true)?;
-        let (most, memory) = options.memory.known()?.tensors(HELD, largest, least)?;
-        let options = &LoadOptions { memory, ..*options };
+        let (most, memory) = upload.options.memory.known()?.tensors(HELD, largest, least)?;
+        let options = LoadOptions { memory, ..*upload.options };
+        let upload = &Upload { options: &options, ..*upload };
         let mut left = tensors;
         while !left.is_empty() {
             let mut held = 0u64;
@@ -198,31 +188,105 @@ impl<'f> DeviceLoad<'f> {
             };
             let count = left.iter().take_while(fits).count().max(1);
             let (now, later) = left.split_at(count);
-            self.through_host(now, to, streams, options, counters, cancel)?;
+            let (all, places) = (self.selection.numbers(), &self.layout.places);
+            let numbers = listed(now.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
+            let places = listed(now.iter().filter_map(|&at| places.get(at).copied()), LISTS)?;
+            upload.through_host(self.selection.file, &numbers, &places)?;
             left = later;
         }
         Ok(())
     }
 
-    /// Reads bytes as they are to places of their own.
-    #[allow(clippy::too_many_arguments)]
-    fn copy(
+    fn read(
         &self,
-        files: &[&dyn ReadAt],
-        extents: &[Extent],
-        places: &[Place],
-        to: &Destination<'_>,
-        streams: &Streams,
-        options: &LoadOptions,
-        counters: &Counters,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
+        headers: &Headers<'_>,
+        upload: &Upload<'_>,
+        allocate: &mut dyn FnMut() -> Result<bool>,
+    ) -> Result<Vec<usize>> {
+        let sources = self.selection.file.sources();
+        let extents = self.selection.extents()?;
+        let what = Reading {
+            files: &borrowed(&sources),
+            extents: &extents,
+            codec: headers,
+            verify: upload.options.verify,
+            decrypts: headers.decrypts(),
+            readers: upload.options.readers,
+            memory: upload.options.memory,
+            receiver: None,
+        };
+        upload.read(&what, (&self.layout.blocks, &self.layout.places), allocate)
+    }
+}
+
+/// State that the reads of one load to a device share.
+#[derive(Clone, Copy)]
+pub struct Upload<'u> {
+    /// The device and its memory.
+    pub to: &'u Destination<'u>,
+    /// The way there.
+    pub streams: &'u Streams,
+    /// Load options.
+    pub options: &'u LoadOptions,
+    /// Count what is done.
+    pub counters: &'u Counters,
+    /// Ends it.
+    pub cancel: &'u dyn Cancel,
+}
+
+impl Upload<'_> {
+    /// Reads extents to their places in blocks of this layout. Returns those that could not be
+    /// decrypted in chunks.
+    pub fn read(
+        &self,
+        what: &Reading<'_>,
+        (blocks, places): (&[Block], &[Place]),
+        allocate: &mut dyn FnMut() -> Result<bool>,
+    ) -> Result<Vec<usize>> {
+        let Upload { to, streams, counters, cancel, .. } = *self;
+        let (files, extents) = (what.files, what.extents);
+        let local = files.iter().all(|source| source.file().is_some());
+        let plain = what.verify == Verify::Nothing && !what.decrypts;
+        let direct = if !to.direct_storage || !local {
+            None
+        } else if plain {
+            if what.receiver.is_none() {
+                while allocate()? {}
+            }
+            let at = (to.memory, places);
+            Direct::open(files, extents, at, streams, to.pool, counters, cancel)?
+        } else {
+            counters.fallback("GPUDirect Storage neither verifies nor decrypts");
+            None
+        };
+        if direct.is_none() {
+            counters.reading(if local { "page cache" } else { "" });
+        }
+        let around = cold::wants_direct_reads(files, extents)?;
         let mut target = ToDevice {
             memory: to.memory,
-            blocks: &self.layout.blocks,
+            blocks,
             places,
             streams,
             pool: to.pool,
+            around_the_cache: &|source| {
+                if around { cold::around_the_cache(source, counters) } else { None }
+            },
+            reader_memory: if around { cold::READER_MEMORY } else { 0 },
+            direct: direct.as_ref(),
+            share: None,
+        };
+        read_while(what, &mut target, counters, cancel, allocate)
+    }
+
+    /// Reads bytes as they are to places of their own.
+    fn copy(&self, files: &[&dyn ReadAt], extents: &[Extent], places: &[Place]) -> Result<()> {
+        let mut target = ToDevice {
+            memory: self.to.memory,
+            blocks: &[],
+            places,
+            streams: self.streams,
+            pool: self.to.pool,
             around_the_cache: &|_| None,
             reader_memory: 0,
             direct: None,
@@ -234,100 +298,39 @@ impl<'f> DeviceLoad<'f> {
             codec: &Plain,
             verify: Verify::Nothing,
             decrypts: false,
-            readers: options.readers,
-            memory: options.memory,
+            readers: self.options.readers,
+            memory: self.options.memory,
+            receiver: None,
         };
-        read(&reading, &mut target, counters, cancel).map(drop)
+        read(&reading, &mut target, self.counters, self.cancel).map(drop)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn read(
+    /// Brings tensors, given by number in the order of the file, to host memory, and from there to
+    /// their places.
+    pub fn through_host(
         &self,
-        headers: &Headers<'_>,
-        to: &Destination<'_>,
-        streams: &Streams,
-        options: &LoadOptions,
-        counters: &Counters,
-        cancel: &dyn Cancel,
-    ) -> Result<Vec<usize>> {
-        let sources = self.selection.file.sources();
-        let files = borrowed(&sources);
-        let extents = self.selection.extents()?;
-        let places = self.layout.places.as_slice();
-        let local = files.iter().all(|source| source.file().is_some());
-        let plain = options.verify == Verify::Nothing && !headers.decrypts();
-        let direct = if !to.direct_storage || !local {
-            None
-        } else if plain {
-            let at = (to.memory, places);
-            Direct::open(&files, &extents, at, streams, to.pool, counters, cancel)?
-        } else {
-            counters.fallback("GPUDirect Storage neither verifies nor decrypts");
-            None
-        };
-        if direct.is_none() {
-            counters.reading(if local { "page cache" } else { "" });
-        }
-        let around = cold::wants_direct_reads(&files, &extents)?;
-        let mut target = ToDevice {
-            memory: to.memory,
-            blocks: &self.layout.blocks,
-            places,
-            streams,
-            pool: to.pool,
-            around_the_cache: &|source| {
-                if around { cold::around_the_cache(source, counters) } else { None }
-            },
-            reader_memory: if around { cold::READER_MEMORY } else { 0 },
-            direct: direct.as_ref(),
-            share: None,
-        };
-        let reading = Reading {
-            files: &files,
-            extents: &extents,
-            codec: headers,
-            verify: options.verify,
-            decrypts: headers.decrypts(),
-            readers: options.readers,
-            memory: options.memory,
-        };
-        read(&reading, &mut target, counters, cancel)
-    }
-
-    /// Brings tensors, as they are numbered in the order of the file, to host memory, and from there to
-    /// the device.
-    fn through_host(
-        &self,
-        tensors: &[usize],
-        to: &Destination<'_>,
-        streams: &Streams,
-        options: &LoadOptions,
-        counters: &Counters,
-        cancel: &dyn Cancel,
+        file: &TensorFile,
+        numbers: &[usize],
+        places: &[Place],
     ) -> Result<Vec<KeptHeader>> {
-        let all = self.selection.numbers();
-        let numbers = listed(tensors.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
-        let options = LoadOptions { map: false, ..*options };
-        let loaded = load_counted(self.selection.file, &numbers, &options, counters, cancel)?;
-        let data = loaded.iter().map(|tensor| match self.selection.file.entry(tensor.number()) {
+        let options = LoadOptions { map: false, ..*self.options };
+        let loaded = load_counted(file, numbers, &options, self.counters, self.cancel)?;
+        let data = loaded.iter().map(|tensor| match file.entry(tensor.number()) {
             Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
             _ => &[],
         });
-        let uri = self.selection.file.uri();
-        let sources = listed(data.map(|bytes| MemorySource::new(bytes, uri)), LISTS)?;
+        let sources = listed(data.map(|bytes| MemorySource::new(bytes, file.uri())), LISTS)?;
         let files = listed(sources.iter().map(|source| source as &dyn ReadAt), LISTS)?;
         let extents = files.iter().enumerate().map(|(file, source)| Extent {
             file,
             data_len: source.capabilities().len.unwrap_or(0),
             ..Extent::default()
         });
-        let extents = listed(extents, LISTS)?;
-        let places = tensors.iter().filter_map(|&tensor| self.layout.places.get(tensor).copied());
-        let places = listed(places, LISTS)?;
         // The bytes were counted when they were loaded.
-        let uncounted = Counters::default();
-        let options = &LoadOptions { readers: Some(1), ..options };
-        self.copy(&files, &extents, &places, to, streams, options, &uncounted, cancel)?;
+        let (options, uncounted) =
+            (LoadOptions { readers: Some(1), ..options }, Counters::default());
+        let copies = Upload { options: &options, counters: &uncounted, ..*self };
+        copies.copy(&files, &listed(extents, LISTS)?, places)?;
         listed(loaded.into_iter().map(|tensor| tensor.header), LISTS)
     }
 }

@@ -22,7 +22,7 @@ use crate::sys::brief::Brief;
 pub struct TensorFile {
     uri: String,
     sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
-    catalog: Catalog,
+    catalog: Arc<Catalog>,
     /// What only `.tensors` files have.
     own: Option<Arc<Own>>,
     heads: Arc<[CachedHead]>,
@@ -55,6 +55,7 @@ impl TensorFile {
         heads: Vec<CachedHead>,
     ) -> Self {
         let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
+        let catalog = Arc::new(catalog);
         TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
     }
 
@@ -87,10 +88,16 @@ impl TensorFile {
             metadata: Arc::clone(&self.catalog.metadata),
             promised: BTreeMap::new(),
         };
+        TensorFile { catalog: Arc::new(catalog), ..self.again() }
+    }
+
+    /// The same file once more, which stays open when this one is closed.
+    #[doc(hidden)]
+    pub fn again(&self) -> Self {
         TensorFile {
             uri: self.uri.clone(),
             sources: Brief::new(self.sources()),
-            catalog,
+            catalog: Arc::clone(&self.catalog),
             own: self.own.clone(),
             heads: Arc::clone(&self.heads),
             proven: Arc::clone(&self.proven),

@@ -48,7 +48,7 @@ impl<'s> Headers<'s> {
         Ok(Headers { selection, verify, decryptor, kept, see })
     }
 
-    /// Whether data are decrypted.
+    /// True if data are decrypted.
     pub fn decrypts(&self) -> bool {
         self.decryptor.is_some()
     }
@@ -153,6 +153,7 @@ pub fn see_headers(
             decrypts: false,
             readers: None,
             memory: MemoryLimit::default(),
+            receiver: None,
         };
         read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
         headers.into_kept()

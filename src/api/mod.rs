@@ -6,6 +6,7 @@ pub mod device;
 pub mod file;
 mod head;
 pub mod headers;
+pub mod iterate;
 mod known;
 mod least;
 pub mod load;

@@ -9,8 +9,8 @@ use super::load_options::LoadOptions;
 use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
-use crate::engine::crew;
-use crate::engine::workers::{self, Control, Crew};
+use crate::engine::worker_range;
+use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::resize;
 use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
@@ -44,7 +44,7 @@ impl TensorFile {
         if !sources.iter().any(|source| source.capabilities().of_hub) {
             return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
-        let memory = crew::limit(options.memory, &borrowed(&sources))?;
+        let memory = worker_range::limit(options.memory, &borrowed(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
@@ -172,14 +172,14 @@ fn compare(
     let Some(traits) = Capabilities::of_all(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
     let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
-    let crew = Crew::of(&traits, options.readers);
+    let range = WorkerRange::of(&traits, options.readers);
     let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
     let reader = traits.reader_memory.saturating_add(piece);
-    let needs = LoadNeeds { readers: crew.most, reader, ..LoadNeeds::default() };
-    let crew = crew.at_most(memory.load(&needs)?.readers);
-    workers::run_adapting(crew, cancel, |control, _| {
+    let needs = LoadNeeds { readers: range.most, reader, ..LoadNeeds::default() };
+    let range = range.at_most(memory.load(&needs)?.readers);
+    workers::run_adapting(range, cancel, |control, _| {
         let mut buffer = Vec::new();
-        while !control.stopped() && !control.surplus() {
+        while !control.stopped() && !control.is_retired() {
             let turn = next.fetch_add(1, Ordering::Relaxed);
             let piece = turn / count;
             if piece >= rounds {

@@ -50,8 +50,18 @@ impl TensorFile {
     /// The same file, with slices of some of its tensors as its only tensors, in the order given and
     /// under the names of the tensors. Of one tensor there may be several.
     pub fn sliced(&self, slices: Vec<(usize, Slice)>) -> Result<Self> {
+        self.with_slices(slices.into_iter().map(|(number, slice)| (number, Some(slice))))
+    }
+
+    /// The same with whole tensors among them: those without a slice.
+    #[doc(hidden)]
+    pub fn with_slices(
+        &self,
+        slices: impl IntoIterator<Item = (usize, Option<Slice>)>,
+    ) -> Result<Self> {
         let entries = slices.into_iter().map(|(number, slice)| {
             let entry = self.entry(number)?;
+            let Some(slice) = slice else { return Ok(entry.clone()) };
             let shape: Box<[u64]> =
                 slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
             if Runs::new(entry.dtype.size(), &entry.shape, &slice).is_none()
@@ -200,6 +210,7 @@ impl SliceLoad<'_> {
             decrypts: true,
             readers: options.readers,
             memory: options.memory,
+            receiver: None,
         };
         read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
     }
@@ -278,6 +289,7 @@ impl Round<'_> {
             decrypts: false,
             readers: options.readers,
             memory: options.memory,
+            receiver: None,
         };
         if !self.direct.is_empty() {
             let mut target = Host::new(self.to_direct, Vec::new());

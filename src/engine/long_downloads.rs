@@ -1,15 +1,15 @@
 //! A download of 140 GB from S3 by simulation: requests, connections, memory, signatures. Nothing is
-//! measured: the plan, the pace and the times of renewal are those of a load, the network is a line
+//! measured: the plan, the controller and the times of renewal are those of a load, the network is a line
 //! that all connections share.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #![allow(clippy::cast_precision_loss)]
 
 use std::time::{Duration, SystemTime};
 
-use crate::engine::pace::{Pace, Sample};
+use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::engine::plan::{Extent, partition};
 use crate::engine::target::{Target, host::Host};
-use crate::engine::workers::Crew;
+use crate::engine::workers::WorkerRange;
 use crate::io::auth::good_until;
 use crate::io::http;
 use crate::io::object::s3::signed_until;
@@ -98,20 +98,20 @@ fn download(line: f64, signing: &mut Signing) -> Took {
     let options =
         TransportOptions { connections: None, ..TransportOptions::from_environment().unwrap() };
     let traits = http::capabilities(Some(extents.last().unwrap().end()), &options);
-    let crew = Crew::of(&traits, None);
-    let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, crew, total, false);
+    let range = WorkerRange::of(&traits, None);
+    let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, range, total, false);
     let batches = partition(&extents, &limits).unwrap();
     assert_eq!(batches.iter().map(|batch| batch.len()).sum::<u64>(), total);
 
-    let mut pace = Pace::new(crew.first, crew.most, 16);
+    let mut controller = ConcurrencyController::new(range.first, range.most, 16);
     let (mut now, mut bytes) = (Sample::default(), 0.0);
-    let mut counts = vec![0usize; crew.most + 1];
+    let mut counts = vec![0usize; range.most + 1];
     let mut queue = batches.iter().map(|batch| batch.len());
     // For each connection when its answer begins, and how many bytes are left of it.
     let mut running: Vec<(Duration, f64)> = Vec::new();
     let mut requests = 0;
     loop {
-        let wanted = pace.look(&now);
+        let wanted = controller.look(&now);
         running.retain(|&(_, left)| left > 0.0);
         while running.len() < wanted {
             let Some(len) = queue.next() else { break };

@@ -2,15 +2,18 @@
 //! bytes come from and go to.
 
 pub mod cold;
-pub mod crew;
+pub mod concurrency;
 pub mod download;
+mod file_handles;
+pub mod landing;
 #[cfg(all(test, feature = "s3"))]
 mod long_downloads;
 mod order;
-pub mod pace;
 pub mod plan;
 pub mod read;
+mod read_task;
+mod reading;
 pub mod target;
-mod way;
+pub mod worker_range;
 pub mod workers;
 pub mod write;

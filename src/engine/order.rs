@@ -1,6 +1,6 @@
 //! In which order batches are read.
 
-use super::plan::{Batch, Extent, PLAN, SegmentKind};
+use super::plan::{Batch, Extent, PLAN, Segment, SegmentKind};
 use super::target::Target;
 use crate::error::Result;
 use crate::fallible::{collected, listed, with_room};
@@ -39,13 +39,26 @@ pub fn jobs<T: Target>(
     listed(jobs.into_iter().map(|(_, job)| job), PLAN)
 }
 
+/// The first and the last tensor of a job; None if it has none.
+pub fn outer_tensors<J>(job: &[(Batch, J)]) -> Option<(usize, usize)> {
+    let segments = job.iter().flat_map(|(batch, _)| &batch.segments);
+    let mut tensors = segments.filter_map(tensor_of);
+    let first = tensors.next()?;
+    let back = job.iter().rev().flat_map(|(batch, _)| batch.segments.iter().rev());
+    Some((first, back.filter_map(tensor_of).next().unwrap_or(first)))
+}
+
+fn tensor_of(segment: &Segment) -> Option<usize> {
+    match segment.kind {
+        SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+        SegmentKind::Gap => None,
+    }
+}
+
 /// The tensor that all of a job is of, header and data; None if it is of several.
 pub fn only_tensor<J>(job: &[(Batch, J)]) -> Option<usize> {
     let segments = job.iter().flat_map(|(batch, _)| &batch.segments);
-    let mut tensors = segments.filter_map(|segment| match segment.kind {
-        SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
-        SegmentKind::Gap => None,
-    });
+    let mut tensors = segments.filter_map(tensor_of);
     let first = tensors.next()?;
     tensors.all(|tensor| tensor == first).then_some(first)
 }

@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::cancel::{Cancel, POLL};
-use crate::engine::pace::{Pace, Sample};
+use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::error::{Error, Result};
 use crate::io::Capabilities;
 use crate::mem::Progress;
@@ -21,25 +21,25 @@ const TICK: Duration = Duration::from_millis(5);
 
 /// How many workers a call has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Crew {
+pub struct WorkerRange {
     /// At its beginning.
     pub first: usize,
     /// At most.
     pub most: usize,
 }
 
-impl Crew {
+impl WorkerRange {
     /// Always the same number.
     pub fn fixed(workers: usize) -> Self {
-        Crew { first: workers, most: workers }
+        WorkerRange { first: workers, most: workers }
     }
 
     /// As many as the caller has asked for, or as suits the source.
     pub fn of(traits: &Capabilities, asked: Option<usize>) -> Self {
         let allowed = |number: usize| number.clamp(1, traits.max_readers.max(1));
         match asked {
-            Some(number) => Crew::fixed(allowed(number)),
-            None => Crew {
+            Some(number) => WorkerRange::fixed(allowed(number)),
+            None => WorkerRange {
                 first: allowed(traits.first_readers.min(traits.most_readers)),
                 most: allowed(traits.most_readers),
             },
@@ -54,7 +54,7 @@ impl Crew {
 
     /// The same, but no more than there is work for.
     pub fn at_most(self, work: usize) -> Self {
-        Crew { first: self.first.min(work), most: self.most.min(work) }
+        WorkerRange { first: self.first.min(work), most: self.most.min(work) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Control<'_> {
 
     /// Whether this worker is to end, between two pieces of work, because more workers did not
     /// help. It must end if so; at least one never hears it.
-    pub fn surplus(&self) -> bool {
+    pub fn is_retired(&self) -> bool {
         let mut count = self.shared.count();
         let left = count.running > count.wanted.max(1);
         if left {
@@ -140,13 +140,13 @@ impl Control<'_> {
 }
 
 impl<'c> Shared<'c> {
-    fn new(crew: Crew, caller: &'c dyn Cancel, inline: bool) -> Self {
+    fn new(range: WorkerRange, caller: &'c dyn Cancel, inline: bool) -> Self {
         Shared {
             stopped: AtomicBool::new(false),
             error: Mutex::new(None),
             caller,
             inline: AtomicBool::new(inline),
-            count: Mutex::new(Count { running: 0, wanted: crew.first }),
+            count: Mutex::new(Count { running: 0, wanted: range.first }),
             heard: AtomicUsize::new(0),
             ending: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
@@ -211,25 +211,35 @@ pub fn run(
     cancel: &dyn Cancel,
     work: impl Fn(&Control<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
-    run_adapting(Crew::fixed(threads), cancel, |control, _| work(control))
+    run_adapting(WorkerRange::fixed(threads), cancel, |control, _| work(control))
 }
 
-/// The same with as many threads as help, see [`Pace`]: they tell what they have moved, and ask
+/// The same with as many threads as help, see [`ConcurrencyController`]: they tell what they have moved, and ask
 /// between two pieces of work whether to go on. `work` is told how many were started before. One
 /// that returns without having been told to has found no more work.
 pub fn run_adapting(
-    crew: Crew,
+    range: WorkerRange,
     cancel: &dyn Cancel,
     work: impl Fn(&Control<'_>, usize) -> Result<()> + Sync,
 ) -> Result<()> {
-    let inline = crew.most <= 1;
-    let shared = Shared::new(crew, cancel, inline);
+    run_while(range, cancel, work, &mut || Ok(false))
+}
+
+/// The same. Meanwhile the calling thread calls `meanwhile`, until that says that there is no more to
+/// do.
+pub fn run_while(
+    range: WorkerRange,
+    cancel: &dyn Cancel,
+    work: impl Fn(&Control<'_>, usize) -> Result<()> + Sync,
+    meanwhile: &mut dyn FnMut() -> Result<bool>,
+) -> Result<()> {
+    let inline = range.most <= 1;
+    let shared = Shared::new(range, cancel, inline);
     let attempt = |control: &Control<'_>, number: usize| {
-        if let Err(error) = work(control, number) {
-            shared.fail(error);
-        }
+        work(control, number).unwrap_or_else(|error| shared.fail(error));
     };
     if inline {
+        while meanwhile()? {}
         attempt(&shared.control(), 0);
         return shared.outcome();
     }
@@ -246,33 +256,47 @@ pub fn run_adapting(
                 let worker = Worker { control, alive, caller };
                 attempt(&worker.control, number);
             };
-            let name = "tensorizer".to_owned();
-            let started = thread::Builder::new().name(name).spawn_scoped(scope, worker);
-            if started.is_err() {
+            let named = thread::Builder::new().name("tensorizer".to_owned());
+            let started = named.spawn_scoped(scope, worker).ok();
+            if started.is_none() {
                 shared.count().running -= 1;
                 alive.fetch_sub(1, Ordering::Relaxed);
             }
-            started.ok()
+            started
         };
-        let mut handles: Vec<_> = (0..crew.first.max(1)).map_while(start).collect();
+        let mut handles: Vec<_> = (0..range.first.max(1)).map_while(start).collect();
+        let (mut watch, mut more) = (Watch::new(range, &shared), true);
         // A process that may not have more threads goes on with those that it has.
         if handles.is_empty() {
             shared.inline.store(true, Ordering::Relaxed);
+            while one_step(meanwhile, &shared) {}
             attempt(&shared.control(), 0);
         }
-        let mut watch = Watch::new(crew, &shared);
         while alive.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(watch.tick());
-            for _ in 0..watch.missing() {
-                match start(handles.len()) {
-                    Some(handle) => handles.push(handle),
-                    None => watch.pace = None,
-                }
+            more = more && one_step(meanwhile, &shared);
+            if !more {
+                thread::park_timeout(watch.tick());
             }
+            let missing = watch.missing();
+            let begun = handles.len();
+            handles.extend((begun..begun + missing).map_while(start));
+            watch.controller = watch.controller.filter(|_| handles.len() >= begun + missing);
         }
         handles.into_iter().for_each(join);
+        while more && one_step(meanwhile, &shared) {}
     });
     shared.outcome()
+}
+
+/// Does a step of what the calling thread does; true if there is more to do.
+fn one_step(meanwhile: &mut dyn FnMut() -> Result<bool>, shared: &Shared<'_>) -> bool {
+    if shared.stopped() {
+        return false;
+    }
+    meanwhile().unwrap_or_else(|error| {
+        shared.fail(error);
+        false
+    })
 }
 
 /// The scope would only wait for the work; joined threads are gone from the process.
@@ -312,19 +336,19 @@ struct Watch<'s, 'c> {
     begun: Instant,
     asked: Instant,
     /// None where the number of workers stays.
-    pace: Option<Pace>,
+    controller: Option<ConcurrencyController>,
 }
 
 impl<'s, 'c> Watch<'s, 'c> {
-    fn new(crew: Crew, shared: &'s Shared<'c>) -> Self {
+    fn new(range: WorkerRange, shared: &'s Shared<'c>) -> Self {
         let now = Instant::now();
-        let pace =
-            (crew.first < crew.most).then(|| Pace::new(crew.first, crew.most, crate::cpu_count()));
-        Watch { shared, begun: now, asked: now, pace }
+        let controller = (range.first < range.most)
+            .then(|| ConcurrencyController::new(range.first, range.most, crate::cpu_count()));
+        Watch { shared, begun: now, asked: now, controller }
     }
 
     fn tick(&self) -> Duration {
-        if self.pace.is_some() { TICK } else { POLL }
+        if self.controller.is_some() { TICK } else { POLL }
     }
 
     /// Looks for an interrupt, and how many workers are to be started.
@@ -341,9 +365,9 @@ impl<'s, 'c> Watch<'s, 'c> {
         }
         // Whoever found no more work has shown that there is none for others.
         let ending = self.shared.ending.load(Ordering::Relaxed);
-        let Some(pace) = self.pace.as_mut().filter(|_| !ending) else { return 0 };
+        let Some(controller) = self.controller.as_mut().filter(|_| !ending) else { return 0 };
         let sample = self.shared.sample(self.begun);
-        let wanted = pace.look(&sample);
+        let wanted = controller.look(&sample);
         let mut count = self.shared.count();
         count.wanted = wanted;
         wanted.saturating_sub(count.running)
@@ -363,25 +387,25 @@ mod tests {
     fn a_silent_source_gets_as_many_as_it_may_have() {
         let most = 9;
         let started = AtomicUsize::new(0);
-        run_adapting(Crew { first: 2, most }, &Never, |control, number| {
+        let work = |control: &Control<'_>, number| {
             assert!(number < most);
             started.fetch_add(1, Ordering::Relaxed);
             while started.load(Ordering::Relaxed) < most && !control.stopped() {
                 thread::sleep(TICK);
             }
             Ok(())
-        })
-        .unwrap();
+        };
+        run_adapting(WorkerRange { first: 2, most }, &Never, work).unwrap();
         assert_eq!(started.into_inner(), most);
     }
 
     #[test]
     fn the_last_worker_is_never_too_many() {
-        let shared = Shared::new(Crew { first: 3, most: 8 }, &Never, false);
+        let shared = Shared::new(WorkerRange { first: 3, most: 8 }, &Never, false);
         *shared.count() = Count { running: 3, wanted: 0 };
         let workers = [shared.control(), shared.control(), shared.control()];
         workers.iter().for_each(|worker| worker.arrived(1));
-        let told = workers.each_ref().map(Control::surplus);
+        let told = workers.each_ref().map(Control::is_retired);
         assert_eq!(told, [true, true, false]);
         assert_eq!(shared.count().running, 1);
         assert_eq!(shared.heard.load(Ordering::Relaxed), 1);
@@ -389,10 +413,10 @@ mod tests {
 
     #[test]
     fn nobody_is_started_when_there_is_no_more_work_or_it_is_time_to_stop() {
-        let crew = Crew { first: 2, most: 64 };
+        let range = WorkerRange { first: 2, most: 64 };
         for (ending, stopped, missing) in [(false, false, 4), (true, false, 0), (false, true, 0)] {
-            let shared = Shared::new(crew, &Never, false);
-            let mut watch = Watch::new(crew, &shared);
+            let shared = Shared::new(range, &Never, false);
+            let mut watch = Watch::new(range, &shared);
             // Silence for long enough.
             watch.begun = watch.begun.checked_sub(Duration::from_secs(1)).unwrap();
             shared.ending.store(ending, Ordering::Relaxed);
@@ -403,8 +427,8 @@ mod tests {
 
     #[test]
     fn the_first_error_ends_all_and_is_told() {
-        let crew = Crew { first: 3, most: 6 };
-        let outcome = run_adapting(crew, &Never, |control, number| {
+        let range = WorkerRange { first: 3, most: 6 };
+        let work = |control: &Control<'_>, number| {
             if number == 1 {
                 return Err(Error::Closed("on purpose".to_owned()));
             }
@@ -412,7 +436,8 @@ mod tests {
                 thread::sleep(TICK);
             }
             control.check()
-        });
+        };
+        let outcome = run_adapting(range, &Never, work);
         assert!(matches!(outcome, Err(Error::Closed(_))));
     }
 }

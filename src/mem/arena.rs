@@ -134,7 +134,7 @@ impl Arena {
             // SAFETY: `offset` lies within the block that `base` begins, as checked above.
             start: unsafe { base.add(offset) },
             len,
-            _owner: Some(Arc::clone(&owner)),
+            owner: Some(Arc::clone(&owner)),
         });
         listed(buffers, LISTS)
     }
@@ -147,7 +147,7 @@ struct Owner(#[allow(dead_code)] Memory);
 pub struct HostBuffer {
     start: NonNull<u8>,
     len: usize,
-    _owner: Option<Arc<Owner>>,
+    owner: Option<Arc<Owner>>,
 }
 
 // SAFETY: the range is exclusive to this value (checked when it was made), and the mapping that
@@ -159,7 +159,7 @@ unsafe impl Sync for HostBuffer {}
 impl HostBuffer {
     /// No bytes.
     pub fn empty() -> Self {
-        HostBuffer { start: NonNull::dangling(), len: 0, _owner: None }
+        HostBuffer { start: NonNull::dangling(), len: 0, owner: None }
     }
 
     /// Where the bytes are; valid as long as this value lives.
@@ -167,9 +167,90 @@ impl HostBuffer {
         self.start.as_ptr()
     }
 
+    /// `len` zeroed bytes of its own.
+    pub fn zeroed(len: usize) -> Result<Self> {
+        let mut whole = Arena::new(len)?.freeze(&[(0, len)])?;
+        whole.pop().ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))
+    }
+
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: exclusive range of live, initialised memory, see the `Send` proof.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    /// The bytes, to be written to.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// A copy in memory of its own.
+    pub fn copied(&self) -> Result<Self> {
+        let mut copy = Self::zeroed(self.len)?;
+        copy.bytes_mut().copy_from_slice(self.bytes());
+        Ok(copy)
+    }
+}
+
+/// A buffer of which pieces are being filled on several threads.
+pub struct Unfilled {
+    buffer: HostBuffer,
+    /// The first position of the next piece.
+    next: usize,
+}
+
+impl Unfilled {
+    /// `len` zeroed bytes.
+    pub fn new(len: usize) -> Result<Self> {
+        Ok(Unfilled { buffer: HostBuffer::zeroed(len)?, next: 0 })
+    }
+
+    /// The bytes from `at` on; pieces come in rising order and do not overlap.
+    pub fn piece(&mut self, at: usize, len: usize) -> Result<Piece> {
+        let end = at.checked_add(len).filter(|&end| at >= self.next && end <= self.buffer.len);
+        let bug = || Error::Bug(format!("a piece of {len} bytes at {at} of a buffer"));
+        self.next = end.ok_or_else(bug)?;
+        // SAFETY: within the buffer, as checked above.
+        let start = unsafe { self.buffer.start.add(at) };
+        Ok(Piece { start, len, owner: self.buffer.owner.clone() })
+    }
+
+    /// The buffer, once all pieces were dropped.
+    pub fn filled(mut self) -> Result<HostBuffer> {
+        let in_use = self.buffer.owner.as_mut().is_some_and(|owner| Arc::get_mut(owner).is_none());
+        if in_use {
+            return Err(Error::Bug("a buffer of which pieces are in use".to_owned()));
+        }
+        Ok(self.buffer)
+    }
+}
+
+/// Bytes of a buffer that is being filled, which nothing else reads or writes.
+pub struct Piece {
+    start: NonNull<u8>,
+    len: usize,
+    owner: Option<Arc<Owner>>,
+}
+
+// SAFETY: the range is exclusive to this value until it is dropped (`Unfilled::piece` gives out each
+// byte once, and `Unfilled::filled` waits for the drop); `owner` keeps the memory.
+unsafe impl Send for Piece {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Piece {}
+
+impl Piece {
+    /// The bytes, to be written to.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        debug_assert!(self.owner.is_some(), "memory that nothing keeps");
+        // SAFETY: exclusive range of live, initialised memory, see the `Send` proof.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
@@ -206,6 +287,25 @@ mod tests {
         drop(buffers.remove(0));
         assert_eq!(buffers[1].bytes()[0], 7);
         assert_eq!(buffers[1].bytes().len(), 1 << 20);
+    }
+
+    #[test]
+    fn pieces_are_disjoint_and_keep_their_buffer_from_being_used() {
+        let mut unfilled = Unfilled::new(100).unwrap();
+        let (mut first, mut last) =
+            (unfilled.piece(0, 30).unwrap(), unfilled.piece(50, 50).unwrap());
+        assert!(unfilled.piece(99, 1).is_err() && unfilled.piece(100, 1).is_err());
+        first.bytes_mut().fill(1);
+        last.bytes_mut().fill(2);
+        drop(last);
+        assert!(unfilled.filled().is_err());
+        let mut unfilled = Unfilled::new(3).unwrap();
+        unfilled.piece(1, 2).unwrap().bytes_mut().fill(7);
+        let filled = unfilled.filled().unwrap();
+        assert_eq!(
+            (filled.bytes(), filled.copied().unwrap().bytes()),
+            (&[0, 7, 7][..], &[0, 7, 7][..])
+        );
     }
 
     #[test]

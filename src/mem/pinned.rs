@@ -7,6 +7,7 @@
 
 mod buffers;
 mod lease;
+mod returns;
 mod share;
 
 use std::collections::HashMap;
@@ -24,7 +25,7 @@ use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
 use crate::sys::sync::{Mutex, MutexGuard, thread};
-use buffers::{Buffer, Inner, POLL, State, Waiter};
+use buffers::{Buffer, Inner, State, Waiter};
 
 /// Bytes that are allocated and pinned together: of which a reader has the most when readers need
 /// them at the same time, and far below what drivers refuse to pin at once.
@@ -267,7 +268,8 @@ impl<'p> Ticket<'p> {
             let wait = {
                 let mut state = pool.state();
                 let ahead = state.ahead(Some(self.number), share);
-                if ahead == 0 {
+                // Free buffers first: a look at those on their way costs calls of the driver.
+                if ahead == 0 && state.free.len() < buffers {
                     state.reap_on(device)?;
                 }
                 let has = share.is_none_or(|share| share.has(buffers));
@@ -282,11 +284,12 @@ impl<'p> Ticket<'p> {
                 // Memory is pinned by all who will need some, at the same time.
                 let there = state.free.len() + state.coming;
                 let wanted = there < buffers.saturating_mul(ahead + 1) && under_way < pool.plenty;
+                let rest = if ahead > 0 || under_way == 0 { IDLE } else { state.returns.rest() };
                 drop(state);
                 if has && wanted && pool.grow(buffers, share.map(Arc::as_ref), device)? {
                     continue;
                 }
-                if ahead > 0 || under_way == 0 { IDLE } else { POLL }
+                rest
             };
             cancel.check()?;
             if !idle()? {

@@ -49,7 +49,6 @@ impl<T> Inherited<T> {
     }
 
     /// Who made it.
-    #[cfg(any(feature = "http", feature = "redis"))]
     pub fn maker(&self) -> Maker {
         self.maker
     }

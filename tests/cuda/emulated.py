@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,11 +27,14 @@ def _bind(name, result, *arguments):
 
 _stat = _bind("fake_cuda_stat", ctypes.c_uint64, ctypes.c_char_p)
 _calls = _bind("fake_cuda_calls", ctypes.c_uint64, ctypes.c_char_p)
+_calls_text = _bind("fake_cuda_calls_text", ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64)
+_bytes = _bind("fake_cuda_bytes", ctypes.c_bool, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p)
 _fail = _bind("fake_cuda_fail", None, ctypes.c_char_p)
 _pause = _bind("fake_cuda_pause", None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 _delay = _bind("fake_cuda_delay", None, ctypes.c_uint64)
 _launch = _bind("cudaLaunchHostFunc", ctypes.c_int, ctypes.c_void_p, _Function, ctypes.c_void_p)
 heal = _bind("fake_cuda_heal", None)
+reset = _bind("fake_cuda_reset", None)
 report_here = _bind("fake_cuda_report_here", None)
 
 
@@ -40,8 +44,23 @@ def stat(name):
 
 
 def calls(name):
-    """Return how often a function was called since the last `fail`."""
+    """Return how often a function was called since the last `fail` or `reset`."""
     return _calls(name.encode())
+
+
+def calls_by_name():
+    """Return the count of each function that was called since the last `fail` or `reset`."""
+    text = ctypes.create_string_buffer(_calls_text(None, 0))
+    _calls_text(text, len(text))
+    lines = (line.split() for line in text.value.decode().splitlines())
+    return {name: int(count) for name, count in lines}
+
+
+def device_bytes(address, size):
+    """Return bytes of device memory as they are now, without a stream."""
+    found = ctypes.create_string_buffer(size)
+    assert _bytes(address, size, found), "not in one allocation"
+    return found.raw
 
 
 def fail(rules):
@@ -96,3 +115,18 @@ def run(code, *args, **env):
         timeout=100,
         env=env,
     )
+
+
+def passes(code, **env):
+    """Run a program that must succeed and in which the emulator finds nothing wrong."""
+    done = run(code, **env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "PROBLEM" not in done.stderr, done.stderr[-2000:]
+    return done
+
+
+def is_found(problem, code, **env):
+    """Run a program that the emulator must abort with a problem."""
+    done = run(code, **env)
+    assert f"FAKE_CUDA PROBLEM: {problem}" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == -signal.SIGABRT

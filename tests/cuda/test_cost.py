@@ -4,6 +4,7 @@ import json
 import os
 
 import emulated
+import pytest
 
 #: Loads a file twice and prints the calls of the second time.
 LOAD = """
@@ -15,7 +16,8 @@ for _ in range(2):
     torch.cuda.synchronize()
     counted = {name: emulated.calls(name) for name in (
         "cuCtxPushCurrent", "cuThreadExchangeStreamCaptureMode", "cuMemcpyHtoDAsync",
-        "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamCreate", "cuMemHostRegister",
+        "cuMemcpyBatchAsync", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamCreate",
+        "cuMemHostRegister",
     )}
     counted["threads"] = tensorizer.stats()["threads"]
     del tensors
@@ -42,14 +44,15 @@ def check(calls, buffers, copies):
     # Waiting for the consumer before and after, for two streams.
     fixed = 16
     assert calls["cuStreamCreate"] == calls["cuMemHostRegister"] == 0
-    assert calls["cuEventCreate"] <= 8
+    # Events that order streams, and the end of what had a block's memory before.
+    assert calls["cuEventCreate"] <= 12
     assert calls["cuEventRecord"] <= buffers + fixed
     # To look for buffers that are free again, and to begin copies.
     assert calls["cuCtxPushCurrent"] <= 2 * buffers + fixed
     assert calls["cuThreadExchangeStreamCaptureMode"] == 2 * calls["cuCtxPushCurrent"]
     # Buffers come back in the order of their streams: what has not passed is asked again.
     assert calls["cuEventQuery"] <= 4 * buffers + fixed
-    assert calls["cuMemcpyHtoDAsync"] <= copies
+    assert calls["cuMemcpyHtoDAsync"] + calls["cuMemcpyBatchAsync"] <= copies
 
 
 def test_large_tensors(tmp_path):
@@ -62,6 +65,39 @@ def test_small_tensors(tmp_path):
     """64 MiB in 4,096 tensors: images of the file, one copy for each staging buffer."""
     calls = counted(tmp_path / "f", 4096, 16 << 10)
     check(calls, buffers=21, copies=21 + 4)
+
+
+SMALL = """
+import json, sys, tensorizer
+path, how = sys.argv[1], sys.argv[2]
+given = {name: t.cuda() for name, t in tensorizer.load(path, "cpu").items()}
+for _ in range(2):
+    emulated.reset()
+    if how == "iterate":
+        count = sum(1 for _ in tensorizer.iterate(path, "cuda"))
+    elif how == "clone":
+        count = len(tensorizer.load(path, "cuda", clone=True))
+    else:
+        count = len(tensorizer.load(path, out=given))
+    torch.cuda.synchronize()
+    calls = emulated.calls_by_name()
+print(json.dumps([count, sum(n for name, n in calls.items() if name.startswith("cu")
+                             and not name.startswith("cuda"))]))
+"""
+
+
+@pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.parametrize("how", ["iterate", "clone", "out"])
+def test_small_tensors_in_memory_of_their_own_share_calls_of_the_driver(tmp_path, how, batches):
+    """A quarter of a call each; as many as one each, and a few, where a driver has no batches."""
+    written = emulated.run(WRITE, tmp_path / "f", 2000, 1024)
+    assert written.returncode == 0, written.stderr
+    settings = {"FAKE_CUDA_POISON": "0"} | ({} if batches else {"FAKE_CUDA_NO_BATCH": "1"})
+    loaded = emulated.run(SMALL, tmp_path / "f", how, **settings)
+    assert loaded.returncode == 0, loaded.stderr
+    count, calls = json.loads(loaded.stdout)
+    assert count == 2000
+    assert calls < (500 if batches else 3000), calls
 
 
 def test_readers_of_what_is_in_memory(tmp_path):

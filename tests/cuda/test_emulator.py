@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from emulated import run
+from emulated import is_found, passes, run
 
 #: Of the run time, for what torch itself does not do wrong.
 RUNTIME = """
@@ -25,20 +25,6 @@ def allocate(size):
 def copy(to, source, size, stream=None):
     return call("cudaMemcpyAsync", to, source, ctypes.c_size_t(size), HOST_TO_DEVICE, stream)
 """
-
-
-def passes(code, **env):
-    done = run(code, **env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "PROBLEM" not in done.stderr
-    return done
-
-
-def is_found(problem, code):
-    """The program is aborted."""
-    done = run(code)
-    assert f"FAKE_CUDA PROBLEM: {problem}" in done.stderr, done.stderr[-2000:]
-    assert done.returncode == -signal.SIGABRT
 
 
 RACE = """
@@ -176,7 +162,7 @@ x.copy_(host, non_blocking=True)
 host.fill_(2)
 torch.cuda.synchronize()
 """
-    is_found("cudaMemcpyAsync: 4000 bytes of pinned memory", code.format(wait=""))
+    is_found("cudaMemcpyAsync: 4000 bytes of host memory", code.format(wait=""))
     wait = "torch.cuda.current_stream().synchronize()"
     passes(code.format(wait=wait) + "assert x.cpu().eq(1).all()")
 

@@ -166,6 +166,18 @@ def test_groups(ranks, folder, program):
     ranks.run(f"groups.{program}", 4, folder)
 
 
+def test_tensors_come_one_by_one_in_every_format(ranks, folder):
+    ranks.run("one_by_one.every_format", 3, folder, FORMATS)
+
+
+def test_ranks_take_other_tensors_one_by_one(ranks, folder):
+    ranks.run("one_by_one.other_wants", 2, folder)
+
+
+def test_a_rank_that_closes_its_iterator_ends_those_of_the_others(ranks, folder):
+    assert ranks.run("one_by_one.closed_early", 3, folder) == ["GroupError"] * 3
+
+
 def test_other_collectives_of_the_group_go_on(ranks, folder):
     assert min(ranks.run("groups.beside_others", 4, folder)) > 0
 

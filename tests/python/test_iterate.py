@@ -227,20 +227,6 @@ def test_threads_share_an_iterator(paths, tensors):
     assert sorted(found) == sorted(tensors)
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_and_no_hang(paths, monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=1 << 20)
-    next(iterator)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            list(iterator)
-    iterator.close()
-    assert list(iterator) == []
-
-
 def test_tensors_of_a_checkpoint_share_nothing(tmp_path):
     base = torch.arange(2_000_000, dtype=torch.float32)
     tensors = {"a": base, "b": base, "half": base[:1_000_000], "t": base.view(1000, 2000).t()}

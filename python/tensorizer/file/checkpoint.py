@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._errors import FormatError
 from .._native import Reader
-from .._types import Name
+from .._types import Name, Slice
 from ..tensors import devices
 from ..tensors.exchange import copied, take
 from .leaves import named_tensors, shown
@@ -178,12 +178,7 @@ class Checkpoint:
         """
         place = devices.number(device)
         tensors = [self._tensors[number] for number in numbers]
-        for number, tensor in zip(numbers, tensors, strict=True):
-            if tensor.record is None:
-                raise NotImplementedError(
-                    f"tensor {shown(self.reader.name(number))} was saved on the meta device, and "
-                    f"has no data ({self.reader.uri})"
-                )
+        self.refuse_without_data(numbers)
         alone = [t.direct or (not shared and not t.strided) for t in tensors]
         by_storage = {
             t.record
@@ -213,6 +208,20 @@ class Checkpoint:
         ]
         read = sum(self._lens[record] for record in missing)
         return made, read + self.reader.data_len(direct)
+
+    def refuse_without_data(self, numbers: Sequence[int]) -> None:
+        """Refuse tensors that were saved without data.
+
+        Raises:
+            NotImplementedError: One of them was saved on the ``meta`` device.
+
+        """
+        for number in numbers:
+            if self._tensors[number].record is None:
+                raise NotImplementedError(
+                    f"tensor {shown(self.reader.name(number))} was saved on the meta device, and "
+                    f"has no data ({self.reader.uri})"
+                )
 
     def _kept(self, record: int, device: torch.device) -> torch.Tensor | None:
         """Return the bytes of a storage that something still uses."""
@@ -249,16 +258,15 @@ class SlicedCheckpoint:
 
     Args:
         whole: The checkpoint.
-        slices: For each a tensor's number, and first index and end in each dimension.
+        slices: For each a tensor's number, and first index and end in each dimension, or None for
+            the whole tensor.
 
     Attributes:
         reader: A reader of the slices of contiguous tensors, which describes the others too.
 
     """
 
-    def __init__(
-        self, whole: Checkpoint, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]
-    ) -> None:
+    def __init__(self, whole: Checkpoint, slices: Sequence[Slice]) -> None:
         self.reader = whole.reader.sliced(slices)
         self._whole, self._slices = whole, slices
 
@@ -289,9 +297,18 @@ class SlicedCheckpoint:
             if number not in loaded:
                 of, ranges = self._slices[number]
                 (tensor,), read = self._whole.load([of], device, verify=verify, **options)
-                loaded[number] = copied(tensor[tuple(slice(*ends) for ends in ranges)])
+                loaded[number] = copied(tensor[tuple(slice(*ends) for ends in ranges or ())])
                 size += read
         return [loaded[number] for number in numbers], size
+
+    def refuse_without_data(self, numbers: Sequence[int]) -> None:
+        """Refuse slices of tensors that were saved without data.
+
+        Raises:
+            NotImplementedError: One of them was saved on the ``meta`` device.
+
+        """
+        self._whole.refuse_without_data([self._slices[number][0] for number in numbers])
 
     def strided(self, number: int) -> bool:
         """Tell whether the reader cannot load a slice, but only this."""

@@ -33,9 +33,18 @@ class Choice:
     shard: Shard | None
     device: torch.device | str | None
 
+    def of(self, file: TensorFile, progress: Progress) -> Chosen:
+        """Return what is chosen of a file.
+
+        Raises:
+            KeyError, IndexError, TypeError, ValueError, NotImplementedError: See ``load``.
+
+        """
+        return Chosen(self, file, progress)
+
     def load(self, file: TensorFile, progress: Progress) -> dict[Name, torch.Tensor]:
         """Return the tensors by name."""
-        return _Load(self, file, progress).load()
+        return self.of(file, progress).load()
 
     def load_together(
         self, file: TensorFile, members: Members, progress: Progress
@@ -44,7 +53,7 @@ class Choice:
         from .together import fill_together, is_read_by_each, made_for  # with a
         # group only: torch.distributed is slow to import
 
-        what, _ = members.together(lambda: _Load(self, file, progress))
+        what, _ = members.together(lambda: self.of(file, progress))
         if is_read_by_each(members, file):
             return members.together(what.load)[0]
         file.keeps_shared = False
@@ -53,7 +62,7 @@ class Choice:
         return what.named(places)
 
 
-class _Load:
+class Chosen:
     """A choice among the tensors of a file.
 
     Raises:
@@ -81,7 +90,7 @@ class _Load:
         self._given.update((n, given[name]) for name, n in self._numbers.items() if name in given)
         parts, self._rests = parts_of(file, self._numbers, choice.slices)
         self.wanted = Wanted(file, self._numbers.values(), self._with_shards(parts))
-        progress.total = sum(map(self.wanted.size, self.wanted.numbers))
+        progress.total = self.wanted.total()
 
     def _chosen(self) -> dict[Name, int]:
         """Return the numbers of the tensors by the names that they are returned under."""
@@ -102,6 +111,8 @@ class _Load:
 
     def _with_shards(self, parts: dict[int, Part]) -> dict[int, Part]:
         """Add what this process has of tensors that are cut among several."""
+        if self._choice.shard is None and not self._given:
+            return parts
         for name, number in self._numbers.items():
             shape = self._file.reader.describe(number)[1]
             given, part = self._given.get(number), None
@@ -118,6 +129,11 @@ class _Load:
                     _check_shape(name, given, shape)
                 parts[number] = part
         return parts
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors that are like no others."""
+        return self._default
 
     def device_of(self, number: int) -> torch.device:
         """Return where a tensor goes."""
@@ -149,13 +165,29 @@ class _Load:
         """Return tensors by name, in the form in which they were asked for."""
         if self._choice.out is not None:
             return {name: self._given[number] for name, number in self._numbers.items()}
-        named: dict[Name, torch.Tensor] = {}
-        for name, number in self._numbers.items():
-            tensor, given, rest = tensors[number], self._given.get(number), self._rests.get(number)
-            if sharding.is_sharded(given):
-                tensor = sharding.as_sharded(tensor, given)
-            named[name] = tensor[rest] if rest else tensor
-        return named
+        return {name: self.finished(n, tensors[n]) for name, n in self._numbers.items()}
+
+    def names_by_number(self) -> tuple[dict[int, Name], dict[int, list[Name]]]:
+        """Return the name under which each tensor is returned, and further names of some."""
+        names = {number: name for name, number in self._numbers.items()}
+        further: dict[int, list[Name]] = {}
+        if len(names) < len(self._numbers):
+            for name, number in self._numbers.items():
+                if name != names[number]:
+                    further.setdefault(number, []).append(name)
+        return names, further
+
+    def finished(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the form in which it was asked for."""
+        given, rest = self._given.get(number), self._rests.get(number)
+        if sharding.is_sharded(given):
+            tensor = sharding.as_sharded(tensor, given)
+        return tensor[rest] if rest else tensor
+
+    @property
+    def changes_none(self) -> bool:
+        """True if tensors are returned as they are loaded."""
+        return not self._rests and not any(map(sharding.is_sharded, self._given.values()))
 
 
 def _is_tensor(value: object) -> bool:

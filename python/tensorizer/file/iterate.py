@@ -8,25 +8,24 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .._types import FilterFuncType, Name
-from ..tensors.exchange import cast_dtype, copied
-from .arguments import resolve_device
+from .._types import FilterFuncType, Head, Name
+from ..tensors.sharding import Shard
+from .ahead import ReadAhead, use_on_current_stream
+from .choice import Choice, Chosen
 from .encryption import DecryptionParams
 from .progress import Progress, ProgressType
-from .tensor_file import TensorFile, in_batches
+from .slices import Index
+from .tensor_file import TensorFile
 
-#: Smaller tensors on the CPU get memory of their own: they come in blocks of up to 64 MiB, which
-#: one that the caller keeps would keep.
-_SMALL = 1 << 20
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-_Batch = list[tuple[Name, torch.Tensor]]
-#: Iterators that may have a thread.
+#: Iterators that may have a load under way.
 _ALIVE: weakref.WeakSet[_Iterator] = weakref.WeakSet()
 
 
@@ -34,39 +33,57 @@ def iterate(
     uri: str | os.PathLike[Any] | Any,
     device: torch.device | str | None = None,
     *,
+    names: Iterable[Name] | None = None,
     buffer_bytes: int = 1 << 30,
+    order: str = "file",
     dtype: torch.dtype | str | None = None,
     verify_hash: bool | str = False,
     num_readers: int | None = None,
     encryption: DecryptionParams | None = None,
     filter_func: FilterFuncType | None = None,
+    slices: Mapping[Name, tuple[int, int, int] | Index] | None = None,
+    shard: Shard | None = None,
+    group: ProcessGroup | None = None,
     progress: ProgressType = False,
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield the names and tensors of a file one by one, in its order.
+    """Yield the names and tensors of a file one by one, each as soon as it has landed.
 
-    The next tensors are read while the caller uses this one: at most ``buffer_bytes`` bytes of
-    them are loaded or on their way at a time, or one tensor that is larger. Tensors are the
-    caller's, in memory that they share with no other, and nothing of this keeps them. (The views
-    that a checkpoint of ``torch.save`` holds of one storage take all of it to be loaded, where they
-    are not contiguous.) The file is opened at the call, and closed with the
-    iterator. On CUDA they are for the stream that is current when the next one is asked for.
+    The next tensors are read while the caller uses this one, across all shards of a checkpoint. At
+    most ``buffer_bytes`` bytes of tensors are in memory or on their way that the caller has not
+    taken, or one tensor that is larger. Tensors are the caller's, in memory that they share with no
+    other, and nothing of this keeps them. (The views that a checkpoint of ``torch.save`` holds of
+    one storage take all of it to be loaded, where they are not contiguous; they come last.)
+
+    The file is opened at the call, and closed with the iterator: at its end, by its ``close()``, or
+    when it is collected. Closing ends the load, and waits for reads and copies under way. On CUDA,
+    tensors are for the stream that is current when the next one is asked for; device memory is
+    allocated at the call and in ``next``, on the calling thread only.
 
     Args:
-        uri: What :class:`tensorizer.TensorDeserializer` opens; the shards of a checkpoint come one
-            after another. A file object is closed.
+        uri: What :class:`tensorizer.TensorDeserializer` opens. A file object is closed.
         device: Where the tensors go; None for torch's default device.
-        buffer_bytes: The most bytes that are held for the caller.
+        names: Only these tensors; None for all.
+        buffer_bytes: The most bytes that are read ahead of the caller.
+        order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
+            after another. ``"ready"``: in the order in which they land.
         dtype: Cast floating-point tensors.
-        verify_hash: Compare every tensor with the hashes in the file.
+        verify_hash: Compare every tensor with the hashes in the file before it is handed out.
         num_readers: Threads that read at once.
         encryption: What an encrypted file is decrypted with.
         filter_func: Called with each tensor's name; those for which it returns something false are
             passed over.
-        progress: Called with the bytes of tensor data that are loaded, and with how many there are;
-            on the thread that loads, so that it cannot use the iterator (``RuntimeError``). What it
-            raises is raised by the iterator. True shows a bar where stderr is a terminal.
+        slices: Only a part of some tensors, by name, of which only the bytes are read: see
+            :func:`tensorizer.load`.
+        shard: This rank's part of each tensor: see :class:`tensorizer.Shard`.
+        group: A process group whose members all make this call, and ask for as many tensors: every
+            byte is fetched by one of them and given to the others, a batch at a time, with the call
+            of ``next`` that needs it. Members that ask for other tensors or parts get these.
+        progress: Called with the bytes of tensor data that are loaded, and with how many there are,
+            by the thread that waits for the next tensor; it cannot use the iterator
+            (``RuntimeError``). What it raises is raised by the iterator. True shows a bar where
+            stderr is a terminal.
         cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
             same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
             ``docs/how-to/cache.md``.
@@ -75,62 +92,79 @@ def iterate(
             what ``TENSORIZER_MEMORY_MB`` says.
 
     Raises:
-        ValueError: ``buffer_bytes`` is not positive, or ``memory_limit`` is less than the least,
-            which the message names.
+        KeyError: The file has no tensor of one of the names.
+        IndexError, TypeError: A slice is none of its tensor.
+        ValueError: ``buffer_bytes`` is not positive, ``order`` is neither ``"file"`` nor
+            ``"ready"``, or is ``"ready"`` with ``group``; or ``memory_limit`` is less than the
+            least, which the message names.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; what is found out while reading is raised by the
-            iterator.
+            iterator, in the order of the file after the tensors before it.
+        GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
     if buffer_bytes < 1:
         raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
-    place = resolve_device(torch.get_default_device() if device is None else device)
+    if order not in ("file", "ready"):
+        raise ValueError(f'order must be "file" or "ready", not {order!r}')
+    if group is not None and order == "ready":
+        raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     told = Progress(progress)
-    file = TensorFile(
-        uri,
-        dtype=dtype,
-        num_readers=num_readers,
-        verify_hash=verify_hash,
-        encryption=encryption,
-        clone=True,
-        progress=told,
-        cache_dir=cache_dir,
-        memory_limit=memory_limit,
-    )
-    file.keeps_shared = False
+    choice = Choice(names, filter_func, slices or {}, None, None, shard, device)
+
+    def opened(heads: Sequence[Head] | None) -> TensorFile:
+        return TensorFile(
+            uri,
+            dtype=dtype,
+            num_readers=num_readers,
+            verify_hash=verify_hash,
+            encryption=encryption,
+            clone=True,
+            heads=heads,
+            progress=told,
+            cache_dir=cache_dir,
+            memory_limit=memory_limit,
+        )
+
+    if group is not None:
+        from .ahead_together import open_for_group  # torch.distributed is slow to import
+
+        return _Iterator(told, *open_for_group(group, opened, choice, told, buffer_bytes))
+    file = opened(None)
     try:
-        names = file.reader.names(range(len(file)))
-        wanted = [n for n, name in enumerate(names) if filter_func is None or filter_func(name)]
-        told.total = file.reader.data_len(wanted)
-        made = _Iterator(file, names, wanted, place, buffer_bytes)
+        chosen = choice.of(file, told)
+        ahead = ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=order == "ready")
+        return _Iterator(told, file, chosen, ahead)
     except BaseException:
         file.close()
         raise
-    return made
+
+
+class Source(Protocol):
+    """The tensors of an iterator."""
+
+    def __next__(self) -> list[tuple[int, torch.Tensor]]:
+        """Return numbers and tensors: those that come next."""
+
+    def close(self) -> None:
+        """End the load. Closing again does nothing."""
 
 
 class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
-    """Loads batches on a thread, one ahead of the one that is handed out."""
+    """Gives tensors out under their names."""
 
-    def __init__(
-        self,
-        file: TensorFile,
-        names: Sequence[Name],
-        wanted: Sequence[int],
-        device: torch.device,
-        buffer_bytes: int,
-    ) -> None:
-        self._file, self._names, self._device = file, names, device
-        self._size = [_cost(file, number, device) for number in range(len(file))].__getitem__
-        self._most = file.hold(buffer_bytes, wanted, self._size, device)
-        self._batches = in_batches(wanted, self._size, max(1, self._most // 2))
+    def __init__(self, told: Progress, file: TensorFile, chosen: Chosen, source: Source) -> None:
+        self._told, self._file, self._chosen, self._source = told, file, chosen, source
+        self._names, self._further_names = chosen.names_by_number()
         self._ready: deque[tuple[Name, torch.Tensor]] = deque()
-        self._held = 0
-        self._next: list[int] | None = next(self._batches, None)
-        self._coming: Future[_Batch] | None = None
-        self._thread: threading.Thread | None = None
+        self._ended = False
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        #: The thread that waits for tensors, which calls ``progress=`` meanwhile.
+        self._waits: int | None = None
+        #: The thread that has it ends the load when that fails.
+        self._lock = threading.RLock()
+        #: The stream for which the tensors came that are ready; None for other devices than CUDA.
+        self._stream: torch.cuda.Stream | None = None
         _ALIVE.add(self)
 
     def __iter__(self) -> _Iterator:
@@ -139,120 +173,74 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     def __next__(self) -> tuple[Name, torch.Tensor]:
         if self._process != os.getpid():
             raise RuntimeError("this iterator belongs to the process that made it")
-        self._refuse_progress()
+        if self._waits is not None:
+            self._refuse_progress()
         with self._lock:
-            return self._take()
+            while not self._ready:
+                self._wait()
+            name, tensor = self._ready.popleft()
+            if self._stream is not None:
+                self._for_current_stream(tensor)
+            return name, tensor
 
-    def _take(self) -> tuple[Name, torch.Tensor]:
-        if not self._ready:
-            self._held = 0
-            if self._next is None and self._coming is None:
-                self.close()
-                raise StopIteration
-            try:
-                self._begin()
-                self._arrive()
-            except BaseException:
-                self.close()
-                raise
-        if self._next is not None and self._held + self._bytes(self._next) <= self._most:
-            self._begin()
-        return self._ready.popleft()
-
-    def _bytes(self, numbers: Iterable[int]) -> int:
-        return sum(map(self._size, numbers))
-
-    def _begin(self) -> None:
-        """Have the next batch loaded, unless one is on its way."""
-        if self._coming is not None or self._next is None:
-            return
-        stream = None
-        if self._device.type == "cuda":
-            # Memory that is taken on a stream is used again by the next work on it.
-            stream = torch.cuda.current_stream(self._device)
-        coming: Future[_Batch] = Future()
-        names = [self._names[number] for number in self._next]
-        work = (self._file, self._next, names, (self._device, stream), coming)
-        # It knows nothing of this object, which goes when its caller lets it go.
-        thread = threading.Thread(target=_load, args=work, name="tensorizer-iterate", daemon=True)
-        # Known before it runs: it may call progress= at once.
-        before, self._thread = self._thread, thread
+    def _wait(self) -> None:
+        """Wait for the next tensors."""
+        if self._ended:
+            raise StopIteration
         try:
-            thread.start()
-        except BaseException:
-            self._thread = before
+            # Whatever interrupts this, no tensor is passed over without an error.
+            self._waits = threading.get_ident()
+            landed = next(self._source)
+            if not self._chosen.changes_none:
+                landed = [(number, self._chosen.finished(number, one)) for number, one in landed]
+            several = len(landed) > 1 and landed[0][1].is_cuda
+            self._stream = torch.cuda.current_stream(landed[0][1].device) if several else None
+            ready = [(self._names[number], one) for number, one in landed]
+            for number, one in landed if self._further_names else ():
+                ready += [(name, one) for name in self._further_names.get(number, ())]
+            self._ready.extend(ready)
+        except StopIteration:
+            try:
+                self._told.finish()
+            finally:
+                self._waits = None
+                self.close()
             raise
-        self._coming = coming
-        self._next = next(self._batches, None)
+        except BaseException:
+            self._waits = None
+            self.close()
+            raise
+        finally:
+            self._waits = None
 
-    def _arrive(self) -> None:
-        """Wait for the batch that is on its way."""
-        assert self._coming is not None
-        batch = self._coming.result()
-        self._coming = None
-        self._held = sum(tensor.nbytes for _, tensor in batch)
-        self._ready.extend(batch)
+    def _for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Have the current stream wait for a tensor that came with others for another stream."""
+        if self._stream is not None and tensor.is_cuda:
+            use_on_current_stream(tensor, self._stream)
 
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""
         self._refuse_progress()
-        self._batches = iter(())
-        self._next = None
-        self._ready.clear()
-        self._file.stop()
-        thread, self._thread, self._coming = self._thread, None, None
-        if thread is not None and self._process == os.getpid():
-            thread.join()
+        self._ended = True
+        if self._process == os.getpid():
+            self._source.close()
+            with self._lock:
+                self._ready.clear()
         self._file.close()
 
     def _refuse_progress(self) -> None:
         """Refuse calls from ``progress=``: the load that calls it would wait for itself."""
-        if threading.current_thread() is self._thread and self._process == os.getpid():
+        if self._waits == threading.get_ident() and self._process == os.getpid():
             raise RuntimeError("progress= was called by a load that this iterator waits for")
 
     def __del__(self) -> None:
-        if hasattr(self, "_process"):
+        if hasattr(self, "_waits"):
             self.close()
-
-
-def _load(
-    file: TensorFile,
-    numbers: Sequence[int],
-    names: Sequence[Name],
-    place: tuple[torch.device, Any],
-    future: Future[_Batch],
-) -> None:
-    """Load tensors on a thread of their own, for a device and its current stream."""
-    device, stream = place
-    try:
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            tensors = [_own(tensor) for _, tensor, _ in file.load(numbers, device)]
-        future.set_result(list(zip(names, tensors, strict=True)))
-    except BaseException as error:
-        future.set_exception(error)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in memory that it shares with no other."""
-    cpu = tensor.device.type == "cpu"
-    small = cpu and tensor.nbytes < _SMALL
-    # A view of a checkpoint's storage, which others may be views of too.
-    view = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
-    return copied(tensor) if small or (cpu and view) else tensor
-
-
-def _cost(file: TensorFile, number: int, device: torch.device) -> int:
-    """Return the bytes that a tensor takes while it is loaded, cast and copied."""
-    size = file.reader.memory_len(number)
-    name, _, _ = file.reader.describe(number)
-    dtype = getattr(torch, name, None)
-    if dtype is not None and file.dtype is not None:
-        size = size * cast_dtype(dtype, file.dtype).itemsize // dtype.itemsize
-    return size * 2 if size < _SMALL and device.type == "cpu" else size
 
 
 @atexit.register
 def _close_all() -> None:
     """End loads before the interpreter, which would end their threads in the middle of one."""
     for iterator in list(_ALIVE):
-        iterator.close()
+        with contextlib.suppress(RuntimeError):
+            iterator.close()

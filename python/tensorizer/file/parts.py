@@ -39,6 +39,12 @@ class Wanted:
         dtype = self.file.reader.describe(number)[0]
         return math.prod(self.parts[number].shape) * dtype_of(dtype).itemsize
 
+    def total(self) -> int:
+        """Return how many bytes of all of them are read."""
+        if not self.parts:
+            return self.file.reader.data_len(self.numbers)
+        return sum(map(self.size, self.numbers))
+
     def load(
         self, device_of: Callable[[int], torch.device], verify: str | None = None
     ) -> dict[int, torch.Tensor]:
@@ -65,7 +71,7 @@ class Wanted:
             for number in cut:
                 boxes = self.parts[number].boxes
                 found = [copied(box.of_whole(loaded[number])) for box in boxes]
-                loaded[number] = _joined(self.parts[number], found, self._dtype(number), device)
+                loaded[number] = joined(self.parts[number], found, self._dtype(number), device)
             return loaded
         loaded = {number: tensor for number, tensor, _ in self.file.load(whole, device, verify)}
         if cut:
@@ -76,7 +82,7 @@ class Wanted:
             for number in cut:
                 part = self.parts[number]
                 found = [next(tensors) for _ in part.boxes]
-                loaded[number] = _joined(part, found, self._dtype(number), device)
+                loaded[number] = joined(part, found, self._dtype(number), device)
         return loaded
 
     def fill(
@@ -136,10 +142,10 @@ class Wanted:
             raise ValueError("tensors to load into overlap in memory")
 
 
-def _joined(
+def joined(
     part: Part, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a part as one tensor."""
+    """Return a part of several boxes as one tensor."""
     if len(tensors) == 1:
         return tensors[0]
     joined = torch.empty(part.shape, dtype=dtype, device=device)

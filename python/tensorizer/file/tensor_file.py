@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, open as native_open, shares_of_tensors
-from .._types import Head, Name, OpenOptions
+from .._native import Reader, TensorIterator, open as native_open, shares_of_tensors
+from .._types import Head, Name, OpenOptions, Slice
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices
@@ -151,17 +151,23 @@ class TensorFile:
         """Tell whether the bytes of a tensor do not lie in order in the file."""
         return self._checkpoint is not None and self._checkpoint.strided(number)
 
+    def strided(self, numbers: Iterable[int]) -> list[int]:
+        """Return those tensors whose bytes do not lie in order in the file."""
+        if self._checkpoint is None:
+            return []
+        return [number for number in numbers if self._checkpoint.strided(number)]
+
     def decrypt(self, encryption: DecryptionParams) -> None:
         """Decrypt what is loaded from here on."""
         decryption = native_decryption(encryption)
         if decryption is not None:
             self.reader.decrypt(decryption)
 
-    def sliced(self, slices: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> TensorFile:
+    def sliced(self, slices: Sequence[Slice]) -> TensorFile:
         """Return the same file with slices of some of its tensors as its only tensors.
 
-        ``slices`` has a tensor's number, and first index and end in each dimension. What is
-        returned need not be closed.
+        ``slices`` has a tensor's number, and first index and end in each dimension, or None for the
+        whole tensor. What is returned need not be closed.
         """
         part = copy.copy(self)
         if isinstance(self._checkpoint, Checkpoint):
@@ -253,7 +259,7 @@ class TensorFile:
         """  # noqa: D205
         for batch in self._batches(numbers, device):
             tensors, modules = self.read(batch, device, verify)
-            yield from zip(batch, self._placed(tensors, batch, device), modules, strict=True)
+            yield from zip(batch, self.placed(tensors, batch, device), modules, strict=True)
 
     def read(
         self, numbers: Sequence[int], device: torch.device, verify: str | None = None
@@ -286,6 +292,33 @@ class TensorFile:
         size = sum(tensor.nbytes for tensor in tensors)
         self._read[0] += min(size, self.reader.data_len(numbers))
         return tensors, modules
+
+    def iterate(
+        self, numbers: Sequence[int], device: torch.device, *, buffer_bytes: int, ready: bool
+    ) -> TensorIterator:
+        """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
+
+        They go to the device if the native code knows it. At most ``buffer_bytes`` bytes of them
+        are held; they come in the order of their data in the file, or as they are ``ready``.
+        """
+        return self.reader.iterate(
+            numbers,
+            verify=self.verify,
+            readers=self._num_readers,
+            device=devices.number(device),
+            buffer_bytes=buffer_bytes,
+            ready=ready,
+        )
+
+    def refuse_without_data(self, numbers: Sequence[int]) -> None:
+        """Refuse tensors of a checkpoint that were saved without data.
+
+        Raises:
+            NotImplementedError: One of them was.
+
+        """
+        if self._checkpoint is not None:
+            self._checkpoint.refuse_without_data(numbers)
 
     def fill(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
@@ -369,7 +402,7 @@ class TensorFile:
         """Return the least of a memory limit with which tensors, or parts of them, are read."""
         return self.reader.least(parts, devices.is_native(device))
 
-    def _placed(
+    def placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
     ) -> Iterable[torch.Tensor]:
         """Return tensors on a device and in the dtype that was asked for, one by one."""

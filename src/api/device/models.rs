@@ -14,6 +14,7 @@ use crate::cancel::Never;
 use crate::error::Error;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
+use crate::mem::device::DeviceMemory;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
@@ -90,7 +91,7 @@ fn load(interrupted: bool) {
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
     };
-    let blocks: Vec<DeviceMemory> = memory.iter_mut().map(block).collect();
+    let blocks = Blocks::of(memory.iter_mut().map(block).collect()).unwrap();
     let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
     let pool = Pool::new(LEN, 4, 2);
     let to = Destination {
@@ -106,7 +107,7 @@ fn load(interrupted: bool) {
     let options = LoadOptions { verify, ..LoadOptions::default() };
     let gives_up = interrupted && thread_rng().gen_bool(0.5);
     let cancel = || if gives_up { Err(Error::Cancelled) } else { Ok(()) };
-    let outcome = planned.run(&to, &options, &Counters::default(), &cancel);
+    let outcome = planned.run(&to, &options, &Counters::default(), &cancel, &mut || Ok(false));
     let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
     pool.release();
     assert_eq!(pool.size(), 0, "all staging memory came back");

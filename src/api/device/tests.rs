@@ -4,6 +4,7 @@
 
 mod slices;
 
+use std::collections::VecDeque;
 use std::io::Cursor;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,6 +18,7 @@ use crate::error::Error;
 use crate::io::StreamSource;
 use crate::io::local::FileSource;
 use crate::mem::Buffers;
+use crate::mem::device::DeviceMemory;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::memory_limit::MemoryLimit;
 
@@ -40,7 +42,9 @@ impl Random {
 struct Memory {
     bytes: Vec<u8>,
     starts: Vec<usize>,
-    blocks: Vec<DeviceMemory>,
+    blocks: Blocks,
+    /// Blocks that are allocated during the load.
+    later: VecDeque<(usize, DeviceMemory)>,
 }
 
 impl Memory {
@@ -55,8 +59,24 @@ impl Memory {
             blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
             at += *len as usize;
         }
-        Memory { bytes, starts, blocks }
+        Memory { bytes, starts, blocks: Blocks::of(blocks).unwrap(), later: VecDeque::new() }
     }
+
+    /// Blocks of which none is there before the load asks for them.
+    fn late(lens: &[u64]) -> Self {
+        let mut memory = Self::new(lens);
+        let blocks = std::mem::replace(&mut memory.blocks, Blocks::new(lens.len()).unwrap());
+        memory.later = blocks.into_memory().into_iter().enumerate().collect();
+        memory
+    }
+}
+
+/// Allocates the next block.
+fn allocate(blocks: &Blocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
+    if let Some((at, memory)) = later.pop_front() {
+        blocks.put(at, crate::mem::device::Block { memory, after: None })?;
+    }
+    Ok(!later.is_empty())
 }
 
 struct Files {
@@ -91,6 +111,8 @@ struct Schedule {
     readers: usize,
     verify: Verify,
     apart: bool,
+    /// True if blocks are allocated during the load.
+    late: bool,
     direct_storage: bool,
     pipe: bool,
     selection: Vec<usize>,
@@ -126,14 +148,18 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
     let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
-    let mut memory = Memory::new(&planned.block_lens().unwrap());
+    let lens = planned.block_lens().unwrap();
+    let mut memory = if schedule.late { Memory::late(&lens) } else { Memory::new(&lens) };
     let fake = FakeDevice::new(schedule.seed, schedule.faults);
     let device: Arc<dyn Device> = fake.clone();
     let pool = Pool::new(schedule.buffer_len, schedule.units, 16);
+    let Memory { blocks, later, .. } = &mut memory;
+    let blocks = &*blocks;
+    let mut allocate = || allocate(blocks, later);
     let to = Destination {
         device: &device,
         consumer: Consumer(0),
-        memory: &memory.blocks,
+        memory: blocks,
         direct_storage: schedule.direct_storage,
         pool: &pool,
     };
@@ -152,7 +178,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         if schedule.interrupted { Err(Error::Cancelled) } else { Ok(()) }
     };
     let counters = Counters::default();
-    let outcome = planned.run(&to, &options, &counters, &interrupt);
+    let outcome = planned.run(&to, &options, &counters, &interrupt, &mut allocate);
     let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
     assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
     if bounded {
@@ -164,7 +190,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
-    memory.blocks.clear();
+    memory.blocks = Blocks::new(0).unwrap();
     for (&number, place) in schedule.selection.iter().zip(planned.places().unwrap()) {
         let start = memory.starts[place.block] + place.offset as usize;
         let expected = &files.tensors[number];
@@ -198,6 +224,7 @@ fn a_thousand_random_schedules() {
             readers: 1 + random.below(6) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][random.below(3) as usize],
             apart: random.one_in(2),
+            late: random.one_in(2),
             direct_storage: random.one_in(4),
             pipe: random.one_in(4),
             faults: Faults {
@@ -278,8 +305,8 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
     let planned = DeviceLoad::new(&opened, &all, false).unwrap();
+    assert_eq!(planned.block_lens().unwrap().len(), 1, "an image");
     let memory = Memory::new(&planned.block_lens().unwrap());
-    assert_eq!(memory.blocks.len(), 1, "an image");
     let pool = Pool::new(64 << 10, 8, 16);
     let to = Destination {
         device: &device,
@@ -289,7 +316,12 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
         pool: &pool,
     };
     let (options, counters) = (LoadOptions::default(), Counters::default());
-    planned.run(&to, &options, &counters, &|| Ok(())).unwrap().1.hand_over().unwrap();
+    planned
+        .run(&to, &options, &counters, &|| Ok(()), &mut || Ok(false))
+        .unwrap()
+        .1
+        .hand_over()
+        .unwrap();
     assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
     assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
 }
@@ -314,7 +346,12 @@ fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
     };
     let options = LoadOptions { readers: Some(1), verify: Verify::All, ..LoadOptions::default() };
     noting.offsets.lock().unwrap().clear();
-    planned.run(&to, &options, &Counters::default(), &Never).unwrap().1.hand_over().unwrap();
+    planned
+        .run(&to, &options, &Counters::default(), &Never, &mut || Ok(false))
+        .unwrap()
+        .1
+        .hand_over()
+        .unwrap();
     let offsets = noting.offsets.lock().unwrap();
     let second = opened.entry(1).unwrap().data_offset;
     let begun = offsets.iter().position(|&offset| offset > second + (1 << 20)).unwrap();
@@ -335,6 +372,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             readers: 1 + (seed % 5) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize],
             apart: seed % 2 == 0,
+            late: seed % 3 == 0,
             direct_storage: true,
             pipe: false,
             selection: vec![0, 1, 2, 3, 4],
@@ -363,6 +401,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
             readers,
             verify: Verify::All,
             apart: false,
+            late: false,
             direct_storage: false,
             pipe: false,
             selection: (0..NEIGHBOURS.len()).collect(),

@@ -7,9 +7,9 @@ mod queue;
 mod runs;
 mod staging;
 
-pub use image::{Block, Large, Layout, Place};
+pub use image::{Block, Large, Layout, Place, SMALL};
 pub use pack::{MemoryRange, pack};
 pub use partition::{Batch, Extent, Limits, PLAN, Segment, SegmentKind, partition};
-pub use queue::WorkQueue;
+pub use queue::{Next, WorkQueue};
 pub use runs::Runs;
 pub use staging::{Copy, Staged, Staging, stage};

@@ -15,6 +15,14 @@ pub struct WorkQueue<T> {
     shares: Mutex<Vec<VecDeque<T>>>,
 }
 
+/// The next step of a reader.
+pub enum Next<T> {
+    /// This.
+    Work(T),
+    /// Nothing as yet: the first work is not ready.
+    Later,
+}
+
 impl<T> WorkQueue<T> {
     /// Divides work; with one share all readers take turns.
     pub fn new(work: Vec<T>, shares: usize) -> Result<Self> {
@@ -27,6 +35,16 @@ impl<T> WorkQueue<T> {
             Ok(own.into())
         });
         Ok(WorkQueue { shares: Mutex::new(collected(shares, PLAN)?) })
+    }
+
+    /// The first work of a queue with one share, if `ready` says that it can be done now. None if there
+    /// is no more.
+    pub fn next_if(&self, ready: impl FnOnce(&T) -> Result<bool>) -> Result<Option<Next<T>>> {
+        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(share) = shares.first_mut() else { return Ok(None) };
+        let Some(first) = share.front() else { return Ok(None) };
+        let next = if ready(first)? { share.pop_front().map(Next::Work) } else { None };
+        Ok(Some(next.unwrap_or(Next::Later)))
     }
 
     /// The next work of one reader; they are counted from 0 as they come. Where all take turns, the

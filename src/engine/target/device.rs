@@ -7,17 +7,17 @@
 use std::sync::Arc;
 
 use super::direct::Direct;
-use super::{Chunk, Lease, Target, batches_of};
+use super::{Chunk, Committed, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{
-    Batch, Block, Limits, Place, Segment, SegmentKind, Staged, Staging, stage,
+    Batch, Block, Limits, PLAN, Place, Segment, SegmentKind, Staged, Staging, stage,
 };
-use crate::engine::workers::Crew;
+use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::zeroed;
+use crate::fallible::{listed, with_room, zeroed};
 use crate::io::{Capabilities, ReadAt};
-use crate::mem::device::{DeviceMemory, Streams};
+use crate::mem::device::{Blocks, Event, Streams};
 use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
@@ -28,10 +28,10 @@ pub type Reopen<'r> = dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync + 'r
 /// Where on a device the tensors of a load go.
 pub struct ToDevice<'d> {
     /// Blocks of its memory.
-    pub memory: &'d [DeviceMemory],
-    /// What each block is.
+    pub memory: &'d Blocks,
+    /// The layout of each block.
     pub blocks: &'d [Block],
-    /// The place of each tensor's data.
+    /// The location of each tensor's data.
     pub places: &'d [Place],
     /// The way there.
     pub streams: &'d Streams,
@@ -90,7 +90,13 @@ impl<'d> Target for ToDevice<'d> {
 
     /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
     /// two batches. Batches get longer than this by a third, and may fill buffers by half.
-    fn limits(&self, source: &Capabilities, readers: Crew, _total: u64, decrypts: bool) -> Limits {
+    fn limits(
+        &self,
+        source: &Capabilities,
+        readers: WorkerRange,
+        _total: u64,
+        decrypts: bool,
+    ) -> Limits {
         let (buffer, limit) = (self.pool.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let buffers = if source.has_long_requests() {
@@ -127,7 +133,7 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
-    fn room(&self, source: &Capabilities, readers: Crew) -> Option<u64> {
+    fn room(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
         let bytes = self.buffers() * self.pool.buffer_len() as u64;
         let any_order = source.max_readers > 1 && !source.has_long_requests();
         any_order.then_some(bytes / (2 * readers.most.max(1)) as u64)
@@ -169,22 +175,43 @@ impl<'d> Target for ToDevice<'d> {
         lease.staging.copies.retain(|copy| Some(copy.block) != block);
     }
 
-    fn commit(&self, full: Buffered<'d>, keep: bool) -> Result<Vec<Kept<'d>>> {
-        let _entered = self.streams.device().enter()?;
+    fn commit(
+        &self,
+        full: Buffered<'d>,
+        keep: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<Committed<Kept<'d>>> {
         let Buffered { staging, mut lease, .. } = full;
-        let stream = self.streams.next()?;
+        let mut uploads = with_room(staging.copies.len(), PLAN)?;
+        // Blocks that were allocated together have one event.
+        let mut before: Vec<&Arc<dyn Event>> = Vec::new();
         for copy in &staging.copies {
-            let block = self.memory.get(copy.block);
-            let block = block.ok_or_else(|| Error::Bug("no block".to_owned()))?;
-            lease.upload(stream, (copy.buffer, copy.at, copy.len), block, copy.offset)?;
+            let block = self.memory.get(copy.block, cancel)?;
+            if let Some(after) = &block.after
+                && !before.iter().any(|known| Arc::ptr_eq(known, after))
+            {
+                before.push(after);
+            }
+            uploads.push(((copy.buffer, copy.at, copy.len), &block.memory, copy.offset));
         }
+        let _entered = self.streams.device().enter()?;
+        let stream = self.streams.next()?;
+        before.into_iter().try_for_each(|event| event.hold_back(stream.handle()))?;
+        lease.upload_batch(stream, &uploads)?;
+        let mark = match lease.begun() {
+            Ok(mark) => mark,
+            Err(_) => {
+                stream.finish()?;
+                None
+            }
+        };
         if !keep {
-            return Ok(Vec::new());
+            return Ok(Committed { bytes: Vec::new(), mark });
         }
         let lease = Arc::new(lease);
         let kept =
             staging.staged.into_iter().map(|staged| Kept { lease: Arc::clone(&lease), staged });
-        Ok(kept.collect())
+        Ok(Committed { bytes: listed(kept, PLAN)?, mark })
     }
 
     fn direct(&self) -> Option<&Direct<'_>> {

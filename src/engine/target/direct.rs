@@ -2,23 +2,26 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use crate::cancel::Cancel;
+use crate::cancel::{self, Cancel};
 use crate::engine::plan::{Extent, Place};
 use crate::error::{Error, Result};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
-use crate::mem::device::{DeviceFile, DeviceMemory, Streams};
+use crate::mem::device::{Blocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
 /// Bytes that are read both ways before the device is trusted.
 const TRIED: usize = 1 << 20;
+/// Poll interval while memory is still in use by what had it before.
+const STILL_USED: Duration = Duration::from_micros(100);
 
 /// Files as the device reads them.
 pub struct Direct<'d> {
     files: Vec<Box<dyn DeviceFile>>,
-    memory: &'d [DeviceMemory],
+    memory: &'d Blocks,
     places: &'d [Place],
     refused: AtomicBool,
 }
@@ -28,7 +31,7 @@ impl<'d> Direct<'d> {
     pub fn open(
         sources: &[&dyn ReadAt],
         extents: &[Extent],
-        (memory, places): (&'d [DeviceMemory], &'d [Place]),
+        (memory, places): (&'d Blocks, &'d [Place]),
         streams: &Streams,
         pool: &Pool,
         counters: &Counters,
@@ -43,7 +46,7 @@ impl<'d> Direct<'d> {
         streams.finish()?;
         let direct = Direct { files, memory, places, refused: AtomicBool::new(false) };
         for (file, source) in sources.iter().enumerate() {
-            if !direct.gives_the_same(file, *source, extents, streams, pool, cancel)? {
+            if !direct.gives_the_same((file, *source), extents, streams, pool, cancel)? {
                 counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
                 return Ok(None);
             }
@@ -52,26 +55,29 @@ impl<'d> Direct<'d> {
         Ok(Some(direct))
     }
 
+    /// Reads bytes of a file both ways, into the memory of the first tensor, which is allocated first
+    /// and gets its own bytes later.
     fn gives_the_same(
         &self,
-        file: usize,
-        source: &dyn ReadAt,
+        (file, source): (usize, &dyn ReadAt),
         extents: &[Extent],
         streams: &Streams,
         pool: &Pool,
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let mine = extents.iter().enumerate().filter(|(_, extent)| extent.file == file);
-        let largest = mine.max_by_key(|(_, extent)| extent.data_len);
-        let Some((tensor, extent)) = largest.filter(|(_, extent)| extent.data_len > 0) else {
+        let with_data = || extents.iter().enumerate().filter(|(_, extent)| extent.data_len > 0);
+        let largest = with_data().map(|(_, extent)| extent).filter(|extent| extent.file == file);
+        let largest = largest.max_by_key(|extent| extent.data_len);
+        let Some(((tensor, first), extent)) = with_data().next().zip(largest) else {
             return Ok(true);
         };
         let most = TRIED.min(pool.buffer_len());
-        let len = usize::try_from(extent.data_len).unwrap_or(usize::MAX).min(most);
-        if !self.read(file, tensor, 0, len, extent.data_offset)? {
+        let len = extent.data_len.min(first.data_len);
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(most);
+        if !self.read(file, (tensor, 0), len, extent.data_offset, cancel)? {
             return Ok(false);
         }
-        let (block, offset) = self.place(tensor, 0)?;
+        let (block, offset) = self.place(tensor, 0, cancel)?;
         let mut lease = pool.enter(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
@@ -82,11 +88,22 @@ impl<'d> Direct<'d> {
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 
-    fn place(&self, tensor: usize, start: u64) -> Result<(&'d DeviceMemory, usize)> {
+    /// The memory of a tensor's data from `start` on, once nothing uses it any more.
+    fn place(
+        &self,
+        tensor: usize,
+        start: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<(&'d DeviceMemory, usize)> {
         let bug = || Error::Bug("a tensor without a place".to_owned());
         let place = self.places.get(tensor).ok_or_else(bug)?;
-        let block = self.memory.get(place.block).ok_or_else(bug)?;
-        Ok((block, usize::try_from(place.offset + start).map_err(|_| bug())?))
+        let block = self.memory.get(place.block, cancel)?;
+        while let Some(after) = &block.after
+            && !after.passed()?
+        {
+            cancel::sleep(STILL_USED, cancel)?;
+        }
+        Ok((&block.memory, usize::try_from(place.offset + start).map_err(|_| bug())?))
     }
 
     /// Whether it was of use until now.
@@ -99,13 +116,13 @@ impl<'d> Direct<'d> {
     pub fn read(
         &self,
         file: usize,
-        tensor: usize,
-        start: u64,
+        (tensor, start): (usize, u64),
         len: usize,
         position: u64,
+        cancel: &dyn Cancel,
     ) -> Result<bool> {
         let file = self.files.get(file).ok_or_else(|| Error::Bug(format!("no file {file}")))?;
-        let (block, offset) = self.place(tensor, start)?;
+        let (block, offset) = self.place(tensor, start, cancel)?;
         let mut done = 0;
         while done < len {
             let at = position + done as u64;

@@ -5,11 +5,11 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Chunk, Lease, Target, batches_of};
+use super::{Chunk, Committed, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
-use crate::engine::workers::Crew;
+use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::zeroed;
 use crate::io::Capabilities;
@@ -76,7 +76,13 @@ impl<'a> Target for Gather<'a> {
         Self: 't;
     type Bytes = &'static [u8];
 
-    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits {
+    fn limits(
+        &self,
+        source: &Capabilities,
+        readers: WorkerRange,
+        total: u64,
+        decrypts: bool,
+    ) -> Limits {
         let even = total.div_ceil(readers.most.max(1) as u64).max(LEAST);
         batches_of(even.min(source.request_len).min(self.most), source, decrypts)
     }
@@ -143,7 +149,12 @@ impl<'a> Target for Gather<'a> {
         Ok(Scratch { segments: batch.segments, wanted, bytes, len })
     }
 
-    fn commit(&self, lease: Scratch<'a>, _keep: bool) -> Result<Vec<&'static [u8]>> {
+    fn commit(
+        &self,
+        lease: Scratch<'a>,
+        _keep: bool,
+        _cancel: &dyn Cancel,
+    ) -> Result<Committed<&'static [u8]>> {
         let bug = || Error::Bug("a run beyond its batch".to_owned());
         for Wanted { at, range, runs, to } in lease.wanted {
             let mut rest = to;
@@ -160,7 +171,7 @@ impl<'a> Target for Gather<'a> {
             }
         }
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(lease.bytes);
-        Ok(Vec::new())
+        Ok(Committed::in_host(Vec::new()))
     }
 }
 
@@ -204,7 +215,7 @@ mod tests {
             let segments = vec![Segment { kind: SegmentKind::Gap, len }];
             let batch = Batch { file: 0, offset: 0, segments };
             let lease = gather.acquire((), batch, Vec::new(), &|| Ok(false), &Never).unwrap();
-            gather.commit(lease, false).unwrap();
+            gather.commit(lease, false, &Never).unwrap();
             let lens: Vec<usize> =
                 gather.free.lock().unwrap().iter().map(|one| one.len()).collect();
             assert_eq!(lens, [usize::try_from(len).unwrap()]);

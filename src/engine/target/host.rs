@@ -2,11 +2,11 @@
 
 use std::mem::MaybeUninit;
 
-use super::{Chunk, Lease, Target, batches_of};
+use super::{Chunk, Committed, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::engine::plan::PLAN;
 use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
-use crate::engine::workers::Crew;
+use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
@@ -135,7 +135,13 @@ impl<'a> Target for Host<'a> {
 
     /// As many bytes as suit the source; a number of readers that stays has rounds in which each has
     /// the same to do.
-    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits {
+    fn limits(
+        &self,
+        source: &Capabilities,
+        readers: WorkerRange,
+        total: u64,
+        decrypts: bool,
+    ) -> Limits {
         let stays = readers.first == readers.most;
         let number = readers.most as u64;
         let rounds = total.div_ceil(number.saturating_mul(source.request_len)).max(1);
@@ -206,9 +212,14 @@ impl<'a> Target for Host<'a> {
         Ok(HostLease { segments: batch.segments, runs, passing })
     }
 
-    fn commit(&self, lease: HostLease<'a>, keep: bool) -> Result<Vec<&'a [u8]>> {
+    fn commit(
+        &self,
+        lease: HostLease<'a>,
+        keep: bool,
+        _cancel: &dyn Cancel,
+    ) -> Result<Committed<&'a [u8]>> {
         if !keep {
-            return Ok(Vec::new());
+            return Ok(Committed::in_host(Vec::new()));
         }
         let mut bytes: Vec<&'a [u8]> = with_room(lease.segments.len(), PLAN)?;
         let mut segments = lease.segments.iter();
@@ -224,7 +235,7 @@ impl<'a> Target for Host<'a> {
                 rest = later;
             }
         }
-        Ok(bytes)
+        Ok(Committed::in_host(bytes))
     }
 }
 

@@ -4,14 +4,18 @@ pub mod device;
 pub mod direct;
 pub mod gather;
 pub mod host;
+pub mod owned;
+
+use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, SegmentKind};
-use crate::engine::workers::Crew;
+use crate::engine::workers::WorkerRange;
 use crate::error::Result;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
+use crate::mem::device::Event;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// Memory for the batches of a load.
@@ -31,7 +35,13 @@ pub trait Target: Sync {
 
     /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
     /// pieces of encryption do.
-    fn limits(&self, source: &Capabilities, readers: Crew, total: u64, decrypts: bool) -> Limits;
+    fn limits(
+        &self,
+        source: &Capabilities,
+        readers: WorkerRange,
+        total: u64,
+        decrypts: bool,
+    ) -> Limits;
 
     /// What it takes beside the memory of the tensors, for so many readers of such a source at most.
     fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
@@ -51,12 +61,18 @@ pub trait Target: Sync {
 
     /// Bytes of one tensor that may wait for their hash before other tensors are read. None where
     /// they wait in memory that is their own.
-    fn room(&self, _source: &Capabilities, _readers: Crew) -> Option<u64> {
+    fn room(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
         None
     }
 
     /// Plans a batch. Batches come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
+
+    /// Takes memory for batches that are read next, where that was not done when they were planned.
+    /// Called in the order of the work queue, by one thread at a time.
+    fn prepare(&self, _job: &mut [(Batch, Self::Job)]) -> Result<()> {
+        Ok(())
+    }
 
     /// A file handle of a source for one reader, where that is faster.
     fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
@@ -80,11 +96,31 @@ pub trait Target: Sync {
     fn withhold(&self, _lease: &mut Self::Lease<'_>, _tensor: usize) {}
 
     /// Takes a full lease. With `keep`, gives the bytes of its chunks, in their order.
-    fn commit(&self, lease: Self::Lease<'_>, keep: bool) -> Result<Vec<Self::Bytes>>;
+    fn commit(
+        &self,
+        lease: Self::Lease<'_>,
+        keep: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<Committed<Self::Bytes>>;
 
     /// What brings bytes into place by itself, without host memory.
     fn direct(&self) -> Option<&direct::Direct<'_>> {
         None
+    }
+}
+
+/// A batch that is where it belongs, or on its way there.
+pub struct Committed<B> {
+    /// The bytes of its chunks, if they are kept.
+    pub bytes: Vec<B>,
+    /// The event after which they are there, if they go to a device.
+    pub mark: Option<Arc<dyn Event>>,
+}
+
+impl<B> Committed<B> {
+    /// A batch in host memory.
+    fn in_host(bytes: Vec<B>) -> Self {
+        Committed { bytes, mark: None }
     }
 }
 

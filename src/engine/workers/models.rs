@@ -5,16 +5,16 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::{Crew, TICK, run_adapting};
+use super::{TICK, WorkerRange, run_adapting};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
 use crate::mem::Progress as _;
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
-fn any_crew() -> Crew {
+fn any_crew() -> WorkerRange {
     let most = thread_rng().gen_range(1..=4);
-    Crew { first: thread_rng().gen_range(1..=most.min(2)), most }
+    WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most }
 }
 
 /// The number of workers adapts by the clock of the model, in which any wait may take long.
@@ -22,17 +22,17 @@ fn any_crew() -> Crew {
 fn each_piece_of_work_is_done_once_by_however_many() {
     check(Rules { patience: TICK, refusals: true }, || {
         const PIECES: usize = 8;
-        let crew = any_crew();
+        let range = any_crew();
         let queue =
-            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=crew.first)).unwrap();
+            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.first)).unwrap();
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let outcome = run_adapting(crew, &Never, |control, number| {
+        let outcome = run_adapting(range, &Never, |control, number| {
             there.fetch_add(1, Ordering::Relaxed);
-            while !control.stopped() && !control.surplus() {
+            while !control.stopped() && !control.is_retired() {
                 let Some(piece) = queue.next(number, |_| false) else { break };
                 let now = at_work.fetch_add(1, Ordering::Relaxed);
-                assert!(now < crew.most, "{now} others of {crew:?}");
+                assert!(now < range.most, "{now} others of {range:?}");
                 thread::sleep(Duration::from_millis(1));
                 control.arrived(1000);
                 done[piece].fetch_add(1, Ordering::Relaxed);
@@ -53,7 +53,7 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
     check(Rules { patience: Duration::ZERO, refusals: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
-        let outcome = run_adapting(Crew::fixed(3), &Never, |_, number| {
+        let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
             while queue.next(number, |_| false).is_some() {
                 done.fetch_add(1, Ordering::Relaxed);
                 thread::yield_now();
@@ -68,7 +68,7 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
 #[test]
 fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
     check(Rules { patience: POLL, refusals: true }, || {
-        let crew = any_crew();
+        let range = any_crew();
         let interrupts = thread_rng().gen_range(0..8);
         let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let cancel = || {
@@ -80,8 +80,8 @@ fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
         };
         let fails = thread_rng().gen_range(0..6);
         let (left, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
-        let outcome = run_adapting(crew, &cancel, |control, _| {
-            while !control.surplus() {
+        let outcome = run_adapting(range, &cancel, |control, _| {
+            while !control.is_retired() {
                 control.check()?;
                 let number = 40 - left.load(Ordering::Relaxed);
                 if number == 40 {

@@ -175,6 +175,11 @@ impl Device for FakeDevice {
         };
         Ok(Arc::new(FakeStream { device: self, number }))
     }
+
+    /// The consumer is the CPU, which has ended what it has begun.
+    fn mark(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Event>> {
+        Ok(Arc::new(FakeEvent { device: self, stream: usize::MAX, after: 0 }))
+    }
 }
 
 /// A file that the stand-in reads by itself, some bytes at a time.
@@ -235,13 +240,13 @@ impl Stream for FakeStream {
         self.begin(Copy { to, from: std::ptr::with_exposed_provenance(from), len })
     }
 
-    fn record(&self) -> Result<Box<dyn Event>> {
+    fn record(&self) -> Result<Arc<dyn Event>> {
         let mut state = self.device.state();
         if nth(&mut state.events, self.device.faults.event) {
             return Err(FakeDevice::failure("an event could not be recorded"));
         }
         let after = state.streams.get(self.number).map_or(0, |queue| queue.begun);
-        Ok(Box::new(FakeEvent { device: Arc::clone(&self.device), stream: self.number, after }))
+        Ok(Arc::new(FakeEvent { device: Arc::clone(&self.device), stream: self.number, after }))
     }
 
     /// The consumer is the CPU, which cannot be made to wait later.
@@ -271,5 +276,14 @@ impl Event for FakeEvent {
         }
         state.tick();
         Ok(state.streams.get(self.stream).is_none_or(|queue| queue.done >= self.after))
+    }
+
+    /// Carries the copies out now: the consumer is the CPU, which cannot be made to wait later.
+    fn hold_back(&self, _: usize) -> Result<()> {
+        let mut state = self.device.state();
+        if let Some(queue) = state.streams.get_mut(self.stream) {
+            queue.run(self.after.saturating_sub(queue.done));
+        }
+        Ok(())
     }
 }

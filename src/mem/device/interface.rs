@@ -41,6 +41,14 @@ pub trait Device: Send + Sync {
     /// A stream of our own, on which nothing begins before what was put on the consumer's.
     fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>>;
 
+    /// Refuses a consumer's stream with which nothing can be ordered now.
+    fn check_consumer(&self, _consumer: Consumer) -> Result<()> {
+        Ok(())
+    }
+
+    /// An event at the end of what was put on the consumer's stream until now.
+    fn mark(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>>;
+
     /// A file that the device can read by itself; None if it cannot.
     fn file(self: Arc<Self>, _file: &File) -> Option<Box<dyn DeviceFile>> {
         None
@@ -75,6 +83,17 @@ pub trait Stream: Send + Sync {
     /// is recorded later has passed.
     unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()>;
 
+    /// Begins several copies to the device, which may run in any order. By default one by one.
+    ///
+    /// # Safety
+    /// As for [`Stream::upload`], for each of them.
+    unsafe fn upload_batch(&self, copies: &[Upload]) -> Result<()> {
+        copies.iter().try_for_each(|copy| {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload(copy.to, copy.from, copy.len) }
+        })
+    }
+
     /// Begins a copy from the device.
     ///
     /// # Safety
@@ -83,7 +102,7 @@ pub trait Stream: Send + Sync {
     unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()>;
 
     /// Marks the end of what was begun so far.
-    fn record(&self) -> Result<Box<dyn Event>>;
+    fn record(&self) -> Result<Arc<dyn Event>>;
 
     /// Has everything that is put on the consumer's stream from now on wait for this one.
     fn hand_over(&self) -> Result<()>;
@@ -92,8 +111,23 @@ pub trait Stream: Send + Sync {
     fn finish(&self) -> Result<()>;
 }
 
+/// One copy from host memory to a device.
+#[derive(Debug, Clone, Copy)]
+pub struct Upload {
+    /// Address on the device.
+    pub to: usize,
+    /// Address in host memory.
+    pub from: *const u8,
+    /// Bytes.
+    pub len: usize,
+}
+
 /// A mark in a stream.
-pub trait Event: Send {
-    /// Whether everything before it has ended.
+pub trait Event: Send + Sync {
+    /// True if everything before it has ended.
     fn passed(&self) -> Result<bool>;
+
+    /// Has everything that is put on a stream of the device from now on wait for this event. `stream`:
+    /// a stream as the driver knows it, see [`Stream::handle`] and [`Consumer`].
+    fn hold_back(&self, stream: usize) -> Result<()>;
 }

@@ -3,6 +3,7 @@
 //! Memory of a device comes from torch, host memory that it copies from and to from
 //! [`crate::mem::pinned`].
 
+mod blocks;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(any(test, feature = "stand-in"))]
@@ -13,7 +14,8 @@ mod streams;
 
 use std::sync::Arc;
 
-pub use interface::{CPU, Consumer, Device, DeviceFile, Event, Index, Scope, Stream};
+pub use blocks::{Block, Blocks};
+pub use interface::{CPU, Consumer, Device, DeviceFile, Event, Index, Scope, Stream, Upload};
 pub use memory::DeviceMemory;
 pub use streams::{OnDevice, Streams, StreamsByDevice};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Consumer, Device, DeviceMemory, Stream};
+use super::{Consumer, Device, DeviceMemory, Event, Stream};
 use crate::environment::STREAMS;
 use crate::error::{Error, Result};
 
@@ -47,6 +47,11 @@ impl Streams {
     /// Waits for what the consumer had put on its stream, and for everything that was begun.
     pub fn finish(&self) -> Result<()> {
         self.streams.iter().try_for_each(|stream| stream.finish())
+    }
+
+    /// Events at the end of everything that was begun.
+    pub fn marks(&self) -> Result<Vec<Arc<dyn Event>>> {
+        self.streams.iter().map(|stream| stream.record()).collect()
     }
 
     /// Has the consumer's stream wait for everything that was begun.

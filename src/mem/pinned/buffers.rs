@@ -5,8 +5,8 @@
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
 
+use super::returns::Returns;
 use super::share::{Held, Share};
 use crate::error::Result;
 use crate::mem::arena::Arena;
@@ -14,9 +14,6 @@ use crate::mem::device::{Device, Event};
 use crate::sys::process::Inherited;
 use crate::sys::sync::thread::Thread;
 use crate::sys::sync::{Mutex, MutexGuard};
-
-/// How often events are looked at by who waits for copies.
-pub const POLL: Duration = Duration::from_micros(20);
 
 /// Buffers of one length.
 pub struct Inner {
@@ -37,6 +34,7 @@ impl Inner {
             waiting: VecDeque::new(),
             last_ticket: 0,
             pageable: false,
+            returns: Returns::default(),
         };
         Inner { len, state: Mutex::new(state) }
     }
@@ -74,8 +72,10 @@ pub struct State {
     pub waiting: VecDeque<Waiter>,
     /// The number of the last one who waited.
     pub last_ticket: u64,
-    /// Whether some buffers could not be pinned.
+    /// True if some buffers could not be pinned.
     pub pageable: bool,
+    /// The times at which buffers have come back.
+    pub returns: Returns,
 }
 
 /// Who waits for buffers.
@@ -104,7 +104,7 @@ impl Waiter {
 /// Buffers from or to which copies may be under way.
 pub struct Flight {
     /// Passes when they have ended.
-    pub event: Box<dyn Event>,
+    pub event: Arc<dyn Event>,
     /// Whose copies pass one after another.
     pub stream: usize,
     /// The buffers.
@@ -185,6 +185,7 @@ impl State {
     /// never used again.
     pub fn reap(&mut self) -> Result<()> {
         let mut waiting: Vec<usize> = Vec::new();
+        let free = self.free.len();
         let mut outcome = Ok(());
         for _ in 0..self.in_flight.len() {
             let Some(flight) = self.in_flight.pop_front() else { break };
@@ -204,6 +205,9 @@ impl State {
                     outcome = outcome.and(Err(error));
                 }
             }
+        }
+        if self.free.len() > free {
+            self.returns.note(self.free.len() - free, !self.in_flight.is_empty());
         }
         outcome
     }

@@ -3,12 +3,17 @@
 
 use std::sync::Arc;
 
-use super::buffers::{Buffer, Flight, Inner, POLL};
+use super::buffers::{Buffer, Flight, Inner};
+use super::returns::POLL;
 use super::share::Held;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::mem::device::{DeviceMemory, Event, Stream};
+use crate::fallible::collected;
+use crate::mem::device::{DeviceMemory, Event, Stream, Upload};
 use crate::sys::sync::thread;
+
+/// The name of lists of copies in messages.
+const PLAN: &str = "copies to a device";
 
 /// Buffers that one reader or writer has.
 pub struct Lease<'p> {
@@ -17,15 +22,12 @@ pub struct Lease<'p> {
     /// On which copies from or to these buffers are under way.
     stream: Option<Arc<dyn Stream>>,
     /// Passes when they have ended.
-    event: Option<Box<dyn Event>>,
+    event: Option<Arc<dyn Event>>,
     /// Whether a device writes to the buffers.
     filling: bool,
     /// What they are of the share of a call, if that is bounded.
     held: Option<Held>,
 }
-
-// SAFETY: the event, which is not `Sync` by itself, is reached exclusively only.
-unsafe impl Sync for Lease<'_> {}
 
 impl<'p> Lease<'p> {
     pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>, held: Option<Held>) -> Self {
@@ -91,6 +93,26 @@ impl<'p> Lease<'p> {
         unsafe { stream.upload(to, from, len) }
     }
 
+    /// The same for several copies, which may run in any order.
+    pub fn upload_batch(
+        &mut self,
+        stream: &Arc<dyn Stream>,
+        uploads: &[((usize, usize, usize), &DeviceMemory, usize)],
+    ) -> Result<()> {
+        if uploads.is_empty() {
+            return Ok(());
+        }
+        let copies = uploads.iter().map(|&((buffer, at, len), to, offset)| {
+            let from = self.range(buffer, at, len)?.cast_const();
+            let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+            Ok(Upload { to, from, len })
+        });
+        let copies = collected(copies, PLAN)?;
+        self.begin(stream)?;
+        // SAFETY: as for `upload`, for each of them.
+        unsafe { stream.upload_batch(&copies) }
+    }
+
     /// Begins to copy from `offset` of a device's memory into a buffer.
     pub fn download(
         &mut self,
@@ -107,12 +129,13 @@ impl<'p> Lease<'p> {
         unsafe { stream.download(to, from, len) }
     }
 
-    /// Says that all copies were begun: [`Lease::wait`] waits for no others on the stream.
-    pub fn begun(&mut self) -> Result<()> {
+    /// Says that all copies were begun: [`Lease::wait`] waits for no others on the stream. Returns the
+    /// event at their end; None if there are no copies.
+    pub fn begun(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
         }
-        Ok(())
+        Ok(self.event.clone())
     }
 
     /// Waits for the copies that were begun.
@@ -176,9 +199,10 @@ impl Drop for Lease<'_> {
     fn drop(&mut self) {
         let buffers = std::mem::take(&mut self.buffers);
         // Recorded before the lock is taken: that may take long.
-        let ended = match self.stream.take() {
-            None => Ok(None),
-            Some(stream) => stream
+        let ended = match (self.stream.take(), self.event.take()) {
+            (None, _) => Ok(None),
+            (Some(stream), Some(event)) => Ok(Some((event, stream.handle()))),
+            (Some(stream), None) => stream
                 .record()
                 .map(|event| Some((event, stream.handle())))
                 .or_else(|_| stream.finish().map(|()| None)),

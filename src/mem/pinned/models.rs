@@ -5,6 +5,7 @@
 // What is counted here is no part of the model.
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
+use super::returns::POLL;
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;

@@ -186,6 +186,10 @@ impl Device for InPairs {
     fn stream(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn crate::mem::device::Stream>> {
         Err(Error::Bug("no copies".to_owned()))
     }
+
+    fn mark(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn crate::mem::device::Event>> {
+        Err(Error::Bug("no copies".to_owned()))
+    }
 }
 
 #[test]

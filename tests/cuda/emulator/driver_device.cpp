@@ -25,12 +25,15 @@ Context* context_of(CUcontext handle) {
 
 }  // namespace
 
-void* entry_point(const char* symbol) {
+void* entry_point(const char* symbol, int version) {
   static void* self = [] {
     Dl_info info{};
     dladdr(reinterpret_cast<void*>(&entry_point), &info);
     return dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
   }();
+  // The only function here with a form of CUDA 12 and one of CUDA 13.
+  const bool batch = !strcmp(symbol, "cuMemcpyBatchAsync");
+  if (batch && version < 13000) return dlsym(self, symbol);
   for (const char* suffix : {"_v3", "_v2", ""}) {
     const std::string name = std::string(symbol) + suffix;
     if (void* found = dlsym(self, name.c_str())) return found;
@@ -52,9 +55,9 @@ API CUresult CUDAAPI cuDriverGetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 
-API CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** found, int, cuuint64_t,
+API CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** found, int version, cuuint64_t,
                                       CUdriverProcAddressQueryResult* status) {
-  *found = entry_point(symbol);
+  *found = entry_point(symbol, version);
   if (status) *status = CU_GET_PROC_ADDRESS_SUCCESS;
   return CUDA_SUCCESS;
 }

@@ -4,7 +4,8 @@
 using namespace emulator;
 
 API CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t len) {
-  return driver("cuMemAlloc", [&](Lock&, int device) { return allocate(address, len, device); });
+  return driver("cuMemAlloc",
+                [&](Lock& lock, int device) { return allocate(lock, address, len, device); });
 }
 
 API CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
@@ -30,7 +31,8 @@ API CUresult CUDAAPI cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdev
 }
 
 API CUresult CUDAAPI cuMemHostRegister(void* address, size_t len, unsigned) {
-  return driver("cuMemHostRegister", [&](Lock&, int) { return pin(as_address(address), len); });
+  return driver("cuMemHostRegister",
+                [&](Lock& lock, int) { return pin(lock, as_address(address), len); });
 }
 
 API CUresult CUDAAPI cuMemHostUnregister(void* address) {
@@ -39,7 +41,8 @@ API CUresult CUDAAPI cuMemHostUnregister(void* address) {
 }
 
 API CUresult CUDAAPI cuMemHostAlloc(void** address, size_t len, unsigned) {
-  return driver("cuMemHostAlloc", [&](Lock&, int) { return allocate_pinned(address, len); });
+  return driver("cuMemHostAlloc",
+                [&](Lock& lock, int) { return allocate_pinned(lock, address, len); });
 }
 
 API CUresult CUDAAPI cuMemFreeHost(void* address) {

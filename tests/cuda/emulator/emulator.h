@@ -43,6 +43,7 @@ struct Event {
   int device;
   u64 recorded = 0, completed = 0;  // how often
   timespec time{};
+  double completed_at = 0;  // simulated time, see bus.cpp
   Clock before;
   const char* after = "";  // what the stream did before, see Stream::last
   bool destroyed = false;
@@ -58,7 +59,9 @@ struct Operation {
   u64 generation = 0;  // which record of the event
   u64 number = 0;      // in the order in which operations were begun
   bool copy = false;
-  double pause = 0;  // seconds
+  double pause = 0;                          // seconds
+  u64 upload_bytes = 0, download_bytes = 0;  // over the bus
+  double begun = 0;                          // time of the call; 0 if no bus is simulated
 };
 
 // What was captured.
@@ -76,6 +79,7 @@ struct Stream {
   std::deque<Operation> queue;
   std::condition_variable todo;
   std::mt19937_64 random;
+  double ready_at = 0;  // simulated time at which the last operation has ended, see bus.cpp
   bool destroyed = false;
   // Capture
   Graph* graph = nullptr;
@@ -106,6 +110,7 @@ struct Device {
   Stream* null_stream = nullptr;
   std::vector<Stream*> streams;
   int sticky_error = 0;
+  double upload_free_at = 0, download_free_at = 0;  // simulated times at which the bus is free
 };
 
 struct PinnedRange {
@@ -126,6 +131,16 @@ struct Settings {
   int devices;
   u64 memory, seed, delay;
   bool log, strict, poison, check_source, free_copies, report, backtrace;
+  // In seconds, `bandwidth` in bytes per second. 0: no cost, no limit.
+  double bandwidth, copy_latency, call_cost, pin_cost_per_mib, malloc_cost;
+  bool shared_bus, populate_pinned, no_batch;
+};
+
+// Use of the simulated bus since the last reset, in both directions and on all devices.
+struct BusCounters {
+  u64 bytes = 0;
+  double busy = 0;             // seconds
+  double first = 0, last = 0;  // simulated times at which the first copy started and the last ended
 };
 
 struct State {
@@ -141,6 +156,8 @@ struct State {
   std::set<void*> streams, events;  // destroyed ones too
   std::set<Stream*> capturing;
   u64 operations = 0, graphs = 0, problems = 0;
+  u64 pinned_bytes = 0, pinned_peak = 0;
+  BusCounters bus;
   std::map<std::string, u64> calls, statistics, unknown_kernels;
 };
 
@@ -160,6 +177,16 @@ extern thread_local int capture_mode;
 bool start();  // false in a child after a fork
 u64 number_of(const char* variable, u64 otherwise);
 
+// bus.cpp
+double now();             // seconds of CLOCK_MONOTONIC
+bool bus_is_simulated();  // by the settings
+void take_bus_time(Lock& lock, Stream& stream, const Operation& operation, bool paused);
+
+// costs.cpp
+void spend(Lock& lock, double seconds);  // keeps the calling thread busy, without the lock
+void spend_call(const char* call);
+void spend_pin(Lock& lock, u64 address, u64 len);
+
 // report.cpp
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void problem(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -176,15 +203,16 @@ void map_device(Device& device, int id);
 Device* device_of(u64 address);
 char* backing_of(u64 address);
 bool is_live(u64 address, u64 len, u64* base = nullptr, u64* size = nullptr);
-int allocate(u64* address, u64 len, int device);
+int allocate(Lock& lock, u64* address, u64 len, int device);
 int deallocate(Lock& lock, u64 address);
+int deallocate_in_order(u64 address, void* stream, int device);  // as cudaFreeAsync
 
 // pinned.cpp
 enum class HostMemory { kPageable, kPinned, kPartlyPinned };
 HostMemory host_memory(u64 address, u64 len);
-int pin(u64 address, u64 len, bool allocated = false);
+int pin(Lock& lock, u64 address, u64 len, bool allocated = false);
 int unpin(Lock& lock, u64 address, bool allocated = false);
-int allocate_pinned(void** address, u64 len);
+int allocate_pinned(Lock& lock, void** address, u64 len);
 
 // checks.cpp
 bool is_pending(u64 begin, u64 end, bool host);
@@ -211,8 +239,21 @@ int query_stream(void* handle, int device);
 int launch_host_function(void* stream, int device, std::function<void()> call);
 
 // copies.cpp
+// The time at which a copy reads its source.
+enum class SourceOrder {
+  kByMemory,    // pinned: in the order of the stream; pageable: during the call
+  kStream,      // in the order of the stream: the call waits if the memory is pageable
+  kDuringCall,  // before the call returns
+  kAny,         // until the copy has ended
+};
+struct BatchCopy {
+  u64 to, from, len;
+  SourceOrder order;
+};
 int copy(Lock& lock, u64 to, u64 from, u64 len, void* stream, int device, bool blocking,
          const char* what);
+int copy_batch(Lock& lock, const std::vector<BatchCopy>& copies, void* stream, int device,
+               u64* failed);
 int set_memory(Lock& lock, u64 to, unsigned pattern, int width, u64 count, void* stream, int device,
                bool blocking);
 
@@ -240,12 +281,13 @@ const char* error_name(int code);
 const char* error_text(int code);
 
 // driver_device.cpp
-void* entry_point(const char* symbol);
+void* entry_point(const char* symbol, int version);  // that of CUDA `version`, such as 13000
 
 // A call of the driver: counts it and gives it the lock.
 template <typename F>
 CUresult driver_anywhere(const char* name, F&& call) {
   if (!start()) return CUDA_ERROR_NOT_INITIALIZED;
+  spend_call(name);
   Lock lock(state().lock);
   if (int code = fault(name)) return static_cast<CUresult>(code);
   if (dropped(name)) return CUDA_SUCCESS;
@@ -265,6 +307,7 @@ CUresult driver(const char* name, F&& call) {
 template <typename F>
 cudaError_t runtime(const char* name, F&& call) {
   if (!start()) return static_cast<cudaError_t>(last_error = cudaErrorInitializationError);
+  spend_call(name);
   Lock lock(state().lock);
   int code = fault(name);
   if (code == 0) code = call(lock, current_context(true)->device);

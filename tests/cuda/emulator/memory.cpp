@@ -20,6 +20,28 @@ constexpr u64 kPage = 2 << 20;
 
 u64 rounded(u64 len, u64 to) { return (len + to - 1) / to * to; }
 
+// The device with a live allocation that begins at an address; null, after a problem, if there is
+// none.
+Device* device_to_free(u64 address) {
+  Device* device = device_of(address);
+  if (device) {
+    const auto found = device->allocations.find(address);
+    if (found != device->allocations.end() && found->second.live) return device;
+  }
+  problem("free of %llx, which is no allocation", address);
+  return nullptr;
+}
+
+void release(Device& device, u64 address) {
+  Allocation& allocation = device.allocations[address];
+  if (!allocation.live) return;
+  allocation.live = false;
+  device.used -= rounded(allocation.len, kGranularity);
+  fallocate(device.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+            static_cast<off_t>(address - device.base),
+            static_cast<off_t>(rounded(allocation.len, 4096)));
+}
+
 }  // namespace
 
 void map_device(Device& device, int id) {
@@ -74,7 +96,7 @@ bool is_live(u64 address, u64 len, u64* base, u64* size) {
   return true;
 }
 
-int allocate(u64* address, u64 len, int id) {
+int allocate(Lock& lock, u64* address, u64 len, int id) {
   State& s = state();
   Device& device = s.devices[static_cast<size_t>(id)];
   *address = 0;
@@ -92,6 +114,7 @@ int allocate(u64* address, u64 len, int id) {
   device.peak = std::max(device.peak, device.used);
   device.allocations[*address] = {len, true};
   if (s.settings.poison) memset(backing_of(*address), 0xA5, len);
+  spend(lock, s.settings.malloc_cost);
   return 0;
 }
 
@@ -99,21 +122,33 @@ int allocate(u64* address, u64 len, int id) {
 int deallocate(Lock& lock, u64 address) {
   State& s = state();
   if (address == 0) return 0;
-  Device* device = device_of(address);
-  if (!device || !device->allocations.count(address) || !device->allocations[address].live) {
-    problem("free of %llx, which is no allocation", address);
-    return CUDA_ERROR_INVALID_VALUE;
-  }
+  Device* device = device_to_free(address);
+  if (!device) return CUDA_ERROR_INVALID_VALUE;
   if (int code = forbidden_by_capture()) return code;
-  Allocation& allocation = device->allocations[address];
-  const u64 len = allocation.len;
+  const u64 len = device->allocations[address].len;
   drain_device(lock, device->id);
   // Copies between devices may be on a stream of the other one.
   s.progress.wait(lock, [&] { return !is_pending(address, address + len, false); });
-  allocation.live = false;
-  device->used -= rounded(len, kGranularity);
-  fallocate(device->memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-            static_cast<off_t>(address - device->base), static_cast<off_t>(rounded(len, 4096)));
+  release(*device, address);
+  return 0;
+}
+
+// For the order of streams a free writes to all of the memory.
+int deallocate_in_order(u64 address, void* handle, int current) {
+  if (address == 0) return 0;
+  Stream* stream = stream_of(handle, current);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  Device* device = device_to_free(address);
+  if (!device) return CUDA_ERROR_INVALID_VALUE;
+  if (stream->graph) return cudaErrorStreamCaptureUnsupported;
+  Operation operation;
+  operation.what = "free";
+  operation.accesses.push_back({address, address + device->allocations[address].len, true, false});
+  operation.run = [=] {
+    Lock lock(state().lock);
+    release(*device, address);
+  };
+  submit(stream, std::move(operation));
   return 0;
 }
 

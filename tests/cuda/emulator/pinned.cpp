@@ -24,7 +24,7 @@ HostMemory host_memory(u64 address, u64 len) {
   return HostMemory::kPageable;
 }
 
-int pin(u64 address, u64 len, bool allocated) {
+int pin(Lock& lock, u64 address, u64 len, bool allocated) {
   State& s = state();
   if (int code = forbidden_by_capture()) return code;
   if (len == 0) return CUDA_ERROR_INVALID_VALUE;
@@ -32,7 +32,10 @@ int pin(u64 address, u64 len, bool allocated) {
     return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
   }
   s.pinned[address] = {len, allocated};
+  s.pinned_bytes += len;
+  s.pinned_peak = std::max(s.pinned_peak, s.pinned_bytes);
   s.statistics["bytes pinned"] += len;
+  spend_pin(lock, address, len);
   return 0;
 }
 
@@ -52,14 +55,17 @@ int unpin(Lock& lock, u64 address, bool allocated) {
   }
   s.progress.wait(lock, [&] { return !is_pending(address, address + len, true); });
   s.pinned.erase(address);
+  s.pinned_bytes -= len;
   if (allocated) syscall(SYS_munmap, address, len);
   return 0;
 }
 
-int allocate_pinned(void** address, u64 len) {
+int allocate_pinned(Lock& lock, void** address, u64 len) {
   *address = mmap(nullptr, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (*address == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  return pin(as_address(*address), len, true);
+  const int code = pin(lock, as_address(*address), len, true);
+  if (code) syscall(SYS_munmap, *address, len);
+  return code;
 }
 
 }  // namespace emulator

@@ -48,13 +48,16 @@ void report_at_exit() {
   State& s = state();
   if (s.owner.load() != getpid() || !s.settings.report) return;
   std::lock_guard lock(s.lock);
-  u64 bytes = 0, streams = 0, events = 0;
-  for (const auto& [address, range] : s.pinned) bytes += range.len;
+  u64 streams = 0, events = 0;
   for (auto* stream : s.streams) streams += !static_cast<Stream*>(stream)->destroyed;
   for (auto* event : s.events) events += !static_cast<Event*>(event)->destroyed;
   dprintf(standard_error, "FAKE_CUDA report: problems %llu\n", s.problems);
   dprintf(standard_error, "  left: %zu pinned ranges (%llu bytes), %llu streams, %llu events\n",
-          s.pinned.size(), bytes, streams, events);
+          s.pinned.size(), s.pinned_bytes, streams, events);
+  dprintf(standard_error, "  pinned: peak %llu bytes\n", s.pinned_peak);
+  if (bus_is_simulated()) {
+    dprintf(standard_error, "  bus: %llu bytes, busy for %.6f s\n", s.bus.bytes, s.bus.busy);
+  }
   for (int id = 0; id < s.settings.devices; ++id) {
     const Device& device = s.devices[static_cast<size_t>(id)];
     dprintf(standard_error, "  device %d: %llu bytes allocated, peak %llu\n", id, device.used,

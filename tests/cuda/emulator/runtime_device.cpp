@@ -117,9 +117,9 @@ API cudaError_t CUDARTAPI cudaProfilerStart() { return cudaSuccess; }
 API cudaError_t CUDARTAPI cudaProfilerStop() { return cudaSuccess; }
 
 API cudaError_t CUDARTAPI
-cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned, unsigned long long,
-                                 cudaDriverEntryPointQueryResult* status) {
-  *found = entry_point(symbol);
+cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned version,
+                                 unsigned long long, cudaDriverEntryPointQueryResult* status) {
+  *found = entry_point(symbol, static_cast<int>(version));
   if (status) *status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
@@ -127,5 +127,5 @@ cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned, uns
 API cudaError_t CUDARTAPI cudaGetDriverEntryPoint(const char* symbol, void** found,
                                                   unsigned long long flags,
                                                   cudaDriverEntryPointQueryResult* status) {
-  return cudaGetDriverEntryPointByVersion(symbol, found, 0, flags, status);
+  return cudaGetDriverEntryPointByVersion(symbol, found, CUDART_VERSION, flags, status);
 }

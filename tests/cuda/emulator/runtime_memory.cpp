@@ -4,9 +4,9 @@
 using namespace emulator;
 
 API cudaError_t CUDARTAPI cudaMalloc(void** address, size_t len) {
-  return runtime("cudaMalloc", [&](Lock&, int device) {
+  return runtime("cudaMalloc", [&](Lock& lock, int device) {
     u64 found = 0;
-    const int code = allocate(&found, len, device);
+    const int code = allocate(lock, &found, len, device);
     *address = reinterpret_cast<void*>(found);
     return code;
   });
@@ -26,7 +26,8 @@ API cudaError_t CUDARTAPI cudaMemGetInfo(size_t* available, size_t* total) {
 }
 
 API cudaError_t CUDARTAPI cudaHostAlloc(void** address, size_t len, unsigned) {
-  return runtime("cudaHostAlloc", [&](Lock&, int) { return allocate_pinned(address, len); });
+  return runtime("cudaHostAlloc",
+                 [&](Lock& lock, int) { return allocate_pinned(lock, address, len); });
 }
 
 API cudaError_t CUDARTAPI cudaFreeHost(void* address) {
@@ -35,7 +36,8 @@ API cudaError_t CUDARTAPI cudaFreeHost(void* address) {
 }
 
 API cudaError_t CUDARTAPI cudaHostRegister(void* address, size_t len, unsigned) {
-  return runtime("cudaHostRegister", [&](Lock&, int) { return pin(as_address(address), len); });
+  return runtime("cudaHostRegister",
+                 [&](Lock& lock, int) { return pin(lock, as_address(address), len); });
 }
 
 API cudaError_t CUDARTAPI cudaHostUnregister(void* address) {

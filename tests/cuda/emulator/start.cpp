@@ -27,6 +27,10 @@ u64 number_of(const char* variable, u64 otherwise) {
   return text && *text ? strtoull(text, nullptr, 0) : otherwise;
 }
 
+static double seconds_of(const char* variable, double unit) {
+  return static_cast<double>(number_of(variable, 0)) * unit;
+}
+
 bool start() {
   State& s = state();
   const pid_t owner = s.owner.load();
@@ -45,6 +49,14 @@ bool start() {
       .free_copies = number_of("FAKE_CUDA_FREE_COPIES", 0) != 0,
       .report = number_of("FAKE_CUDA_REPORT", 0) != 0,
       .backtrace = number_of("FAKE_CUDA_BACKTRACE", 0) != 0,
+      .bandwidth = static_cast<double>(number_of("FAKE_CUDA_BUS_MBPS", 0)) * 1e6,
+      .copy_latency = seconds_of("FAKE_CUDA_COPY_LATENCY_NS", 1e-9),
+      .call_cost = seconds_of("FAKE_CUDA_CALL_NS", 1e-9),
+      .pin_cost_per_mib = seconds_of("FAKE_CUDA_PIN_US_PER_MB", 1e-6),
+      .malloc_cost = seconds_of("FAKE_CUDA_MALLOC_US", 1e-6),
+      .shared_bus = number_of("FAKE_CUDA_BUS_SHARED", 0) != 0,
+      .populate_pinned = number_of("FAKE_CUDA_PIN_POPULATE", 0) != 0,
+      .no_batch = number_of("FAKE_CUDA_NO_BATCH", 0) != 0,
   };
   const char* faults = getenv("FAKE_CUDA_FAIL");
   add_faults(faults ? faults : "");

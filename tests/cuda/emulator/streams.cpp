@@ -1,6 +1,7 @@
 // Streams: each is a thread that runs its operations in order, late, with random pauses.
 #include <pthread.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,6 +28,7 @@ void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
   if (operation.pause > 0) usleep(static_cast<useconds_t>(operation.pause * 1e6));
   if (pause > 0) usleep(static_cast<useconds_t>(pause));
   lock.lock();
+  if (bus_is_simulated()) take_bus_time(lock, stream, operation, operation.pause > 0 || pause > 0);
   check_lifetimes(operation);
   if (operation.copy && !device.sticky_error) {
     device.sticky_error = fault("copy");
@@ -36,9 +38,12 @@ void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
     lock.unlock();
     operation.run();
     lock.lock();
+    const bool timed = operation.upload_bytes + operation.download_bytes > 0;
+    if (bus_is_simulated() && !timed) stream.ready_at = now();
   }
   if (Event* event = operation.record) {
     event->completed = std::max(event->completed, operation.generation);
+    event->completed_at = stream.ready_at;
     clock_gettime(CLOCK_MONOTONIC, &event->time);
   }
 }
@@ -46,6 +51,8 @@ void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
 void work(Stream* stream) {
   State& s = state();
   pthread_setname_np(pthread_self(), "emulated stream");
+  // The kernel may else wake the thread 50 microseconds after the end of a copy.
+  if (bus_is_simulated()) prctl(PR_SET_TIMERSLACK, 1000);
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
@@ -59,6 +66,7 @@ void work(Stream* stream) {
     if (const Event* event = operation.wait_for) {
       const u64 generation = operation.generation;
       s.progress.wait(lock, [&] { return event->completed >= generation || sticky_error; });
+      stream->ready_at = std::max({stream->ready_at, operation.begun, event->completed_at});
     } else {
       carry_out(lock, *stream, operation);
     }
@@ -116,9 +124,11 @@ int destroy_stream(void* handle, int device) {
 // for which the host would have to make room. Only where copies cost nothing.
 static bool ends_at_once(const Operation& operation) {
   if (!state().settings.free_copies) return false;
+  if (bus_is_simulated() && operation.upload_bytes + operation.download_bytes > 0) return false;
   if (const Event* event = operation.wait_for) return event->completed >= operation.generation;
   if (Event* event = operation.record) {
     event->completed = std::max(event->completed, operation.generation);
+    event->completed_at = operation.begun;
     clock_gettime(CLOCK_MONOTONIC, &event->time);
     state().progress.notify_all();
     return true;
@@ -134,6 +144,7 @@ u64 submit(Stream* stream, Operation operation) {
     return 0;
   }
   const u64 number = operation.number = ++s.operations;
+  operation.begun = bus_is_simulated() ? now() : 0;
   order(stream, operation);
   if (stream->queue.empty() && ends_at_once(operation)) return number;
   if (!operation.accesses.empty()) {

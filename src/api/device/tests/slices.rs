@@ -118,9 +118,10 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
         direct_storage: seed.is_multiple_of(2),
         pool: &pool,
     };
-    let (_, streams) = planned.run(&to, options, &Counters::default(), &Never).unwrap();
+    let (_, streams) =
+        planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     streams.hand_over().unwrap();
-    memory.blocks.clear();
+    memory.blocks = Blocks::new(0).unwrap();
     let places = planned.places().unwrap();
     let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
         let start = memory.starts[place.block] + place.offset as usize;

@@ -40,6 +40,8 @@ macro_rules! functions {
     ($($field:ident = $symbol:literal ($($argument:ty),*);)+) => {
         /// The driver's functions.
         pub struct Driver {
+            /// Several copies with one call; None with drivers before CUDA 12.8.
+            pub copy_batch: Option<CopyBatch>,
             $(
                 #[doc = concat!("`", $symbol, "`.")]
                 pub $field: unsafe extern "C" fn($($argument),*) -> Code,
@@ -56,11 +58,93 @@ macro_rules! functions {
                         let name = concat!($symbol, "\0").as_bytes();
                         let $field = library.find(std::ffi::CStr::from_bytes_with_nul(name).ok()?)?;
                     )+
-                    Some(Driver { $($field),+ })
+                    let copy_batch = CopyBatch::find(library);
+                    Some(Driver { copy_batch, $($field),+ })
                 }
             }
         }
     };
+}
+
+/// `cuMemcpyBatchAsync` in its two forms: CUDA 13 has dropped the index of the copy that failed.
+#[derive(Clone, Copy)]
+pub enum CopyBatch {
+    /// That of CUDA 13.
+    V2(CopyBatchV2),
+    /// That of CUDA 12.8.
+    V1(CopyBatchV1),
+}
+
+type CopyBatchV2 = unsafe extern "C" fn(
+    *mut Address,
+    *mut Address,
+    *mut usize,
+    usize,
+    *mut sys::CUmemcpyAttributes,
+    *mut usize,
+    usize,
+    Stream,
+) -> Code;
+type CopyBatchV1 = unsafe extern "C" fn(
+    *mut Address,
+    *mut Address,
+    *mut usize,
+    usize,
+    *mut sys::CUmemcpyAttributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    Stream,
+) -> Code;
+
+impl CopyBatch {
+    /// # Safety
+    /// The library is the driver's.
+    unsafe fn find(library: Library) -> Option<Self> {
+        // SAFETY: both functions have the types that `cuda.h` gives them, since they exist.
+        unsafe {
+            let newer = library.find(c"cuMemcpyBatchAsync_v2").map(CopyBatch::V2);
+            newer.or_else(|| library.find(c"cuMemcpyBatchAsync").map(CopyBatch::V1))
+        }
+    }
+
+    /// Begins copies on a stream, which may run in any order. The three lists are of one length.
+    ///
+    /// # Safety
+    /// As for `cuMemcpyHtoDAsync`, for each of them; the lists are not empty.
+    pub unsafe fn call(
+        self,
+        to: &mut [Address],
+        from: &mut [Address],
+        lens: &mut [usize],
+        stream: Stream,
+    ) -> Code {
+        let here = sys::CUmemLocation {
+            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
+            id: 0,
+        };
+        let mut attributes = sys::CUmemcpyAttributes {
+            srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+            // Hints for managed memory only.
+            srcLocHint: here,
+            dstLocHint: here,
+            flags: 0,
+        };
+        let (mut first, mut failed) = (0, 0);
+        let count = to.len().min(from.len()).min(lens.len());
+        let (to, from, lens) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr());
+        // SAFETY: `count` elements of each list exist; one set of attributes, from the first copy on.
+        unsafe {
+            match self {
+                CopyBatch::V2(call) => {
+                    call(to, from, lens, count, &mut attributes, &mut first, 1, stream)
+                }
+                CopyBatch::V1(call) => {
+                    call(to, from, lens, count, &mut attributes, &mut first, 1, &mut failed, stream)
+                }
+            }
+        }
+    }
 }
 
 functions! {

@@ -10,7 +10,7 @@ mod stream;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Consumer, Device, Scope, Stream};
+use super::{Consumer, Device, Event, Scope, Stream};
 use crate::error::Result;
 use crate::sys::brief::Brief;
 use context::Context;
@@ -73,5 +73,13 @@ impl Device for CudaDevice {
 
     fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
         self.streams.lend(consumer)
+    }
+
+    fn check_consumer(&self, consumer: Consumer) -> Result<()> {
+        self.streams.check_consumer(consumer)
+    }
+
+    fn mark(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
+        self.streams.mark_consumer(consumer)
     }
 }

@@ -1,14 +1,14 @@
 //! Streams and events of a CUDA device. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::context::Context;
 use super::driver;
 use crate::error::{Error, Result};
-use crate::mem::device::{Consumer, Event, Stream};
+use crate::mem::device::{Consumer, Event, Stream, Upload};
 
 #[derive(Clone, Copy)]
 struct RawStream(driver::Stream);
@@ -30,10 +30,15 @@ pub struct OwnStreams {
 /// Of the events that nobody has, so many are kept: more than there are staging buffers on their way.
 const EVENTS: usize = 256;
 
+/// True once the driver has refused a batch of copies: they are begun one by one from then on.
+static NO_BATCHES: AtomicBool = AtomicBool::new(false);
+
 struct RawEvent(driver::Event);
 
 // SAFETY: events may be used on any thread in whose current context they are.
 unsafe impl Send for RawEvent {}
+// SAFETY: as above; the driver's calls are safe on several threads at once.
+unsafe impl Sync for RawEvent {}
 
 impl OwnStreams {
     /// None yet.
@@ -48,14 +53,30 @@ impl OwnStreams {
     /// An event that nobody uses. The device was entered.
     fn event(self: &Arc<Self>) -> Result<CudaEvent> {
         if let Some(raw) = self.events().pop() {
-            return Ok(CudaEvent { streams: Arc::clone(self), raw, over: Cell::new(false) });
+            return Ok(CudaEvent::new(self, raw));
         }
         let mut raw = ptr::null_mut();
         let create = self.context.driver().create_event;
         // SAFETY: the new event is written to the variable.
         let code = unsafe { create(&mut raw, driver::WITHOUT_TIMING) };
         self.context.check("creating an event", code)?;
-        Ok(CudaEvent { streams: Arc::clone(self), raw: RawEvent(raw), over: Cell::new(false) })
+        Ok(CudaEvent::new(self, RawEvent(raw)))
+    }
+
+    /// An event at the end of what was put on a stream until now. The device was entered.
+    fn mark(self: &Arc<Self>, stream: RawStream) -> Result<CudaEvent> {
+        let event = self.event()?;
+        // SAFETY: both are open and of this context.
+        let code = unsafe { (self.context.driver().record_event)(event.raw.0, stream.0) };
+        self.context.check("recording an event", code)?;
+        Ok(event)
+    }
+
+    /// The same for the stream of a consumer.
+    pub fn mark_consumer(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
+        let _entered = self.context.enter()?;
+        let consumer = self.outside_captures(consumer)?;
+        Ok(Arc::new(self.mark(consumer)?))
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<RawStream>> {
@@ -75,10 +96,9 @@ impl OwnStreams {
         found.or((idle.len() >= MOST).then_some(0)).map(|at| idle.remove(at))
     }
 
-    /// A stream on which nothing begins before what was put on the consumer's.
-    pub fn lend(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
+    /// The consumer's stream, which must not capture a graph. The device was entered.
+    fn outside_captures(&self, consumer: Consumer) -> Result<RawStream> {
         let context = &self.context;
-        let _entered = context.enter()?;
         let consumer = RawStream(ptr::with_exposed_provenance_mut(consumer.0));
         let mut capture = driver::NOT_CAPTURING;
         // SAFETY: the consumer's stream is torch's and open, or null for the default one; the
@@ -92,6 +112,20 @@ impl OwnStreams {
                 context.name()
             )));
         }
+        Ok(consumer)
+    }
+
+    /// Refuses a consumer's stream that captures a graph.
+    pub fn check_consumer(&self, consumer: Consumer) -> Result<()> {
+        let _entered = self.context.enter()?;
+        self.outside_captures(consumer).map(drop)
+    }
+
+    /// A stream on which nothing begins before what was put on the consumer's.
+    pub fn lend(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
+        let context = &self.context;
+        let _entered = context.enter()?;
+        let consumer = self.outside_captures(consumer)?;
         let own = match self.take() {
             Some(own) => own,
             None => {
@@ -122,17 +156,9 @@ impl CudaStream {
         &self.streams.context
     }
 
-    fn mark(&self, stream: RawStream) -> Result<CudaEvent> {
-        let event = self.streams.event()?;
-        // SAFETY: both are open and of this context.
-        let code = unsafe { (self.context().driver().record_event)(event.raw.0, stream.0) };
-        self.context().check("recording an event", code)?;
-        Ok(event)
-    }
-
     /// Has what is put on `later` from now on wait for what was put on `sooner` until now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
-        let event = self.mark(sooner)?;
+        let event = self.streams.mark(sooner)?;
         // SAFETY: both are open; a driver keeps an event that is waited for beyond its end.
         let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
         self.context().check("ordering streams", code)
@@ -160,6 +186,33 @@ impl Stream for CudaStream {
         context.check("copying to the device", code)
     }
 
+    unsafe fn upload_batch(&self, copies: &[Upload]) -> Result<()> {
+        let context = self.context();
+        let _entered = context.enter()?;
+        let batch = context.driver().copy_batch.filter(|_| copies.len() > 1);
+        if let Some(batch) = batch.filter(|_| !NO_BATCHES.load(Ordering::Relaxed)) {
+            let copies = copies.iter().filter(|copy| copy.len > 0);
+            let mut to: Vec<_> = copies.clone().map(|copy| copy.to as driver::Address).collect();
+            let from = copies.clone().map(|copy| copy.from.expose_provenance() as driver::Address);
+            let mut from: Vec<_> = from.collect();
+            let mut lens: Vec<usize> = copies.map(|copy| copy.len).collect();
+            if to.is_empty() {
+                return Ok(());
+            }
+            // SAFETY: the caller's promise about all ranges; lists of one length, not empty.
+            let code = unsafe { batch.call(&mut to, &mut from, &mut lens, self.own.0) };
+            if code == driver::SUCCESS {
+                return Ok(());
+            }
+            // One by one, which tells what is wrong if it is not the call.
+            NO_BATCHES.store(true, Ordering::Relaxed);
+        }
+        copies.iter().try_for_each(|copy| {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload(copy.to, copy.from, copy.len) }
+        })
+    }
+
     unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()> {
         let context = self.context();
         let _entered = context.enter()?;
@@ -169,9 +222,9 @@ impl Stream for CudaStream {
         context.check("copying from the device", code)
     }
 
-    fn record(&self) -> Result<Box<dyn Event>> {
+    fn record(&self) -> Result<Arc<dyn Event>> {
         let _entered = self.context().enter()?;
-        Ok(Box::new(self.mark(self.own)?))
+        Ok(Arc::new(self.streams.mark(self.own)?))
     }
 
     fn hand_over(&self) -> Result<()> {
@@ -191,12 +244,21 @@ impl Stream for CudaStream {
 struct CudaEvent {
     streams: Arc<OwnStreams>,
     raw: RawEvent,
-    /// Whether it has passed: then nothing can wait for it any more, and it may mark something else.
-    over: Cell<bool>,
+    /// True once it has passed: then nothing waits for it any more, and it may mark something else.
+    over: AtomicBool,
+}
+
+impl CudaEvent {
+    fn new(streams: &Arc<OwnStreams>, raw: RawEvent) -> Self {
+        CudaEvent { streams: Arc::clone(streams), raw, over: AtomicBool::new(false) }
+    }
 }
 
 impl Event for CudaEvent {
     fn passed(&self) -> Result<bool> {
+        if self.over.load(Ordering::Acquire) {
+            return Ok(true);
+        }
         let context = &self.streams.context;
         let _entered = context.enter()?;
         // SAFETY: the event is open.
@@ -204,10 +266,23 @@ impl Event for CudaEvent {
             driver::NOT_READY => Ok(false),
             code => {
                 context.check("copying", code)?;
-                self.over.set(true);
+                self.over.store(true, Ordering::Release);
                 Ok(true)
             }
         }
+    }
+
+    fn hold_back(&self, stream: usize) -> Result<()> {
+        if self.over.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let context = &self.streams.context;
+        let _entered = context.enter()?;
+        let stream = ptr::with_exposed_provenance_mut(stream);
+        // SAFETY: the stream is open and of this device; a driver keeps an event that is waited for
+        // beyond its end.
+        let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
+        context.check("ordering streams", code)
     }
 }
 
@@ -215,7 +290,7 @@ impl Drop for CudaEvent {
     fn drop(&mut self) {
         let raw = RawEvent(std::mem::replace(&mut self.raw.0, ptr::null_mut()));
         let mut events = self.streams.events();
-        if self.over.get() && events.len() < EVENTS {
+        if self.over.load(Ordering::Acquire) && events.len() < EVENTS {
             events.push(raw);
             return;
         }

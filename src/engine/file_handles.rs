@@ -1,26 +1,28 @@
-//! The way of one reader to the files of a load.
+//! The file handles of one reader.
 
 use super::target::Target;
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
-/// How one reader gets to the files.
-pub struct Way<'r, T> {
+/// Handles of a reader to the files of a load: its own where those are faster, otherwise the shared
+/// ones.
+pub struct FileHandles<'r, T> {
     target: &'r T,
     files: &'r [&'r dyn ReadAt],
+    /// True if the reader opens handles of its own.
     alone: bool,
-    /// That to the file that was read last, if there is one.
+    /// The file that was read last, and the reader's own handle to it, if there is one.
     open: Option<(usize, Option<Box<dyn ReadAt>>)>,
 }
 
-impl<'r, T: Target> Way<'r, T> {
-    /// `alone`: whether to look for ways of its own, where they are faster.
+impl<'r, T: Target> FileHandles<'r, T> {
+    /// None are open yet.
     pub fn new(target: &'r T, files: &'r [&'r dyn ReadAt], alone: bool) -> Self {
-        Way { target, files, alone, open: None }
+        FileHandles { target, files, alone, open: None }
     }
 
-    /// The way to a file.
-    pub fn to(&mut self, file: usize) -> Result<&dyn ReadAt> {
+    /// The handle to a file.
+    pub fn of(&mut self, file: usize) -> Result<&dyn ReadAt> {
         let shared = self.files.get(file).copied();
         let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
         if !self.alone {

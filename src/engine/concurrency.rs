@@ -59,7 +59,7 @@ enum Phase {
 
 /// Finds the number of workers of one call.
 #[derive(Debug)]
-pub struct Pace {
+pub struct ConcurrencyController {
     wanted: usize,
     most: usize,
     cores: usize,
@@ -69,11 +69,11 @@ pub struct Pace {
     rest: Duration,
 }
 
-impl Pace {
+impl ConcurrencyController {
     /// Begins with `first` workers, of at most `most`, on so many CPUs.
     pub fn new(first: usize, most: usize, cores: usize) -> Self {
         let most = most.max(1);
-        Pace {
+        ConcurrencyController {
             wanted: first.clamp(1, most),
             most,
             cores: cores.max(1),
@@ -163,11 +163,11 @@ mod tests {
     impl<R: Fn(usize) -> f64> World<R> {
         /// The numbers wanted, every 5 ms: those who are wanted are there at once, and have their
         /// first bytes when the world has answered them.
-        fn run(&self, pace: &mut Pace, seconds: u64) -> Vec<usize> {
+        fn run(&self, controller: &mut ConcurrencyController, seconds: u64) -> Vec<usize> {
             let (tick, mut now) = (Duration::from_millis(5), Sample::default());
             let (mut bytes, mut started, mut found) = (0.0, Vec::new(), Vec::new());
             for _ in 0..seconds * 200 {
-                let wanted = pace.look(&now);
+                let wanted = controller.look(&now);
                 started.resize(wanted, now.at);
                 found.push(wanted);
                 now.at += tick;
@@ -192,7 +192,7 @@ mod tests {
     fn a_distant_server_has_many_before_it_answers() {
         let world =
             World { latency: Duration::from_millis(50), rate: |n| n as f64 * 1e8, busy: 0.3 };
-        let found = world.run(&mut Pace::new(4, 64, 2), 2);
+        let found = world.run(&mut ConcurrencyController::new(4, 64, 2), 2);
         assert_eq!(found.get(7), Some(&32), "{found:?}");
         assert_eq!(found.last(), Some(&64));
     }
@@ -200,10 +200,10 @@ mod tests {
     #[test]
     fn busy_cpus_get_no_more() {
         let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
-        let found = world.run(&mut Pace::new(2, 64, 2), 5);
+        let found = world.run(&mut ConcurrencyController::new(2, 64, 2), 5);
         assert!(found.iter().all(|&wanted| wanted == 2), "{found:?}");
         // On a machine with more of them, two workers that compute leave room for others.
-        let found = world.run(&mut Pace::new(2, 64, 16), 5);
+        let found = world.run(&mut ConcurrencyController::new(2, 64, 16), 5);
         assert_eq!(found.last(), Some(&64));
     }
 
@@ -211,7 +211,7 @@ mod tests {
     fn what_has_not_helped_is_taken_back_and_tried_ever_less_often() {
         for rate in [|_: usize| 1e9, |n: usize| 4e9 / n as f64] {
             let world = World { latency: Duration::ZERO, rate, busy: 0.5 };
-            let found = world.run(&mut Pace::new(4, 64, 2), 30);
+            let found = world.run(&mut ConcurrencyController::new(4, 64, 2), 30);
             assert!(found.iter().all(|wanted| [4, 8].contains(wanted)), "{found:?}");
             let more = found.iter().filter(|&&wanted| wanted == 8).count();
             assert!(more * 20 < found.len(), "{more} of {}", found.len());
@@ -223,7 +223,7 @@ mod tests {
         fn it_stays_where_twice_as_many_bring_no_more(limit in 4usize..200, latency in 0u64..10) {
             let latency = Duration::from_millis(latency);
             let world = World { latency, rate: |n| n.min(limit) as f64 * 1e8, busy: 0.3 };
-            let number = usual(&world.run(&mut Pace::new(4, 64, 2), 10));
+            let number = usual(&world.run(&mut ConcurrencyController::new(4, 64, 2), 10));
             prop_assert!(number == 64 || number * 115 >= limit * 100, "{number}");
             prop_assert!(number == 4 || number / 2 * 115 <= limit * 100, "{number}");
         }
@@ -234,7 +234,7 @@ mod tests {
             most in 0usize..100,
             samples in proptest::collection::vec(any::<[u32; 6]>(), 0..200),
         ) {
-            let mut pace = Pace::new(first, most, 0);
+            let mut controller = ConcurrencyController::new(first, most, 0);
             let mut now = Sample::default();
             for [at, bytes, arrivals, cpu, running, heard] in samples {
                 now.at += Duration::from_micros(u64::from(at >> 8));
@@ -243,7 +243,7 @@ mod tests {
                 now.cpu += Duration::from_micros(u64::from(cpu >> 8));
                 now.running = running as usize % 128;
                 now.heard = heard as usize % 128;
-                let wanted = pace.look(&now);
+                let wanted = controller.look(&now);
                 prop_assert!((1..=most.max(1)).contains(&wanted));
             }
         }

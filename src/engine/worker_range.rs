@@ -1,41 +1,42 @@
-//! How many readers a load has, and what they may have in memory.
+//! The number of readers of a load, and what they may have in memory.
 
 use super::cold::{self, Cached};
 use super::plan::Extent;
 use super::target::Target;
-use super::workers::Crew;
+use super::workers::WorkerRange;
 use crate::environment::READERS;
 use crate::error::Result;
 use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
-/// With how many readers to begin, and how many there may be, if the caller wants so many.
-pub fn crew(
+/// The number of readers to begin with, and the most there may be; `wanted` if the caller asks for a
+/// number.
+pub fn range(
     traits: &Capabilities,
     files: &[&dyn ReadAt],
     extents: &[Extent],
     wanted: Option<usize>,
-) -> Result<Crew> {
+) -> Result<WorkerRange> {
     let local = files.iter().all(|source| source.file().is_some());
     let of_files = || match (local, READERS.value()?) {
         (false, _) | (_, 0) => Ok(None),
         (_, number) => Ok(usize::try_from(number).ok()),
     };
     let asked = wanted.map_or_else(of_files, |number| Ok(Some(number)))?;
-    let crew = Crew::of(traits, asked);
-    if crew.first == crew.most {
-        return Ok(crew);
+    let range = WorkerRange::of(traits, asked);
+    if range.first == range.most {
+        return Ok(range);
     }
     Ok(match cold::cached(files, extents) {
         // Memory gets no faster by more readers than cores.
-        Cached::All => Crew::fixed(crate::cpu_count().clamp(crew.first, crew.most)),
-        Cached::Some => crew,
-        // Who waits for a disk has use for all of them from the first byte on.
-        Cached::Little => Crew::fixed(crew.most),
+        Cached::All => WorkerRange::fixed(crate::cpu_count().clamp(range.first, range.most)),
+        Cached::Some => range,
+        // A disk is kept busy by all of them from the first byte on.
+        Cached::Little => WorkerRange::fixed(range.most),
     })
 }
 
-/// What a load may have in memory; tells its sources.
+/// The memory limit of a load; its sources are told.
 pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> {
     let memory = memory.known()?;
     if memory.bytes().is_some() {
@@ -45,17 +46,18 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
     Ok(memory)
 }
 
-/// Readers for whom there is memory, and bytes of a batch that may be no data. Tells the target.
+/// The number of readers that there is memory for, and the bytes of a batch that may be no data. The
+/// target is told.
 pub fn share<T: Target>(
     memory: MemoryLimit,
-    crew: Crew,
+    range: WorkerRange,
     traits: &Capabilities,
     decrypts: bool,
     target: &mut T,
-) -> Result<(Crew, u64)> {
-    let shares = memory.load(&target.needs(traits, crew.most, decrypts))?;
+) -> Result<(WorkerRange, u64)> {
+    let shares = memory.load(&target.needs(traits, range.most, decrypts))?;
     if memory.bytes().is_some() {
         target.bound(&shares);
     }
-    Ok((crew.at_most(shares.readers), shares.passing))
+    Ok((range.at_most(shares.readers), shares.passing))
 }

@@ -1,0 +1,65 @@
+//! Memory of a device from torch's allocator. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use cxx::UniquePtr;
+use tensorizer::Allocate;
+use tensorizer::device::{Consumer, DeviceMemory, Index};
+use tensorizer::error::{Error, Result};
+
+use crate::torch::{self, Blocks, thrown};
+
+/// Blocks of a device's memory, from torch's allocator.
+pub struct TorchAllocator {
+    device: Index,
+    blocks: UniquePtr<Blocks>,
+}
+
+impl TorchAllocator {
+    /// None yet.
+    pub fn new(device: Index) -> Self {
+        TorchAllocator { device, blocks: torch::new_blocks(device) }
+    }
+
+    /// All of them.
+    pub fn into_blocks(self) -> UniquePtr<Blocks> {
+        self.blocks
+    }
+
+    /// The tensors of blocks, for the stream that is current.
+    pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<Blocks>> {
+        self.blocks.pin_mut().take(blocks).map_err(thrown)
+    }
+}
+
+impl Allocate for TorchAllocator {
+    fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>> {
+        let added = self.blocks.pin_mut().add(lens);
+        added.map_err(|exception| out_of_memory(&exception))?;
+        let blocks = self.blocks.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
+        let memory = lens.iter().zip(first..).map(|(&len, at)| {
+            // SAFETY: a new tensor of so many bytes that nothing else knows. The list keeps it until it
+            // is handed out, for a stream that waits for its copies, or until all copies have ended.
+            Ok(unsafe { DeviceMemory::new(blocks.block_address(at).map_err(thrown)?, size(len)?) })
+        });
+        memory.collect()
+    }
+
+    fn consumer(&mut self) -> Result<Consumer> {
+        Ok(Consumer(torch::current_stream(self.device).map_err(thrown)?))
+    }
+}
+
+/// The error for what torch's allocator throws.
+fn out_of_memory(exception: &cxx::Exception) -> Error {
+    let what = exception.what().to_owned();
+    // The allocator of CUDA, and that of the CPU.
+    if what.contains("out of memory") || what.contains("allocate memory") {
+        Error::DeviceMemory { what }
+    } else {
+        Error::Device { device: "torch".to_owned(), what }
+    }
+}
+
+fn size(len: u64) -> Result<usize> {
+    usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes on a device")))
+}

@@ -1,0 +1,62 @@
+#include "blocks.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <utility>
+
+#include "tensor.h"
+
+namespace tensorizer {
+
+Blocks::Blocks(c10::Device device) : device_(device) {}
+
+void Blocks::add(rust::Slice<const std::uint64_t> lens) {
+  // One look at the current device for all of them: through at::empty each block takes several.
+  const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional(device_));
+  // The one that torch uses now, which a program may have changed.
+  auto* allocator =
+      at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_)).storage().allocator();
+  TORCH_CHECK(allocator != nullptr, "torch has no allocator for ", device_);
+  const auto stream = stream_of(device_);
+  std::vector<Block> added;
+  added.reserve(lens.size());
+  for (const auto len : lens) {
+    c10::Storage storage(c10::Storage::use_byte_size_t(), len, allocator->allocate(len), allocator,
+                         /*resizable=*/true);
+    added.push_back({std::move(storage), stream});
+  }
+  // All of them, or none.
+  blocks_.reserve(blocks_.size() + added.size());
+  for (auto& block : added) blocks_.push_back(std::move(block));
+}
+
+std::size_t Blocks::address(std::size_t at) const {
+  return reinterpret_cast<std::size_t>(blocks_.at(at).storage.data());
+}
+
+std::unique_ptr<Blocks> Blocks::take(rust::Slice<const std::size_t> numbers) {
+  auto taken = std::make_unique<Blocks>(device_);
+  taken->blocks_.reserve(numbers.size());
+  const auto stream = stream_of(device_);
+  for (const auto number : numbers) {
+    auto block = std::exchange(blocks_.at(number), {c10::Storage(), 0});
+    TORCH_CHECK(block.storage, "block ", number, " was taken before");
+    if (block.stream != stream) {
+      // Otherwise the memory could be used again while this stream still uses it.
+      const c10::impl::VirtualGuardImpl guard(device_.type());
+      guard.recordDataPtrOnStream(block.storage.data_ptr(), guard.getStream(device_));
+    }
+    taken->blocks_.push_back(std::move(block));
+  }
+  return taken;
+}
+
+std::unique_ptr<Blocks> new_blocks(std::int16_t device) {
+  return std::make_unique<Blocks>(
+      device < 0 ? at::Device(at::kCPU)
+                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+}
+
+}  // namespace tensorizer

@@ -1,0 +1,46 @@
+// Memory of a device that loaded tensors are in.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "rust/cxx.h"
+
+namespace tensorizer {
+
+// Uninitialised blocks of one device's memory, from torch's allocator. Each is a storage, which
+// tensors can share.
+class Blocks {
+ public:
+  explicit Blocks(c10::Device device);
+
+  // Adds blocks of so many bytes each, for this thread's current stream.
+  void add(rust::Slice<const std::uint64_t> lens);
+
+  // The address of a block.
+  std::size_t address(std::size_t at) const;
+
+  // Takes blocks out, for use on this thread's current stream.
+  std::unique_ptr<Blocks> take(rust::Slice<const std::size_t> numbers);
+
+  const c10::Device& device() const noexcept { return device_; }
+  const c10::Storage& storage(std::size_t at) const { return blocks_.at(at).storage; }
+
+ private:
+  struct Block {
+    c10::Storage storage;
+    // The id of the stream on which it was allocated.
+    std::int64_t stream;
+  };
+
+  c10::Device device_;
+  std::vector<Block> blocks_;
+};
+
+// No blocks yet, of a device by its number.
+std::unique_ptr<Blocks> new_blocks(std::int16_t device);
+
+}  // namespace tensorizer

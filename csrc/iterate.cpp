@@ -1,0 +1,60 @@
+#include "iterate.h"
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "errors.h"
+#include "tensorizer-torch/bridge.rs.h"
+
+namespace tensorizer {
+
+namespace {
+
+// Devices of iterators: tensors that come to the CPU first are copied there.
+std::mutex devices_lock;
+std::unordered_map<std::int64_t, at::Device> devices;
+
+}  // namespace
+
+std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice device,
+                     std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
+                     Key key) {
+  TORCH_CHECK_VALUE(buffer_bytes > 0, "buffer_bytes is ", buffer_bytes, ", expected at least 1");
+  TORCH_CHECK_VALUE(order == "file" || order == "ready", "order is \"", order,
+                    "\", expected \"file\" or \"ready\"");
+  device = resolved(device);
+  const auto given = options(verify, num_readers, key, number(device));
+  const auto chosen = strings(names.value_or(Names()));
+  const auto iterator = checked([&] {
+    return op_iterate(str(uri), chosen, !names, static_cast<std::uint64_t>(buffer_bytes),
+                      order == "ready", given);
+  });
+  if (device) {
+    const std::lock_guard lock(devices_lock);
+    devices.emplace(iterator, *device);
+  }
+  return iterator;
+}
+
+void iterate_close(std::int64_t iterator) {
+  checked([&] { op_iterate_close(iterator); });
+  const std::lock_guard lock(devices_lock);
+  devices.erase(iterator);
+}
+
+Dict iterate_next(std::int64_t iterator) {
+  auto loaded = checked([&] { return op_iterate_next(iterator); });
+  OptionalDevice device;
+  {
+    const std::lock_guard lock(devices_lock);
+    const auto found = devices.find(iterator);
+    if (found != devices.end()) device = found->second;
+    if (loaded->size() == 0) devices.erase(iterator);
+  }
+  Names keys;
+  for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
+  return by_name(std::move(keys), place(*loaded, device));
+}
+
+}  // namespace tensorizer

@@ -1,0 +1,138 @@
+//! Tensors of a file one by one, for torch: memory of devices comes from torch's allocator, on the
+//! thread that asks for the next tensor.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tensorizer::cancel::Cancel;
+use tensorizer::device::{self, Index};
+use tensorizer::environment::GDS;
+use tensorizer::error::{Error, Result};
+use tensorizer::mem::pinned::Pool;
+use tensorizer::{
+    Allocate, Brief, Closer, Inherited, IterateOptions, Memory, TensorFile, TensorIterator,
+    ToDevice,
+};
+
+use crate::allocator::TorchAllocator;
+use crate::load::check_type;
+use crate::tensor::{Loaded, Place};
+
+/// Tensors of a file one by one.
+pub struct Tensors {
+    tensors: TensorIterator,
+    file: TensorFile,
+    /// The source of device memory; None for host memory. A process that was forked off
+    /// leaves it alone.
+    allocator: Inherited<Option<TorchAllocator>>,
+}
+
+impl Tensors {
+    /// Begins to load tensors, given by number. Where a device cannot be reached from here, they come
+    /// to host memory, and torch has to copy them.
+    pub fn new(
+        file: &TensorFile,
+        numbers: &[usize],
+        device: Index,
+        options: &IterateOptions,
+    ) -> Result<Self> {
+        for &number in numbers {
+            check_type(file.entry(number)?)?;
+        }
+        let found = device::find(device).unwrap_or(None);
+        let mut allocator = found.as_ref().map(|_| TorchAllocator::new(device));
+        let to = match (found, &mut allocator) {
+            (Some(found), Some(allocator)) => {
+                let consumer = allocator.consumer()?;
+                // A graph that is being captured refuses here, before memory is taken.
+                drop(Arc::clone(&found).stream(consumer)?);
+                let (pool, direct_storage) = (Pool::of(&found)?, GDS.value()? != 0);
+                Some(ToDevice { device: found, consumer, pool, direct_storage })
+            }
+            _ => None,
+        };
+        let allocate = allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
+        let tensors = TensorIterator::new(file, numbers, to, options, allocate)
+            .map_err(|error| error.with_file("loading", file.uri()))?;
+        Ok(Tensors { tensors, file: file.again(), allocator: Inherited::new(allocator) })
+    }
+
+    /// Waits for the next tensors: one, or several small ones; none at the end. Returns their numbers,
+    /// too.
+    pub fn next(&mut self, cancel: &dyn Cancel) -> Result<(Loaded, Vec<usize>)> {
+        let allocate = self.allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
+        let landed = self.tensors.next(allocate, cancel);
+        let landed = landed.map_err(|error| error.with_file("loading", self.file.uri()))?;
+        let numbers: Vec<usize> = landed.iter().map(|tensor| tensor.number).collect();
+        let (mut places, mut taken) = (Vec::with_capacity(landed.len()), Vec::new());
+        for tensor in landed {
+            places.push(match tensor.memory {
+                Memory::Host(buffer) => Place::Host(buffer),
+                Memory::Zeros => Place::Zeros,
+                Memory::Block(block) => {
+                    taken.push(block);
+                    Place::Block(taken.len() - 1, 0)
+                }
+            });
+        }
+        let blocks = match &mut *self.allocator {
+            Some(allocator) => Some(allocator.take(&taken)?),
+            None => None,
+        };
+        Ok((Loaded::new(&self.file, &numbers, places, blocks), numbers))
+    }
+
+    /// A handle that ends the load from another thread.
+    pub fn closer(&self) -> Closer {
+        self.tensors.closer()
+    }
+}
+
+/// Iterators of operators, by the number that a program has for each.
+static OPEN: Brief<Option<HashMap<i64, Arc<Open>>>> = Brief::new(None);
+static NEXT: AtomicI64 = AtomicI64::new(1);
+
+struct Open {
+    tensors: Mutex<Tensors>,
+    closer: Closer,
+}
+
+/// Keeps an iterator for operators. Returns its number.
+pub fn keep(tensors: Tensors) -> i64 {
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let open = Open { closer: tensors.closer(), tensors: Mutex::new(tensors) };
+    OPEN.lock().get_or_insert_default().insert(number, Arc::new(open));
+    number
+}
+
+/// The next tensors of an iterator; none at the end, with which it is closed.
+pub fn next(number: i64, cancel: &dyn Cancel) -> Result<Loaded> {
+    let open = OPEN.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
+    let open = open.ok_or_else(|| {
+        Error::InvalidArgument(format!("no iterator {number}: it was closed, or has ended"))
+    })?;
+    open.closer.check_process()?;
+    let mut tensors = open.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+    let taken = tensors.next(cancel);
+    drop(tensors);
+    match &taken {
+        Err(_) => close(number),
+        // Calls of other threads that wait for tensors find the end too.
+        Ok((loaded, _)) if loaded.size() == 0 => drop(remove(number)),
+        Ok(_) => {}
+    }
+    taken.map(|(loaded, _)| loaded)
+}
+
+fn remove(number: i64) -> Option<Arc<Open>> {
+    OPEN.lock().as_mut().and_then(|open| open.remove(&number))
+}
+
+/// Ends the load of an iterator, and lets it go. Closing again does nothing.
+pub fn close(number: i64) {
+    if let Some(open) = remove(number) {
+        // A call that waits for tensors ends, and drops the iterator.
+        open.closer.close();
+    }
+}

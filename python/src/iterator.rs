@@ -1,0 +1,89 @@
+//! `tensorizer._C.TensorIterator`: tensors of a file one by one, for `tensorizer.iterate`.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use tensorizer::Closer;
+use tensorizer::error::{Error, Result};
+use tensorizer_torch::exchange::offer;
+use tensorizer_torch::iterate::Tensors;
+
+use crate::errors::Answer;
+use crate::gil;
+use crate::handle::Handle;
+use crate::watch::Loads;
+
+/// Tensors of a file one by one, while the next are being read.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct TensorIterator {
+    /// None once it was closed.
+    tensors: Mutex<Option<Tensors>>,
+    closer: Closer,
+    /// State that is shared with other loads of the file.
+    loads: Arc<Loads>,
+    uri: String,
+}
+
+impl TensorIterator {
+    /// An iterator that has begun.
+    pub fn new(tensors: Tensors, loads: Arc<Loads>, uri: &str) -> Self {
+        let closer = tensors.closer();
+        TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
+    }
+
+    fn take_next(&self) -> Result<Option<(Handle, Vec<usize>)>> {
+        let closed = || Error::Closed("the iterator is closed".to_owned());
+        let mut held = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let tensors = held.as_mut().ok_or_else(closed)?;
+        let cancel = || self.loads.go_on(&self.uri, self.closer.moved());
+        let (loaded, numbers) = tensors.next(&cancel)?;
+        self.loads.watch.tick(self.closer.moved())?;
+        if numbers.is_empty() {
+            self.loads.watch.end(self.closer.moved())?;
+            return Ok(None);
+        }
+        Ok(Some((Handle(offer(loaded)), numbers)))
+    }
+}
+
+impl Drop for TensorIterator {
+    /// Lets the GIL go: the load that is waited for may read from a Python object.
+    fn drop(&mut self) {
+        let tensors = self.tensors.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(tensors) = tensors else { return };
+        let mut tensors = Some(tensors);
+        let dropped = Python::try_attach(|py| py.detach(|| drop(tensors.take())));
+        if dropped.is_none() {
+            // The interpreter ends, and the load with the process.
+            self.closer.close();
+            std::mem::forget(tensors);
+        }
+    }
+}
+
+#[pymethods]
+impl TensorIterator {
+    /// Waits for the next tensors: one, or several small ones, which count as taken when this is called
+    /// again. Returns the handle with which `_take` fetches them, and their numbers; None at the end.
+    fn next(&self, py: Python<'_>) -> Answer<Option<(Handle, Vec<usize>)>> {
+        self.closer.check_process()?;
+        let next = gil::without(py, || self.take_next())?;
+        if next.is_none() {
+            crate::watch::log(py)?;
+        }
+        Ok(next)
+    }
+
+    /// Ends the load, and waits for its reads and copies. Closing again does nothing.
+    fn close(&self, py: Python<'_>) -> Answer<()> {
+        if self.closer.check_process().is_err() {
+            return Ok(());
+        }
+        self.closer.close();
+        gil::without(py, || {
+            drop(self.tensors.lock().unwrap_or_else(PoisonError::into_inner).take());
+            Ok(())
+        })?;
+        Ok(())
+    }
+}

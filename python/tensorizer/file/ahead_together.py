@@ -1,0 +1,113 @@
+"""Tensors one by one for the members of a process group: every byte is fetched by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._types import Head
+from ..group.members import Members
+from .ahead import ReadAhead
+from .choice import Choice, Chosen
+from .parts import Wanted
+from .progress import Progress
+from .tensor_file import TensorFile, in_batches
+from .together import fill_together, is_read_by_each, made_for, open_together
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def open_for_group(
+    group: ProcessGroup,
+    opened: Callable[[Sequence[Head] | None], TensorFile],
+    choice: Choice,
+    told: Progress,
+    buffer_bytes: int,
+) -> tuple[TensorFile, Chosen, AheadTogether | ReadAhead]:
+    """Open a file at all members of a group. Return it, what is chosen, and the tensors.
+
+    Raises:
+        BaseException: What has failed here, or at another member.
+
+    """
+    members = Members.of(group)
+    if members.size == 1:
+        file = opened(None)
+        try:
+            chosen = choice.of(file, told)
+            return file, chosen, ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=False)
+        except BaseException:
+            file.close()
+            raise
+    made: list[AheadTogether | ReadAhead] = []
+    with members:
+        file = open_together(members, opened)
+        try:
+            chosen, _ = members.together(lambda: choice.of(file, told))
+            by_each = is_read_by_each(members, file)
+            # Members may have buffers of their own, and all cut the same batches.
+            least = min(members.tell(buffer_bytes))
+
+            def begin() -> None:
+                if by_each:
+                    ahead = ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=False)
+                    made.append(ahead)
+                else:
+                    made.append(AheadTogether(members, file, chosen, least))
+
+            members.together(begin)
+        except BaseException:
+            for ahead in made:
+                ahead.close()
+            file.close()
+            raise
+    return file, chosen, made[0]
+
+
+class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
+    """Yields numbers and tensors of what is chosen of a file, batch by batch at all members.
+
+    Args:
+        members: Who have the same file, and ask for as many batches: one call of all of them, which
+            ends with the last batch.
+        file: The file.
+        chosen: What this member wants of it.
+        buffer_bytes: The most bytes of tensors that are held, the same at all members.
+
+    """
+
+    def __init__(
+        self, members: Members, file: TensorFile, chosen: Chosen, buffer_bytes: int
+    ) -> None:
+        self._members, self._file, self._chosen = members, file, chosen
+        self._ended = False
+        file.keeps_shared = False
+        self._batches = in_batches(range(len(file)), file.reader.memory_len, buffer_bytes)
+        self._wanted = set(chosen.wanted.numbers)
+
+    def __next__(self) -> list[tuple[int, torch.Tensor]]:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended = True
+            raise
+        return self._load(batch)
+
+    def _load(self, batch: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """Return what this member wants of a batch."""
+        numbers = [number for number in batch if number in self._wanted]
+        wanted = Wanted(self._file, numbers, self._chosen.wanted.parts)
+        made = self._members.together(lambda: made_for(wanted, self._chosen.device_of))
+        places = made[0]
+        fill_together(self._members, wanted, places)
+        return [(number, places[number]) for number in wanted.numbers]
+
+    def close(self) -> None:
+        """Ask for no more; others that do are told. Closing again does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._batches = iter(())
+            self._members.leave()

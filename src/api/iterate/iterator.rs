@@ -1,0 +1,248 @@
+//! The caller's half of an iterator.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use super::options::IterateOptions;
+use super::run;
+use super::shared::{Shared, ToDevice};
+use super::window::{Item, Memory, Taken, Window};
+use crate::api::file::TensorFile;
+use crate::api::load_options::LoadOptions;
+use crate::api::selection::Selection;
+use crate::api::slices::held_len;
+use crate::cancel::{Cancel, POLL};
+use crate::codec::hash::Verify;
+use crate::error::{Error, Result};
+use crate::fallible::{LISTS, collected};
+use crate::mem::device::{Block, Blocks, Consumer, DeviceMemory, Event, Streams};
+use crate::stats::Counters;
+use crate::sys::process::Inherited;
+
+/// Allocates memory of a device, on the caller's thread.
+pub trait Allocate {
+    /// Memory for tensors, each of so many bytes; `first` is the place of the first of them.
+    fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>>;
+
+    /// The stream that is current on the device.
+    fn consumer(&mut self) -> Result<Consumer>;
+}
+
+/// A tensor that is the caller's.
+pub struct Landed {
+    /// Its number in the file.
+    pub number: usize,
+    /// Its bytes: on a device for what is put on the current stream from now on.
+    pub memory: Memory,
+}
+
+/// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
+pub struct TensorIterator {
+    shared: Inherited<Arc<Shared>>,
+    thread: Inherited<Option<JoinHandle<()>>>,
+    /// The event that the caller's stream waits for already, and that stream.
+    waits: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
+}
+
+impl TensorIterator {
+    /// Begins to load tensors of a file, given by number, to host memory or a device. `allocate` is for
+    /// a device only.
+    pub fn new(
+        file: &TensorFile,
+        numbers: &[usize],
+        device: Option<ToDevice>,
+        options: &IterateOptions,
+        allocate: Option<&mut dyn Allocate>,
+    ) -> Result<Self> {
+        let selection = Selection::new(file, numbers)?;
+        selection.check()?;
+        let on_device = device.is_some();
+        let lens = selection.entries.iter().map(|entry| {
+            let len = if on_device { Some(entry.loaded_len()) } else { entry.memory_len() };
+            len.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(|| {
+                Error::InvalidArgument(format!("tensor `{}` does not fit into memory", entry.name))
+            })
+        });
+        let lens = collected(lens, LISTS)?;
+        let largest = lens.iter().copied().max().unwrap_or(0);
+        let parts = selection.is_sliced();
+        // Tensors that are brought together in host memory are held there as a whole.
+        let held = selection.entries.iter().filter(|entry| entry.whole.is_some());
+        let held = held.map(|entry| held_len(entry)).max().unwrap_or(0);
+        let verified = options.load.verify != Verify::Nothing || file.decryption().is_some();
+        let held = if verified || !file.is_seekable() { held } else { 0 };
+        let least = file.least(parts, on_device)?.saturating_add(held);
+        let memory = options.load.memory.known()?;
+        let (budget, memory) = memory.tensors(options.buffer_bytes, largest, least)?;
+        let load = LoadOptions { memory, map: false, ..options.load };
+        let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
+        let shared = Arc::new(Shared {
+            file: file.again(),
+            numbers: selection.numbers().to_vec(),
+            options: load,
+            window: Window::new(lens, budget, options.order, on_device)?,
+            device: device.map(|device| (device, blocks)),
+            counters: Counters::default(),
+        });
+        let streams = match &shared.device {
+            Some((to, _)) => Some(Streams::open(&to.device, to.consumer)?),
+            None => None,
+        };
+        let theirs = Arc::clone(&shared);
+        let work = move || {
+            let panicked = || Err(Error::Bug("a load has panicked".to_owned()));
+            let run = std::panic::AssertUnwindSafe(|| run::run(&theirs, streams.as_ref()));
+            let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| panicked());
+            theirs.window.end(outcome);
+        };
+        let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
+        let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
+        let (shared, thread) = (Inherited::new(shared), Inherited::new(Some(thread)));
+        let iterator = TensorIterator { shared, thread, waits: Inherited::new(None) };
+        if let Some(allocate) = allocate {
+            iterator.allocate(allocate)?;
+        }
+        Ok(iterator)
+    }
+
+    /// Waits for the next tensors: one, or several small ones, which count as taken when this is called
+    /// again. None at the end.
+    pub fn next(
+        &mut self,
+        mut allocate: Option<&mut dyn Allocate>,
+        cancel: &dyn Cancel,
+    ) -> Result<Vec<Landed>> {
+        if let (Some(allocate), Some((to, _))) = (allocate.as_deref_mut(), &self.shared.device) {
+            // Nothing of this can be part of a graph that is being captured.
+            to.device.check_consumer(allocate.consumer()?)?;
+        }
+        loop {
+            cancel.check()?;
+            if let Some(allocate) = allocate.as_deref_mut() {
+                self.allocate(allocate)?;
+            }
+            match self.shared.window.take(POLL)? {
+                Taken::Items(items) => {
+                    let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
+                    return self.handed_out(items, consumer);
+                }
+                Taken::Nothing => {}
+                Taken::End => {
+                    self.finish();
+                    return Ok(Vec::new());
+                }
+            }
+        }
+    }
+
+    /// Has the caller's stream wait for the tensors that it gets.
+    fn handed_out(&mut self, items: Vec<Item>, consumer: Option<Consumer>) -> Result<Vec<Landed>> {
+        let shared = &**self.shared;
+        let device = shared.device.as_ref().map(|(to, _)| &to.device);
+        let _entered = device.map(|device| device.enter()).transpose()?;
+        let landed = items.into_iter().map(|Item { tensor, memory, marks }| {
+            for mark in marks {
+                let Some(consumer) = consumer else { continue };
+                let known = self.waits.as_ref().is_some_and(|(stream, known)| {
+                    *stream == consumer && Arc::ptr_eq(known, &mark)
+                });
+                if !known {
+                    mark.hold_back(consumer.0)?;
+                    *self.waits = Some((consumer, mark));
+                }
+            }
+            let number = shared.numbers.get(tensor).copied();
+            let number = number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
+            Ok(Landed { number, memory })
+        });
+        collected(landed, LISTS)
+    }
+
+    /// Allocates what memory may be taken now.
+    fn allocate(&self, allocate: &mut dyn Allocate) -> Result<()> {
+        let Some((to, blocks)) = &self.shared.device else { return Ok(()) };
+        let window = &self.shared.window;
+        while let Some(tensors) = window.to_allocate() {
+            let lens = window.lens().get(tensors.clone()).unwrap_or(&[]);
+            let memory = match allocate.allocate(tensors.start, lens) {
+                Err(Error::DeviceMemory { .. }) if window.refused(lens.len()) => continue,
+                allocated => allocated?,
+            };
+            // Work that was put on the stream before may still use the memory.
+            let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
+            for (tensor, memory) in tensors.clone().zip(memory) {
+                blocks.put(tensor, Block { memory, after: after.clone() })?;
+            }
+            window.allocated(tensors.len());
+        }
+        Ok(())
+    }
+
+    /// A handle that ends the load from another thread.
+    pub fn closer(&self) -> Closer {
+        Closer(Inherited::new(Arc::clone(&self.shared)))
+    }
+
+    /// Ends the load, and waits for its reads and copies. Closing again does nothing.
+    pub fn close(&mut self) {
+        self.shared.window.close();
+        self.join();
+    }
+
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            // A panic has become an error.
+            let _ = thread.join();
+            // What can only end the load keeps no connections.
+            self.shared.file.close();
+        }
+    }
+
+    /// Tells what was done.
+    fn finish(&mut self) {
+        if self.thread.is_none() {
+            return;
+        }
+        self.join();
+        let shared = &**self.shared;
+        let device = shared.device.as_ref().map_or("cpu", |(to, _)| to.device.name());
+        shared.counters.publish("load", shared.file.uri(), device, shared.numbers.len());
+    }
+}
+
+/// Ends the load of an iterator from another thread.
+pub struct Closer(Inherited<Arc<Shared>>);
+
+impl Closer {
+    /// Has the load end, and calls that wait for tensors. Does not wait for it.
+    pub fn close(&self) {
+        // A lock may have been held when this process was forked off.
+        if self.0.maker().is_here() {
+            self.0.window.close();
+        }
+    }
+
+    /// Bytes of tensor data that were read so far.
+    pub fn moved(&self) -> u64 {
+        self.0.counters.moved()
+    }
+
+    /// Refuses calls of a process that was forked off: the load goes on in the other one.
+    pub fn check_process(&self) -> Result<()> {
+        if self.0.maker().is_here() {
+            return Ok(());
+        }
+        let what =
+            "the iterator belongs to the process that made it, and this one was forked off it";
+        Err(Error::Closed(what.to_owned()))
+    }
+}
+
+impl Drop for TensorIterator {
+    fn drop(&mut self) {
+        // In a process that was forked off, there is no thread to wait for, and a lock may be held.
+        if self.shared.maker().is_here() {
+            self.close();
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! How tensors are handed out one by one.
+
+use crate::api::load_options::LoadOptions;
+
+/// The order in which tensors are handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    /// That of their data in the file.
+    #[default]
+    File,
+    /// The order in which they are ready.
+    Ready,
+}
+
+/// How tensors are read ahead of the caller.
+#[derive(Debug, Clone, Copy)]
+pub struct IterateOptions {
+    /// Load options.
+    pub load: LoadOptions,
+    /// Bytes of tensors that are in memory, or on their way, and not yet taken: at most so many, or
+    /// one tensor that is larger.
+    pub buffer_bytes: u64,
+    /// The order in which they are handed out.
+    pub order: Order,
+}
+
+impl Default for IterateOptions {
+    /// 1 GiB ahead of the caller, in the order of the file.
+    fn default() -> Self {
+        let load = LoadOptions::default();
+        IterateOptions { load, buffer_bytes: 1 << 30, order: Order::default() }
+    }
+}

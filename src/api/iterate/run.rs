@@ -1,0 +1,392 @@
+//! The load of an iterator, on a thread of its own: tensors in the order of the file, those that can be
+//! read straight to where they go by one read, others group by group by way of host memory.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::time::Duration;
+
+use super::shared::{Shared, ToDevice};
+use super::window::{Memory, Window};
+use crate::api::device::{Destination, Upload};
+use crate::api::headers::{Headers, try_key};
+use crate::api::load::load_counted;
+use crate::api::load_options::LoadOptions;
+use crate::api::selection::Selection;
+use crate::api::slices::direct_runs;
+use crate::cancel::Cancel;
+use crate::codec::hash::{Digests, Verify};
+use crate::engine::landing::{Marks, Receiver};
+use crate::engine::plan::{Extent, Place, SMALL};
+use crate::engine::read::{Begun, Codec, Reading, read};
+use crate::engine::target::owned::{Location, Owned, Store};
+use crate::error::{Error, Result};
+use crate::fallible::{LISTS, listed, push};
+use crate::format::catalog::Entry;
+use crate::io::borrowed;
+use crate::mem::HostBuffer;
+use crate::mem::device::{Blocks, Streams};
+use crate::stats::{PAGEABLE, Stage};
+
+/// Poll interval of a group that waits for room: the iterator may have been closed.
+const TICK: Duration = Duration::from_millis(20);
+
+/// Loads all tensors.
+pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
+    let cancel = || match shared.window.is_closed() {
+        true => Err(Error::Cancelled),
+        false => Ok(()),
+    };
+    let verify = shared.file.prove(&shared.options, &cancel)?;
+    let options = LoadOptions { verify, ..shared.options };
+    shared.file.with_sound_copies(&cancel, || {
+        let run = Run { shared, options: &options, cancel: &cancel };
+        // After damage to a copy in a cache, tensors that have landed are not read again.
+        match (&shared.device, streams) {
+            (Some((to, blocks)), Some(streams)) => run.to_device(to, blocks, streams),
+            _ => run.all(&shared.window.missing(), None),
+        }
+    })
+}
+
+struct Run<'r> {
+    shared: &'r Shared,
+    options: &'r LoadOptions,
+    cancel: &'r dyn Cancel,
+}
+
+/// Tensors that are read in the same way.
+enum Part {
+    /// By one read, to where they go.
+    Direct(Range<usize>),
+    /// Group by group, by way of host memory.
+    Grouped(Range<usize>),
+}
+
+impl Run<'_> {
+    fn to_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
+        let destination = Destination {
+            device: &to.device,
+            consumer: to.consumer,
+            memory: blocks,
+            direct_storage: to.direct_storage,
+            pool: to.pool,
+        };
+        let counters = &self.shared.counters;
+        let upload = Upload {
+            to: &destination,
+            streams,
+            options: self.options,
+            counters,
+            cancel: self.cancel,
+        };
+        let done = self.all(&self.shared.window.missing(), Some(&upload));
+        // Memory is let go, or written again, only after copies to it have ended.
+        streams.finish()?;
+        done?;
+        if to.pool.is_pageable() {
+            counters.fallback(PAGEABLE);
+        }
+        Ok(())
+    }
+
+    /// Loads tensors, given by their places in the order of the file.
+    fn all(&self, tensors: &[usize], upload: Option<&Upload<'_>>) -> Result<()> {
+        let file = &self.shared.file;
+        let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
+        let numbers = listed(numbers, LISTS)?;
+        let selection = Selection::new(file, &numbers)?;
+        try_key(&selection, self.cancel)?;
+        let mut parts: Vec<Part> = Vec::new();
+        for (at, entry) in selection.entries.iter().enumerate() {
+            let direct = self.is_direct(entry, upload.is_some())?;
+            match parts.last_mut() {
+                Some(Part::Direct(range)) if direct => range.end = at + 1,
+                Some(Part::Grouped(range)) if !direct => range.end = at + 1,
+                _ if direct => push(&mut parts, Part::Direct(at..at + 1), LISTS)?,
+                _ => push(&mut parts, Part::Grouped(at..at + 1), LISTS)?,
+            }
+        }
+        for part in parts {
+            let (Part::Direct(range) | Part::Grouped(range)) = &part;
+            let tensors = tensors.get(range.clone()).unwrap_or(&[]);
+            let numbers = numbers.get(range.clone()).unwrap_or(&[]);
+            match part {
+                Part::Direct(_) => self.direct(tensors, numbers, upload)?,
+                Part::Grouped(_) => self.grouped(tensors, numbers, upload)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// True if a tensor is read straight to where it goes.
+    fn is_direct(&self, entry: &Entry, on_device: bool) -> Result<bool> {
+        let file = &self.shared.file;
+        if entry.whole.is_some() {
+            return Ok(direct_runs(file, entry, self.options.verify)?.is_some());
+        }
+        // A stream is read once, so that nothing may turn out to be impossible later.
+        Ok(!on_device || file.decryption().is_none() || file.is_seekable())
+    }
+
+    /// Reads tensors to where they go.
+    fn direct(
+        &self,
+        tensors: &[usize],
+        numbers: &[usize],
+        upload: Option<&Upload<'_>>,
+    ) -> Result<()> {
+        let (shared, options) = (self.shared, self.options);
+        let (file, window) = (&shared.file, &shared.window);
+        let selection = Selection::new(file, numbers)?;
+        let plan = Plan::new(&selection, tensors, options.verify)?;
+        for &tensor in &plan.unread {
+            window.land(tensor, without_data(window, tensor, upload.is_some())?, Marks::new())?;
+        }
+        let headers = Headers::new(&selection, options.verify, &|_, _| Ok(()))?;
+        let codec = OfExtents { headers: &headers, selected: &plan.selected };
+        let sources = file.sources();
+        let store = Store::default();
+        let receiver =
+            Landings { run: self, plan: &plan, numbers, headers: &headers, store: &store, upload };
+        let what = Reading {
+            files: &borrowed(&sources),
+            extents: &plan.extents,
+            codec: &codec,
+            verify: options.verify,
+            decrypts: headers.decrypts(),
+            readers: options.readers,
+            memory: options.memory,
+            receiver: Some((&receiver, Some(&plan.tensors))),
+        };
+        let Some(upload) = upload else {
+            let mut target = Owned::new(&plan.locations, window.lens(), &store);
+            return read(&what, &mut target, &shared.counters, self.cancel).map(drop);
+        };
+        let place = |location: &Location| Place { block: location.tensor, offset: location.offset };
+        let places = listed(plan.locations.iter().map(place), LISTS)?;
+        upload.read(&what, (&[], &places), &mut || Ok(false)).map(drop)
+    }
+
+    /// Loads tensors group by group by way of host memory.
+    fn grouped(
+        &self,
+        tensors: &[usize],
+        numbers: &[usize],
+        upload: Option<&Upload<'_>>,
+    ) -> Result<()> {
+        let (file, window) = (&self.shared.file, &self.shared.window);
+        let most = window.part();
+        let mut left: Vec<(usize, usize)> =
+            tensors.iter().copied().zip(numbers.iter().copied()).collect();
+        while !left.is_empty() {
+            let mut bytes = 0u64;
+            let fits = |(tensor, _): &&(usize, usize)| {
+                bytes = bytes.saturating_add(window.lens().get(*tensor).copied().unwrap_or(0));
+                bytes <= most
+            };
+            let count = left.iter().take_while(fits).count().max(1);
+            let later = left.split_off(count);
+            let (tensors, numbers): (Vec<usize>, Vec<usize>) = left.into_iter().unzip();
+            left = later;
+            if let Some(last) = tensors.last() {
+                let first = tensors.first().copied().unwrap_or(*last);
+                while !window.admits(first, *last) {
+                    self.cancel.check()?;
+                    window.wait_for_room(TICK);
+                }
+            }
+            match upload {
+                None => {
+                    let loaded = load_counted(
+                        file,
+                        &numbers,
+                        self.options,
+                        &self.shared.counters,
+                        self.cancel,
+                    )?;
+                    for (tensor, loaded) in tensors.into_iter().zip(loaded) {
+                        // Small ones come in blocks, which one that is kept would keep.
+                        let small = (loaded.memory.bytes().len() as u64) < SMALL;
+                        let own = if small { loaded.memory.copied()? } else { loaded.memory };
+                        window.land(tensor, Memory::Host(own), Marks::new())?;
+                    }
+                }
+                Some(upload) => {
+                    let places = tensors.iter().map(|&block| Place { block, offset: 0 });
+                    upload.through_host(file, &numbers, &listed(places, LISTS)?)?;
+                    let marks = upload.streams.marks()?;
+                    for (tensor, number) in tensors.into_iter().zip(numbers) {
+                        let zeros = file.entry(number)?.is_meta();
+                        let memory = if zeros { Memory::Zeros } else { Memory::Block(tensor) };
+                        window.land(tensor, memory, marks.clone())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The memory of a tensor that has no data in the file.
+fn without_data(window: &Window, tensor: usize, on_device: bool) -> Result<Memory> {
+    if on_device {
+        return Ok(Memory::Zeros);
+    }
+    let len = window.lens().get(tensor).copied().unwrap_or(0);
+    let len = usize::try_from(len).map_err(|_| bug(tensor))?;
+    HostBuffer::zeroed(len).map(Memory::Host)
+}
+
+fn bug(number: usize) -> Error {
+    Error::Bug(format!("no tensor {number} in a plan"))
+}
+
+/// The plan of one read.
+#[derive(Default)]
+struct Plan {
+    extents: Vec<Extent>,
+    /// For each extent where its data go.
+    locations: Vec<Location>,
+    /// For each extent the place of its tensor in the order of the file.
+    tensors: Vec<usize>,
+    /// For each extent the number of its tensor in the selection.
+    selected: Vec<usize>,
+    /// Tensors of which nothing is read, by their places in the order of the file.
+    unread: Vec<usize>,
+    /// Tensors without data, of which only the header is read.
+    without_data: HashSet<usize>,
+}
+
+impl Plan {
+    fn new(selection: &Selection<'_>, tensors: &[usize], verify: Verify) -> Result<Self> {
+        let mut plan = Plan::default();
+        let extents = selection.extents()?;
+        for (at, (entry, whole)) in selection.entries.iter().zip(extents).enumerate() {
+            let &tensor = tensors.get(at).ok_or_else(|| bug(at))?;
+            if entry.whole.is_none() && whole.end() > whole.header_offset {
+                if whole.data_len == 0 {
+                    plan.without_data.insert(tensor);
+                }
+                plan.add(at, whole, Location { tensor, offset: 0 })?;
+                continue;
+            }
+            let runs = match entry.whole {
+                Some(_) => direct_runs(selection.file, entry, verify)?,
+                None => None,
+            };
+            let runs = runs.unwrap_or(Vec::new());
+            if runs.is_empty() {
+                push(&mut plan.unread, tensor, LISTS)?;
+            }
+            for (extent, offset) in runs {
+                plan.add(at, extent, Location { tensor, offset })?;
+            }
+        }
+        Ok(plan)
+    }
+
+    fn add(&mut self, selected: usize, extent: Extent, location: Location) -> Result<()> {
+        push(&mut self.extents, extent, LISTS)?;
+        push(&mut self.tensors, location.tensor, LISTS)?;
+        push(&mut self.locations, location, LISTS)?;
+        push(&mut self.selected, selected, LISTS)
+    }
+}
+
+/// Headers of tensors, for extents of which several may be of one tensor.
+struct OfExtents<'h> {
+    headers: &'h Headers<'h>,
+    /// For each extent the number of its tensor in the selection.
+    selected: &'h [usize],
+}
+
+impl OfExtents<'_> {
+    fn of(&self, extent: usize) -> Result<usize> {
+        self.selected.get(extent).copied().ok_or_else(|| bug(extent))
+    }
+}
+
+impl Codec for OfExtents<'_> {
+    fn header(&self, extent: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
+        self.headers.header(self.of(extent)?, raw, cancel)
+    }
+
+    fn decrypt(
+        &self,
+        extent: usize,
+        start: u64,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
+        self.headers.decrypt(self.of(extent)?, start, bytes, cancel)
+    }
+
+    fn compare(&self, extent: usize, digests: &Digests) -> Result<()> {
+        self.headers.compare(self.of(extent)?, digests)
+    }
+}
+
+/// Tensors on their way from the engine to the window.
+struct Landings<'l> {
+    run: &'l Run<'l>,
+    plan: &'l Plan,
+    /// Numbers of the tensors of the selection.
+    numbers: &'l [usize],
+    headers: &'l Headers<'l>,
+    /// Host memory that is being filled.
+    store: &'l Store,
+    upload: Option<&'l Upload<'l>>,
+}
+
+impl Landings<'_> {
+    fn window(&self) -> &Window {
+        &self.run.shared.window
+    }
+}
+
+impl Receiver for Landings<'_> {
+    fn batch_len(&self) -> u64 {
+        self.window().part()
+    }
+
+    fn admits(&self, first: usize, last: usize) -> Result<bool> {
+        Ok(self.window().admits(first, last))
+    }
+
+    fn wait(&self, time: Duration) {
+        self.window().wait_for_room(time);
+    }
+
+    fn landed(&self, tensor: usize, marks: Marks) -> Result<()> {
+        let on_device = self.upload.is_some();
+        let memory = if self.plan.without_data.contains(&tensor) {
+            without_data(self.window(), tensor, on_device)?
+        } else if on_device {
+            Memory::Block(tensor)
+        } else {
+            Memory::Host(self.store.take(tensor)?)
+        };
+        self.window().land(tensor, memory, marks)
+    }
+
+    /// Decrypts a tensor as a whole.
+    fn sealed(&self, tensor: usize, extent: usize) -> Result<()> {
+        let Run { shared, cancel, .. } = self.run;
+        let &selected = self.plan.selected.get(extent).ok_or_else(|| bug(extent))?;
+        let Some(upload) = self.upload else {
+            let mut buffer = self.store.take(tensor)?;
+            let bytes = buffer.bytes_mut();
+            let whole = || self.headers.whole(selected, bytes, *cancel);
+            shared.counters.time(Stage::Decrypt, whole)?;
+            shared.counters.bytes(buffer.bytes().len() as u64);
+            return shared.window.land(tensor, Memory::Host(buffer), Marks::new());
+        };
+        let why = "decrypted in host memory: pieces of encryption of unusual length";
+        shared.counters.fallback(why);
+        // Bytes that were copied there meanwhile must not come later.
+        upload.streams.finish()?;
+        let &number = self.numbers.get(selected).ok_or_else(|| bug(selected))?;
+        upload.through_host(&shared.file, &[number], &[Place { block: tensor, offset: 0 }])?;
+        shared.window.land(tensor, Memory::Block(tensor), upload.streams.marks()?)
+    }
+}

@@ -1,0 +1,38 @@
+//! What the caller of an iterator and the thread of its load share.
+
+use std::sync::Arc;
+
+use super::window::Window;
+use crate::api::file::TensorFile;
+use crate::api::load_options::LoadOptions;
+use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::pinned::Pool;
+use crate::stats::Counters;
+
+/// A device to which tensors go.
+pub struct ToDevice {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// The stream that is current when the iterator is made.
+    pub consumer: Consumer,
+    /// Its staging buffers.
+    pub pool: &'static Pool,
+    /// True if the device is to read local files by itself, where it can.
+    pub direct_storage: bool,
+}
+
+/// What the caller and the thread of the load share.
+pub struct Shared {
+    /// The file.
+    pub file: TensorFile,
+    /// Numbers of the tensors, in the order of their data in the file.
+    pub numbers: Vec<usize>,
+    /// Load options.
+    pub options: LoadOptions,
+    /// Tensors that wait for the caller.
+    pub window: Window,
+    /// Where tensors go, and their memory there; None for host memory.
+    pub device: Option<(ToDevice, Blocks)>,
+    /// Count what is done.
+    pub counters: Counters,
+}

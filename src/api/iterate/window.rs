@@ -1,0 +1,449 @@
+//! The window between readers and the caller: the bytes read ahead, and tensors that have landed.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::options::Order;
+use crate::engine::landing::Marks;
+use crate::engine::plan::SMALL;
+use crate::error::{Error, Result};
+use crate::fallible::{LISTS, push, repeated};
+use crate::mem::HostBuffer;
+use crate::sys::sync::{Condvar, Mutex};
+
+/// Of the bytes that may be read ahead, the part that one batch or one group may have: so that several
+/// are on their way.
+const PART: u64 = 8;
+/// Small tensors are handed out together: so many at most, and this part of the bytes read ahead.
+const TOGETHER: usize = 1024;
+const TOGETHER_PART: u64 = 16;
+/// Blocks that are allocated together, and their bytes at most.
+const BLOCKS: usize = 256;
+const BLOCKS_LEN: u64 = 64 << 20;
+
+/// The memory of a tensor.
+pub enum Memory {
+    /// In host memory of its own.
+    Host(HostBuffer),
+    /// In the block of a device that was allocated for it, which has the number of the tensor.
+    Block(usize),
+    /// Nowhere: it has no data in the file, and is all zeros.
+    Zeros,
+}
+
+/// A tensor that waits for the caller, by its place in the order of the file.
+pub struct Item {
+    /// Its place.
+    pub tensor: usize,
+    /// Its bytes.
+    pub memory: Memory,
+    /// Events after which they are there.
+    pub marks: Marks,
+}
+
+/// The tensors between those that are read and those that the caller has taken. The bytes of tensors
+/// that are admitted and not taken are at most `budget`, or those of one tensor.
+pub struct Window {
+    /// Bytes of each tensor in memory.
+    lens: Vec<u64>,
+    order: Order,
+    /// True if the caller allocates memory before tensors may be read.
+    allocates: bool,
+    state: Mutex<State>,
+    /// More tensors may be read.
+    room: Condvar,
+    /// More tensors may be taken.
+    landed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    budget: u64,
+    /// Tensors for which there is memory: so many of the first.
+    granted: usize,
+    /// Tensors that readers ask for: so many of the first. Those from `needed_from` on are of one batch.
+    needed: usize,
+    needed_from: usize,
+    /// Bytes of tensors that are granted and not taken.
+    outstanding: u64,
+    /// All tensors before this one were taken.
+    all_taken_to: usize,
+    /// Tensors that were read, by place.
+    waiting: HashMap<usize, Item>,
+    /// Their places, in the order in which they landed.
+    queue: VecDeque<usize>,
+    /// Tensors that have landed, taken ones included.
+    has_landed: Vec<bool>,
+    /// Tensors that the caller has taken.
+    has_taken: Vec<bool>,
+    /// The place of the next tensor in the order of the file.
+    next: usize,
+    taken: usize,
+    /// Bytes of several tensors that the caller has got together, and may not all have taken.
+    handed: u64,
+    ended: Option<Result<()>>,
+    closed: bool,
+}
+
+impl State {
+    /// True if readers have nothing to do but a batch for which there is no memory, and the caller has
+    /// taken all tensors before those of the batch: none of its tensors could come without the others.
+    fn is_starved(&self) -> bool {
+        self.granted < self.needed && self.all_taken_to >= self.needed_from
+    }
+
+    fn note_taken(&mut self, tensor: usize) {
+        self.taken += 1;
+        if let Some(taken) = self.has_taken.get_mut(tensor) {
+            *taken = true;
+        }
+        while self.has_taken.get(self.all_taken_to).is_some_and(|taken| *taken) {
+            self.all_taken_to += 1;
+        }
+    }
+}
+
+/// The result of waiting for tensors.
+pub enum Taken {
+    /// These tensors.
+    Items(Vec<Item>),
+    /// Nothing within the time, or memory may be allocated.
+    Nothing,
+    /// All tensors were taken.
+    End,
+}
+
+impl Window {
+    /// For tensors of these lengths.
+    pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
+        let none = repeated(false, lens.len(), LISTS)?;
+        let (has_landed, has_taken) = (none.clone(), none);
+        let state = State { budget: budget.max(1), has_landed, has_taken, ..State::default() };
+        let (room, landed) = (Condvar::new(), Condvar::new());
+        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, landed })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of each tensor in memory.
+    pub fn lens(&self) -> &[u64] {
+        &self.lens
+    }
+
+    fn len(&self, tensor: usize) -> u64 {
+        self.lens.get(tensor).copied().unwrap_or(0)
+    }
+
+    /// The most bytes of a batch, or of a group of tensors that are read together.
+    pub fn part(&self) -> u64 {
+        (self.state().budget / PART).max(1)
+    }
+
+    /// True if memory for the next tensor may be taken.
+    fn has_room(&self, state: &State) -> bool {
+        let Some(len) = self.lens.get(state.granted) else { return false };
+        let fits = state.outstanding.saturating_add(*len) <= state.budget;
+        // One that is larger comes alone.
+        fits || state.outstanding == 0 || state.is_starved()
+    }
+
+    fn grant(&self, state: &mut State) {
+        state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
+        state.granted += 1;
+    }
+
+    /// True if these tensors, of which parts are in one batch, may be read now.
+    pub fn admits(&self, first: usize, last: usize) -> bool {
+        let mut state = self.state();
+        if (state.needed, state.needed_from) != (last + 1, first) {
+            (state.needed, state.needed_from) = (last + 1, first);
+            if self.allocates {
+                self.landed.notify_all();
+            }
+        }
+        while !self.allocates && state.granted <= last && self.has_room(&state) {
+            self.grant(&mut state);
+        }
+        state.granted > last
+    }
+
+    /// Waits until more tensors may be admitted, or the time is over.
+    pub fn wait_for_room(&self, time: Duration) {
+        let state = self.state();
+        let ready = if self.allocates {
+            state.granted >= state.needed
+        } else {
+            state.granted >= state.needed || self.has_room(&state)
+        };
+        if !ready && !state.closed {
+            drop(self.room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// Hands a tensor to the caller.
+    pub fn land(&self, tensor: usize, memory: Memory, marks: Marks) -> Result<()> {
+        let mut state = self.state();
+        let landed = state.has_landed.get_mut(tensor);
+        if landed.is_none_or(|landed| std::mem::replace(landed, true)) {
+            return Err(Error::Bug(format!("tensor {tensor} has landed twice")));
+        }
+        state.waiting.insert(tensor, Item { tensor, memory, marks });
+        state.queue.push_back(tensor);
+        let wanted = self.order == Order::Ready || state.next == tensor;
+        drop(state);
+        if wanted {
+            self.landed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// The tensors that have not landed, of all.
+    pub fn missing(&self) -> Vec<usize> {
+        let state = self.state();
+        let landed = state.has_landed.iter().enumerate();
+        landed.filter(|(_, landed)| !**landed).map(|(tensor, _)| tensor).collect()
+    }
+
+    fn release(&self, state: &mut State, bytes: u64) {
+        state.outstanding = state.outstanding.saturating_sub(bytes);
+        self.room.notify_all();
+        if self.allocates {
+            self.landed.notify_all();
+        }
+    }
+
+    /// Notes that all has been read, or why not.
+    pub fn end(&self, outcome: Result<()>) {
+        self.state().ended = Some(outcome);
+        self.landed.notify_all();
+        self.room.notify_all();
+    }
+
+    /// Lets go what waits for the caller, and has readers stop.
+    pub fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        drop(waiting);
+        self.landed.notify_all();
+        self.room.notify_all();
+    }
+
+    /// True once it was closed.
+    pub fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
+    /// Notes that memory for tensors was allocated.
+    pub fn allocated(&self, count: usize) {
+        let mut state = self.state();
+        (0..count).for_each(|_| self.grant(&mut state));
+        drop(state);
+        self.room.notify_all();
+    }
+
+    /// Notes that memory for so many tensors could not be allocated: no more is read ahead than now.
+    /// False if that is an error: there is not enough for one tensor, and nothing will be let go.
+    pub fn refused(&self, count: usize) -> bool {
+        let mut state = self.state();
+        state.budget = state.outstanding.max(1);
+        count > 1 || (state.outstanding > 0 && !state.is_starved())
+    }
+
+    /// Memory that may be allocated now.
+    pub fn to_allocate(&self) -> Option<std::ops::Range<usize>> {
+        let state = self.state();
+        let start = state.granted;
+        if !self.allocates || !self.has_room(&state) {
+            return None;
+        }
+        let (mut end, mut bytes) = (start + 1, self.len(start));
+        while let Some(len) = self.lens.get(end) {
+            bytes = bytes.saturating_add(*len);
+            let ahead = state.outstanding.saturating_add(bytes);
+            if ahead > state.budget || bytes > BLOCKS_LEN || end - start >= BLOCKS {
+                break;
+            }
+            end += 1;
+        }
+        Some(start..end)
+    }
+
+    /// Takes the next tensor, and small ones behind it that have landed too. What was taken before is
+    /// the caller's from now on.
+    pub fn take(&self, time: Duration) -> Result<Taken> {
+        let mut state = self.state();
+        let handed = std::mem::take(&mut state.handed);
+        if handed > 0 {
+            self.release(&mut state, handed);
+        }
+        if state.closed {
+            return Err(Error::Closed("the iterator is closed".to_owned()));
+        }
+        let items = self.take_landed(&mut state)?;
+        if !items.is_empty() {
+            return Ok(Taken::Items(items));
+        }
+        if state.taken == self.lens.len() {
+            return Ok(Taken::End);
+        }
+        match state.ended.take() {
+            Some(Err(error)) => {
+                state.closed = true;
+                return Err(error);
+            }
+            Some(Ok(())) => return Err(Error::Bug("a tensor that was not read".to_owned())),
+            None => {}
+        }
+        if !(self.allocates && self.has_room(&state)) {
+            drop(self.landed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+        }
+        Ok(Taken::Nothing)
+    }
+
+    fn take_landed(&self, state: &mut State) -> Result<Vec<Item>> {
+        let most = state.budget / TOGETHER_PART;
+        let (mut items, mut bytes) = (Vec::new(), 0u64);
+        while items.len() < TOGETHER {
+            let next = match self.order {
+                Order::File => Some(state.next),
+                Order::Ready => state.queue.front().copied(),
+            };
+            let Some(tensor) = next.filter(|tensor| state.waiting.contains_key(tensor)) else {
+                break;
+            };
+            let len = self.len(tensor);
+            let fits = len < SMALL && bytes.saturating_add(len) <= most;
+            if !items.is_empty() && !fits {
+                break;
+            }
+            let Some(item) = state.waiting.remove(&tensor) else { break };
+            match self.order {
+                Order::File => state.next += 1,
+                Order::Ready => drop(state.queue.pop_front()),
+            }
+            state.note_taken(tensor);
+            bytes = bytes.saturating_add(len);
+            push(&mut items, item, LISTS)?;
+            if len >= SMALL {
+                break;
+            }
+        }
+        if items.len() > 1 {
+            state.handed = bytes;
+        } else if bytes > 0 {
+            self.release(state, bytes);
+        }
+        Ok(items)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn land(window: &Window, tensor: usize) {
+        window.land(tensor, Memory::Zeros, Marks::new()).unwrap();
+    }
+
+    fn take(window: &Window) -> Vec<usize> {
+        match window.take(Duration::ZERO).unwrap() {
+            Taken::Items(items) => items.iter().map(|item| item.tensor).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    #[test]
+    fn no_more_is_admitted_than_the_budget() {
+        let len = 2 * SMALL;
+        let window = Window::new(vec![len; 5], 2 * len, Order::File, false).unwrap();
+        assert!(window.admits(0, 0) && window.admits(1, 1) && !window.admits(2, 2));
+        land(&window, 1);
+        assert_eq!(take(&window), [0usize; 0]);
+        land(&window, 0);
+        assert_eq!(take(&window), [0]);
+        assert!(window.admits(2, 2) && !window.admits(3, 3));
+        assert_eq!(take(&window), [1]);
+        assert!(window.admits(3, 3));
+        assert_eq!(window.missing(), [2, 3, 4]);
+    }
+
+    #[test]
+    fn a_batch_beyond_the_budget_is_admitted_when_nothing_else_is_coming() {
+        for allocates in [false, true] {
+            let window = Window::new(vec![10, 90, 1], 50, Order::File, allocates).unwrap();
+            let allocate = || {
+                while let Some(tensors) = window.to_allocate() {
+                    window.allocated(tensors.len());
+                }
+            };
+            allocate();
+            // Tensors 0 and 1 are of one batch.
+            window.admits(0, 1);
+            allocate();
+            assert!(window.admits(0, 1), "{allocates}");
+            assert!(!window.admits(2, 2));
+            land(&window, 0);
+            land(&window, 1);
+            assert_eq!(take(&window), [0]);
+            assert_eq!(take(&window), [1]);
+            allocate();
+            assert!(window.admits(2, 2));
+        }
+    }
+
+    #[test]
+    fn small_tensors_come_together_and_count_until_the_next_call() {
+        let window = Window::new(vec![1; 64], 32, Order::Ready, false).unwrap();
+        assert!(window.admits(31, 31) && !window.admits(32, 32));
+        (0..32).rev().for_each(|tensor| land(&window, tensor));
+        assert_eq!(take(&window), [31, 30]);
+        assert!(!window.admits(32, 32));
+        assert_eq!(take(&window), [29, 28]);
+        assert!(window.admits(33, 33) && !window.admits(34, 34));
+    }
+
+    #[test]
+    fn a_batch_with_the_end_of_a_tensor_and_the_beginning_of_the_next_is_admitted() {
+        for order in [Order::File, Order::Ready] {
+            let window = Window::new(vec![5, 60, 60, 60], 100, order, false).unwrap();
+            assert!(window.admits(0, 0) && window.admits(1, 1));
+            // The end of tensor 1 comes with tensor 2; tensor 0 is still to be taken.
+            assert!(!window.admits(1, 2));
+            land(&window, 0);
+            assert_eq!(take(&window), [0]);
+            assert!(window.admits(1, 2) && !window.admits(2, 3));
+        }
+    }
+
+    #[test]
+    fn memory_that_is_refused_is_an_error_only_if_nothing_will_be_let_go() {
+        let window = Window::new(vec![10, 10, 10], 30, Order::File, true).unwrap();
+        assert!(window.refused(3), "one by one");
+        assert_eq!(window.to_allocate(), Some(0..1));
+        window.allocated(1);
+        assert!(window.admits(0, 0) && !window.admits(1, 1));
+        assert!(window.refused(1));
+        assert_eq!(window.to_allocate(), None);
+        land(&window, 0);
+        assert_eq!(take(&window), [0]);
+        assert_eq!(window.to_allocate(), Some(1..2));
+        assert!(!window.refused(1));
+    }
+
+    #[test]
+    fn an_error_comes_after_the_tensors_before_it() {
+        let window = Window::new(vec![SMALL; 3], 9 * SMALL, Order::File, false).unwrap();
+        land(&window, 0);
+        land(&window, 2);
+        window.end(Err(Error::Cancelled));
+        assert_eq!(take(&window), [0]);
+        assert!(matches!(window.take(Duration::ZERO), Err(Error::Cancelled)));
+        assert!(matches!(window.take(Duration::ZERO), Err(Error::Closed(_))));
+    }
+}

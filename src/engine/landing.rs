@@ -1,0 +1,141 @@
+//! Tensors that are handed out one by one, while others are being read.
+
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::plan::{Extent, PLAN};
+use crate::codec::hash::Verify;
+use crate::error::{Error, Result};
+use crate::fallible::{listed, push};
+use crate::mem::device::Event;
+use crate::sys::sync::Mutex;
+
+/// Events after which the bytes of a tensor are on its device; none for host memory.
+pub type Marks = Vec<Arc<dyn Event>>;
+
+/// Takes tensors one by one, and bounds how many are read ahead.
+pub trait Receiver: Sync {
+    /// The most bytes of a batch: with longer ones too few tensors would be on their way.
+    fn batch_len(&self) -> u64;
+
+    /// True if these tensors, of which parts are in one batch, may be read now. Asked for in rising
+    /// order, until the answer is true.
+    fn admits(&self, first: usize, last: usize) -> Result<bool>;
+
+    /// Waits until more tensors may be admitted, for this time at most.
+    fn wait(&self, time: Duration);
+
+    /// Takes a tensor of which all bytes are there, authenticated, and with the hashes that were to be
+    /// verified.
+    fn landed(&self, tensor: usize, marks: Marks) -> Result<()>;
+
+    /// Takes a tensor of which all bytes have come that cannot be decrypted in chunks: they are as they
+    /// are in the file, and on a device they are not there. `extent`: the one that it is.
+    fn sealed(&self, tensor: usize, extent: usize) -> Result<()>;
+}
+
+/// Counts what has come of each tensor of a read.
+pub struct Landing<'r> {
+    receiver: &'r dyn Receiver,
+    /// For each extent the tensor that it is a part of; None if each is one.
+    tensors: Option<&'r [usize]>,
+    /// Parts of each tensor: its bytes, its header if it has one, its hash if that is verified.
+    parts: Vec<u64>,
+    /// Tensors of which some parts have come.
+    partial: Mutex<HashMap<usize, Partial>>,
+}
+
+#[derive(Default)]
+struct Partial {
+    missing: u64,
+    marks: Marks,
+    /// True if the tensor cannot be decrypted in chunks.
+    sealed: bool,
+}
+
+/// A part of an extent that has come.
+#[derive(Debug, Clone, Copy)]
+pub struct Arrival {
+    /// The extent.
+    pub extent: usize,
+    /// The parts of it: bytes of data, and one each for the header and the hash.
+    pub parts: u64,
+    /// True for the header of a tensor that cannot be decrypted in chunks.
+    pub sealed: bool,
+}
+
+impl<'r> Landing<'r> {
+    /// For a read of `extents`.
+    pub fn new(
+        receiver: &'r dyn Receiver,
+        tensors: Option<&'r [usize]>,
+        extents: &[Extent],
+        verify: Verify,
+    ) -> Result<Self> {
+        let count = match tensors {
+            Some(tensors) => tensors.iter().max().map_or(0, |most| most + 1),
+            None => extents.len(),
+        };
+        let mut parts = listed((0..count).map(|_| 0u64), PLAN)?;
+        for (number, extent) in extents.iter().enumerate() {
+            let hash = u64::from(verify != Verify::Nothing);
+            let header = u64::from(extent.header_offset < extent.data_offset);
+            let of = tensors.map_or(Some(&number), |tensors| tensors.get(number));
+            let slot = of.and_then(|&tensor| parts.get_mut(tensor));
+            let slot = slot.ok_or_else(|| Error::Bug(format!("extent {number} of no tensor")))?;
+            *slot = slot.saturating_add(extent.data_len).saturating_add(header + hash);
+        }
+        Ok(Landing { receiver, tensors, parts, partial: Mutex::default() })
+    }
+
+    /// The receiver of the tensors.
+    pub fn receiver(&self) -> &dyn Receiver {
+        self.receiver
+    }
+
+    /// The tensor that an extent is a part of.
+    pub fn tensor(&self, extent: usize) -> Result<usize> {
+        let tensor = self.tensors.map_or(Some(extent), |tensors| tensors.get(extent).copied());
+        tensor.ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
+    }
+
+    /// Counts parts that have come, on a device after `mark`, and hands out the tensors that are
+    /// complete now.
+    pub fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
+        let mut complete: Vec<(usize, usize, Partial)> = Vec::new();
+        let mut arrivals = arrivals.iter().copied().peekable();
+        let mut partial = self.partial.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(Arrival { extent, mut parts, sealed: mut is_sealed }) = arrivals.next() {
+            let tensor = self.tensor(extent)?;
+            while let Some(more) = arrivals.next_if(|next| next.extent == extent) {
+                parts = parts.saturating_add(more.parts);
+                is_sealed |= more.sealed;
+            }
+            let bug = || Error::Bug(format!("tensor {tensor} has come twice"));
+            let missing = self.parts.get(tensor).copied().unwrap_or(0);
+            let new = || Partial { missing, ..Partial::default() };
+            let known = partial.remove(&tensor).unwrap_or_else(new);
+            let Partial { missing, mut marks, sealed } = known;
+            let missing = missing.checked_sub(parts).ok_or_else(bug)?;
+            let sealed = sealed || is_sealed;
+            marks.extend(
+                mark.filter(|mark| !marks.iter().any(|one| Arc::ptr_eq(one, mark))).cloned(),
+            );
+            let now = Partial { missing, marks, sealed };
+            if missing == 0 {
+                push(&mut complete, (tensor, extent, now), PLAN)?;
+            } else {
+                partial.insert(tensor, now);
+            }
+        }
+        drop(partial);
+        complete.into_iter().try_for_each(|(tensor, extent, Partial { marks, sealed, .. })| {
+            if sealed {
+                self.receiver.sealed(tensor, extent)
+            } else {
+                self.receiver.landed(tensor, marks)
+            }
+        })
+    }
+}

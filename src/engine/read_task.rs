@@ -1,0 +1,398 @@
+//! The work of the readers of one call: a batch from the work queue and memory for it from the target,
+//! one request, headers to the codec, data decrypted and hashed where they lie, the memory back to the
+//! target.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::file_handles::FileHandles;
+use super::landing::{Arrival, Landing};
+use super::order::{Job, LARGE, only_tensor, outer_tensors};
+use super::plan::{Batch, Next, PLAN, Segment, SegmentKind, WorkQueue};
+use super::reading::{Begun, Reading};
+use super::target::direct::Direct;
+use super::target::{Chunk, Lease, Target};
+use super::workers::Control;
+use crate::codec::hash::{Digests, Verify, digest_all};
+use crate::codec::{self, HashPool};
+use crate::error::{Error, Result};
+use crate::fallible::{listed, push, zeroed};
+use crate::io::{ReadAt, read_exact_at};
+use crate::mem::Buffers;
+use crate::mem::device::Event;
+use crate::stats::{Counters, Stage};
+use crate::sys::sync::Mutex;
+
+/// The sleep of a reader that may not read ahead, before it looks for something to hash.
+const IDLE: Duration = Duration::from_millis(20);
+
+/// State that the readers of one call share.
+pub struct ReadTask<'r, T: Target> {
+    pub what: &'r Reading<'r>,
+    pub target: &'r T,
+    pub counters: &'r Counters,
+    /// Tensors of this size or less come in one chunk.
+    pub whole: u64,
+    /// See [`Target::room`].
+    pub room: Option<u64>,
+    pub hashes: HashPool<T::Bytes>,
+    /// Tensors whose data could not be decrypted in chunks.
+    pub left: Vec<AtomicBool>,
+    pub queue: WorkQueue<Job<T>>,
+    pub turn: Mutex<()>,
+    /// Hands out tensors as they land.
+    pub landing: Option<Landing<'r>>,
+}
+
+/// A tensor that is hashed at once: its number, its header's covered bytes, and its chunk.
+struct Whole {
+    tensor: usize,
+    covered: Vec<u8>,
+    chunk: Option<usize>,
+}
+
+/// Headers and data of one batch.
+#[derive(Default)]
+struct Taken {
+    /// Tensors that are hashed at once.
+    wholes: Vec<Whole>,
+    /// Data that go to the hash pool.
+    pooled: Vec<Pooled>,
+    /// Tensors that cannot be decrypted in chunks.
+    sealed: Vec<usize>,
+    /// Parts of tensors, if those are handed out as they land.
+    arrivals: Vec<Arrival>,
+    /// Bytes of data.
+    data_len: u64,
+}
+
+/// Data that go to the hash pool: their chunk, their tensor, and their position.
+type Pooled = (usize, usize, u64);
+
+impl<T: Target> ReadTask<'_, T> {
+    /// The work of one reader, with its file handles.
+    pub fn work(
+        &self,
+        number: usize,
+        mut handles: FileHandles<'_, T>,
+        control: &Control<'_>,
+    ) -> Result<()> {
+        while !control.stopped() && !control.is_retired() {
+            if self.hash(true, control)? {
+                continue;
+            }
+            let next = {
+                // Memory is granted in queue order; this prevents deadlock.
+                let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+                match self.next(number)? {
+                    Some(Next::Work(mut job)) => {
+                        self.target.prepare(&mut job)?;
+                        Some(Next::Work((job, self.target.enter())))
+                    }
+                    Some(Next::Later) => Some(Next::Later),
+                    None => None,
+                }
+            };
+            match next {
+                Some(Next::Work((job, turn))) => self.job(job, turn, &mut handles, control)?,
+                Some(Next::Later) if self.hash_now()? => {}
+                Some(Next::Later) => {
+                    if let Some(landing) = &self.landing {
+                        landing.receiver().wait(IDLE);
+                    }
+                }
+                None if self.hash(false, control)? => {}
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// The next job of a reader.
+    fn next(&self, number: usize) -> Result<Option<Next<Job<T>>>> {
+        let Some(landing) = &self.landing else {
+            let mut known = None;
+            let next = self.queue.next(number, |job| self.is_crowded(job, &mut known));
+            return Ok(next.map(Next::Work));
+        };
+        self.queue.next_if(|job| match outer_tensors(job) {
+            Some((first, last)) => {
+                landing.receiver().admits(landing.tensor(first)?, landing.tensor(last)?)
+            }
+            None => Ok(true),
+        })
+    }
+
+    /// Notes parts of tensors that have come.
+    fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
+        self.landing.as_ref().map_or(Ok(()), |landing| landing.arrived(arrivals, mark))
+    }
+
+    /// True if a job is of a large tensor of which so much waits for its hash that others had better
+    /// be read. Such a tensor shares no job with others, and its jobs stay in order, so that nothing
+    /// that is in memory ever waits for a job in the queue. `known` is the last answer, as neighbours
+    /// have the same.
+    fn is_crowded(&self, job: &Job<T>, known: &mut Option<(usize, bool)>) -> bool {
+        let Some(room) = self.room else { return false };
+        let large = |tensor: &usize| {
+            self.what.extents.get(*tensor).is_some_and(|extent| extent.data_len >= LARGE)
+        };
+        let Some(tensor) = only_tensor(job).filter(large) else { return false };
+        let (_, crowded) = match *known {
+            Some(known) if known.0 == tensor => known,
+            _ => *known.insert((tensor, self.hashes.waiting(tensor) >= room)),
+        };
+        crowded
+    }
+
+    fn job<'t>(
+        &'t self,
+        job: Job<T>,
+        turn: T::Turn<'t>,
+        handles: &mut FileHandles<'_, T>,
+        control: &Control<'_>,
+    ) -> Result<()> {
+        let mut turn = Some(turn);
+        for (batch, planned) in job {
+            let source = handles.of(batch.file)?;
+            let direct = self.target.direct().filter(|direct| direct.is_of_use());
+            if let Some(direct) = direct {
+                // No staging buffers are needed, and nobody is to wait behind this place in their queue.
+                turn = None;
+                if self.by_device(&batch, source, direct, control)? {
+                    continue;
+                }
+            }
+            let turn = turn.take().unwrap_or_else(|| self.target.enter());
+            self.batch(batch, planned, turn, source, control)?;
+        }
+        Ok(())
+    }
+
+    fn batch<'t>(
+        &'t self,
+        batch: Batch,
+        planned: T::Job,
+        turn: T::Turn<'t>,
+        source: &dyn ReadAt,
+        control: &Control<'_>,
+    ) -> Result<()> {
+        let offset = batch.offset;
+        let idle = || self.hash_now();
+        let mut lease = self
+            .counters
+            .time(Stage::Memory, || self.target.acquire(turn, batch, planned, &idle, control))?;
+        let what = || "tensors".to_owned();
+        self.counters.time(Stage::Read, || {
+            lease.fill(&|from, buffers| {
+                let at = offset.saturating_add(from);
+                buffers.observed(control, |b| read_exact_at(source, at, b, &what, control))
+            })
+        })?;
+        let Taken { wholes, pooled, sealed, arrivals, data_len } =
+            self.chunks(lease.chunks()?, control)?;
+        self.counters.bytes(data_len);
+        sealed.into_iter().for_each(|tensor| self.target.withhold(&mut lease, tensor));
+        let keep = !wholes.is_empty() || !pooled.is_empty();
+        let commit = || self.target.commit(lease, keep, control);
+        let committed = self.counters.time(Stage::Copy, commit)?;
+        self.arrived(&arrivals, committed.mark.as_ref())?;
+        if !keep {
+            return Ok(());
+        }
+        self.counters.time(Stage::Hash, || self.verify(committed.bytes, &wholes, pooled))?;
+        let verified = wholes.iter().map(|whole| verified(whole.tensor));
+        self.arrived(&listed(verified, PLAN)?, None)
+    }
+
+    /// Notes a part that has come, if tensors are handed out as they land.
+    fn note(&self, arrivals: &mut Vec<Arrival>, arrival: Arrival) -> Result<()> {
+        if self.landing.is_some() { push(arrivals, arrival, PLAN) } else { Ok(()) }
+    }
+
+    /// Parts that the hash of a tensor counts for.
+    fn hash_part(&self) -> u64 {
+        u64::from(self.what.verify != Verify::Nothing)
+    }
+
+    /// Takes headers, and decrypts data where they lie.
+    fn chunks(&self, chunks: Vec<Chunk<'_>>, control: &Control<'_>) -> Result<Taken> {
+        let mut taken = Taken::default();
+        for (number, chunk) in chunks.into_iter().enumerate() {
+            match chunk.kind {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
+                    let (in_chunks, whole) = self.header(tensor, chunk.bytes, control)?;
+                    if let Some(whole) = whole {
+                        push(&mut taken.wholes, whole, PLAN)?;
+                    }
+                    self.note(
+                        &mut taken.arrivals,
+                        Arrival {
+                            extent: tensor,
+                            parts: if in_chunks { 1 } else { 1 + self.hash_part() },
+                            sealed: !in_chunks,
+                        },
+                    )?;
+                }
+                SegmentKind::Data { tensor, start } => {
+                    let parts = chunk.bytes.len() as u64;
+                    let arrival = Arrival { extent: tensor, parts, sealed: false };
+                    self.note(&mut taken.arrivals, arrival)?;
+                    if !self.decrypt(tensor, start, chunk, control)? {
+                        push(&mut taken.sealed, tensor, PLAN)?;
+                        continue;
+                    }
+                    taken.data_len += parts;
+                    if self.what.verify == Verify::Nothing {
+                        continue;
+                    }
+                    let last = taken.wholes.last_mut();
+                    match last.filter(|whole: &&mut Whole| whole.tensor == tensor) {
+                        Some(whole) => whole.chunk = Some(number),
+                        None => push(&mut taken.pooled, (number, tensor, start), PLAN)?,
+                    }
+                }
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Takes a header. Returns true if the tensor's data come in chunks, and the tensor if it is hashed
+    /// at once.
+    fn header(
+        &self,
+        tensor: usize,
+        raw: &[u8],
+        control: &Control<'_>,
+    ) -> Result<(bool, Option<Whole>)> {
+        let Begun { covered, in_chunks } = self.what.codec.header(tensor, raw, control)?;
+        if !in_chunks {
+            if let Some(left) = self.left.get(tensor)
+                && !left.swap(true, Ordering::Relaxed)
+            {
+                self.hashes.skip(tensor);
+            }
+            return Ok((false, None));
+        }
+        if self.what.verify == Verify::Nothing {
+            return Ok((true, None));
+        }
+        if self.what.extents.get(tensor).is_some_and(|extent| extent.data_len <= self.whole) {
+            return Ok((true, Some(Whole { tensor, covered, chunk: None })));
+        }
+        self.hashes.header(tensor, &covered);
+        Ok((true, None))
+    }
+
+    fn decrypt(
+        &self,
+        tensor: usize,
+        start: u64,
+        chunk: Chunk<'_>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
+        if !self.what.decrypts {
+            return Ok(true);
+        }
+        self.counters
+            .time(Stage::Decrypt, || self.what.codec.decrypt(tensor, start, chunk.bytes, control))
+    }
+
+    /// Hashes the bytes of a batch, or leaves them to the pool.
+    fn verify(&self, bytes: Vec<T::Bytes>, wholes: &[Whole], pooled: Vec<Pooled>) -> Result<()> {
+        let of = |whole: &Whole| whole.chunk.and_then(|chunk| bytes.get(chunk));
+        let inputs = wholes
+            .iter()
+            .map(|whole| (whole.covered.as_slice(), of(whole).map_or(&[][..], T::Bytes::as_ref)));
+        let digests = digest_all(&listed(inputs, PLAN)?, self.what.verify == Verify::All)?;
+        for (whole, digests) in wholes.iter().zip(digests) {
+            self.what.codec.compare(whole.tensor, &digests)?;
+        }
+        let mut pooled = pooled.into_iter().peekable();
+        for (number, bytes) in bytes.into_iter().enumerate() {
+            if let Some((_, tensor, start)) = pooled.next_if(|(chunk, ..)| *chunk == number) {
+                self.hashes.data(tensor, start, bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
+    fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
+        self.hash_taken(self.hashes.take(|| more_to_read, || control.stopped()))
+    }
+
+    /// Hashes what is there, and does not wait.
+    fn hash_now(&self) -> Result<bool> {
+        self.hash_taken(self.hashes.take_ready())
+    }
+
+    fn hash_taken(&self, taken: Option<codec::Taken<T::Bytes>>) -> Result<bool> {
+        let Some(taken) = taken else { return Ok(false) };
+        let outcome = Mutex::new(Ok(()));
+        let hash = || self.hashes.hash(taken, self.comparing(&outcome));
+        self.counters.time(Stage::Hash, hash);
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| true)
+    }
+
+    fn comparing<'o>(&'o self, outcome: &'o Mutex<Result<()>>) -> impl Fn(usize, Digests) + 'o {
+        |tensor, digests| {
+            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            if outcome.is_ok() {
+                let compared = self.what.codec.compare(tensor, &digests);
+                *outcome = compared.and_then(|()| self.arrived(&[verified(tensor)], None));
+            }
+        }
+    }
+
+    /// Has the device read the data of a batch; headers are read as ever. False if it does not.
+    fn by_device(
+        &self,
+        batch: &Batch,
+        source: &dyn ReadAt,
+        direct: &Direct<'_>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
+        let (mut position, mut data_len) = (batch.offset, 0);
+        let mut arrivals: Vec<Arrival> = Vec::new();
+        for Segment { kind, len } in &batch.segments {
+            let size = usize::try_from(*len).map_err(|_| Error::Bug(format!("{len} bytes")))?;
+            match *kind {
+                SegmentKind::Gap => {}
+                SegmentKind::Header { tensor } => {
+                    let mut raw = zeroed(size, || "headers of tensors".to_owned())?;
+                    let what = || "tensors".to_owned();
+                    Buffers::of(&mut raw).observed(control, |buffers| {
+                        read_exact_at(source, position, buffers, &what, control)
+                    })?;
+                    self.header(tensor, &raw, control)?;
+                    self.note(&mut arrivals, Arrival { extent: tensor, parts: 1, sealed: false })?;
+                }
+                SegmentKind::Data { tensor, start } => {
+                    let at = (tensor, start);
+                    let read = || direct.read(batch.file, at, size, position, control);
+                    if !self.counters.time(Stage::Read, read)? {
+                        self.counters
+                            .fallback("GPUDirect Storage failed in the middle: plain reads since");
+                        self.counters.reading("page cache");
+                        return Ok(false);
+                    }
+                    data_len += len;
+                    let arrival = Arrival { extent: tensor, parts: *len, sealed: false };
+                    self.note(&mut arrivals, arrival)?;
+                }
+            }
+            position += len;
+        }
+        self.counters.bytes(data_len);
+        self.arrived(&arrivals, None)?;
+        Ok(true)
+    }
+}
+
+/// The hash of a tensor has been compared.
+fn verified(extent: usize) -> Arrival {
+    Arrival { extent, parts: 1, sealed: false }
+}

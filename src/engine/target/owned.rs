@@ -1,0 +1,188 @@
+//! Host memory that each tensor owns, as a target: it is taken when the tensor is about to be read,
+//! and handed out when all of it is there.
+
+use std::collections::HashMap;
+use std::sync::PoisonError;
+
+use super::{Chunk, Committed, Lease, Target, batches_of};
+use crate::cancel::Cancel;
+use crate::engine::plan::{Batch, Limits, PLAN, Segment, SegmentKind};
+use crate::engine::workers::WorkerRange;
+use crate::error::{Error, Result};
+use crate::fallible::{push, with_room, zeroed};
+use crate::io::Capabilities;
+use crate::mem::{Buffers, HostBuffer, Piece, Unfilled, to_fill};
+use crate::sys::sync::Mutex;
+
+/// The position of an extent's data in the memory of its tensor.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Location {
+    /// Which tensor.
+    pub tensor: usize,
+    /// Position in its memory.
+    pub offset: u64,
+}
+
+/// Memory of tensors that are being filled.
+#[derive(Default)]
+pub struct Store(Mutex<HashMap<usize, Unfilled>>);
+
+impl Store {
+    /// Takes the memory of a tensor of which all bytes have come; none of one without any.
+    pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
+        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
+        taken.map_or_else(|| Ok(HostBuffer::empty()), Unfilled::filled)
+    }
+}
+
+/// Host memory as a target.
+pub struct Owned<'p> {
+    /// The location of each extent.
+    locations: &'p [Location],
+    /// Bytes of each tensor.
+    lens: &'p [u64],
+    /// Tensors that are being filled.
+    store: &'p Store,
+}
+
+impl<'p> Owned<'p> {
+    /// For extents, and tensors of these lengths.
+    pub fn new(locations: &'p [Location], lens: &'p [u64], store: &'p Store) -> Self {
+        Owned { locations, lens, store }
+    }
+
+    fn piece(&self, extent: usize, start: u64, len: u64) -> Result<Piece> {
+        let bug = || Error::Bug(format!("extent {extent} without memory"));
+        let location = self.locations.get(extent).ok_or_else(bug)?;
+        let size = |n: u64| usize::try_from(n).map_err(|_| bug());
+        let mut unfilled = self.store.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let tensor = match unfilled.entry(location.tensor) {
+            std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
+            std::collections::hash_map::Entry::Vacant(new) => {
+                let len = self.lens.get(location.tensor).copied().ok_or_else(bug)?;
+                new.insert(Unfilled::new(size(len)?)?)
+            }
+        };
+        tensor.piece(size(location.offset + start)?, size(len)?)
+    }
+}
+
+impl Target for Owned<'_> {
+    /// For each segment its memory; None for headers and gaps.
+    type Job = Vec<Option<Piece>>;
+    type Turn<'t>
+        = ()
+    where
+        Self: 't;
+    type Lease<'t>
+        = OwnedLease
+    where
+        Self: 't;
+    type Bytes = Piece;
+
+    /// Batches that suit the source: the order of tensors matters more than that readers end together.
+    fn limits(&self, source: &Capabilities, _: WorkerRange, _total: u64, decrypts: bool) -> Limits {
+        batches_of(source.request_len, source, decrypts)
+    }
+
+    fn unit(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn takes_steps(&self) -> bool {
+        true
+    }
+
+    fn plan(&mut self, _batch: &Batch) -> Result<Vec<Option<Piece>>> {
+        Ok(Vec::new())
+    }
+
+    fn prepare(&self, job: &mut [(Batch, Vec<Option<Piece>>)]) -> Result<()> {
+        for (batch, pieces) in job {
+            *pieces = with_room(batch.segments.len(), PLAN)?;
+            for segment in &batch.segments {
+                pieces.push(match segment.kind {
+                    SegmentKind::Data { tensor, start } => {
+                        Some(self.piece(tensor, start, segment.len)?)
+                    }
+                    SegmentKind::Header { .. } | SegmentKind::Gap => None,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn enter(&self) {}
+
+    fn acquire(
+        &self,
+        _turn: (),
+        batch: Batch,
+        pieces: Vec<Option<Piece>>,
+        _idle: &dyn Fn() -> Result<bool>,
+        _cancel: &dyn Cancel,
+    ) -> Result<OwnedLease> {
+        let passing = batch.segments.iter().zip(&pieces).filter(|(_, piece)| piece.is_none());
+        let passing = passing.fold(0, |sum: u64, (segment, _)| sum.saturating_add(segment.len));
+        let passing = zeroed(usize::try_from(passing).unwrap_or(usize::MAX), || {
+            "headers of tensors".to_owned()
+        })?;
+        Ok(OwnedLease { segments: batch.segments, pieces, passing })
+    }
+
+    fn commit(
+        &self,
+        lease: OwnedLease,
+        keep: bool,
+        _cancel: &dyn Cancel,
+    ) -> Result<Committed<Piece>> {
+        let mut bytes = Vec::new();
+        for piece in lease.pieces.into_iter().filter(|_| keep) {
+            let piece = piece.map_or_else(|| Unfilled::new(0)?.piece(0, 0), Ok)?;
+            push(&mut bytes, piece, PLAN)?;
+        }
+        Ok(Committed::in_host(bytes))
+    }
+}
+
+/// Memory for one batch.
+pub struct OwnedLease {
+    segments: Vec<Segment>,
+    pieces: Vec<Option<Piece>>,
+    passing: Box<[u8]>,
+}
+
+impl OwnedLease {
+    /// The memory of each segment.
+    fn memory(&mut self) -> Result<Vec<Chunk<'_>>> {
+        let bug = || Error::Bug("a header without memory".to_owned());
+        let mut passing = &mut *self.passing;
+        let mut chunks = with_room(self.segments.len(), PLAN)?;
+        for (segment, piece) in self.segments.iter().zip(&mut self.pieces) {
+            let bytes = match piece {
+                Some(piece) => piece.bytes_mut(),
+                None => {
+                    let len = usize::try_from(segment.len).map_err(|_| bug())?;
+                    let cut = std::mem::take(&mut passing).split_at_mut_checked(len);
+                    let (now, later) = cut.ok_or_else(bug)?;
+                    passing = later;
+                    now
+                }
+            };
+            chunks.push(Chunk { kind: segment.kind, bytes });
+        }
+        Ok(chunks)
+    }
+}
+
+impl Lease for OwnedLease {
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
+        let mut buffers = Buffers::default();
+        self.memory()?.into_iter().for_each(|chunk| buffers.push(to_fill(chunk.bytes)));
+        read(0, &mut buffers)
+    }
+
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+        self.memory()
+    }
+}

@@ -1,0 +1,77 @@
+//! Blocks of a device's memory, which are allocated one after another while others are being filled.
+
+use std::sync::{Arc, OnceLock, PoisonError};
+
+use super::{DeviceMemory, Event};
+use crate::cancel::{Cancel, POLL};
+use crate::error::{Error, Result};
+use crate::fallible::{LISTS, listed};
+use crate::sys::sync::{Condvar, Mutex};
+
+/// Memory for the tensors of a load, block by block.
+pub struct Blocks {
+    slots: Vec<OnceLock<Block>>,
+    /// Held while a block is added, so that no wait misses it.
+    adding: Mutex<()>,
+    added: Condvar,
+}
+
+/// One block.
+pub struct Block {
+    /// Its memory.
+    pub memory: DeviceMemory,
+    /// The end of what used the memory before: nothing is written to it earlier. None if nothing did.
+    pub after: Option<Arc<dyn Event>>,
+}
+
+impl Blocks {
+    /// Room for so many blocks, none of which is allocated yet.
+    pub fn new(count: usize) -> Result<Self> {
+        let slots = listed((0..count).map(|_| OnceLock::new()), LISTS)?;
+        Ok(Blocks { slots, adding: Mutex::new(()), added: Condvar::new() })
+    }
+
+    /// Blocks that are all there.
+    pub fn of(memory: Vec<DeviceMemory>) -> Result<Self> {
+        let blocks = Self::new(memory.len())?;
+        for (at, memory) in memory.into_iter().enumerate() {
+            blocks.put(at, Block { memory, after: None })?;
+        }
+        Ok(blocks)
+    }
+
+    /// The memory of all blocks that are there.
+    #[cfg(test)]
+    pub fn into_memory(self) -> Vec<DeviceMemory> {
+        self.slots.into_iter().filter_map(|slot| Some(slot.into_inner()?.memory)).collect()
+    }
+
+    /// Adds a block, once.
+    pub fn put(&self, at: usize, block: Block) -> Result<()> {
+        let bug = || Error::Bug(format!("block {at} is allocated twice, or too many are"));
+        let slot = self.slots.get(at).ok_or_else(bug)?;
+        {
+            let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+            slot.set(block).map_err(|_| bug())?;
+        }
+        self.added.notify_all();
+        Ok(())
+    }
+
+    /// A block; waits until it is allocated.
+    pub fn get(&self, at: usize, cancel: &dyn Cancel) -> Result<&Block> {
+        let slot = self.slots.get(at).ok_or_else(|| Error::Bug(format!("no block {at}")))?;
+        if let Some(block) = slot.get() {
+            return Ok(block);
+        }
+        let mut adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(block) = slot.get() {
+                return Ok(block);
+            }
+            cancel.check()?;
+            let waited = self.added.wait_timeout(adding, POLL);
+            adding = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

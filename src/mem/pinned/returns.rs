@@ -1,0 +1,66 @@
+//! The time of the next buffer's return, estimated from the times of others.
+
+use std::time::Duration;
+
+use crate::sys::sync::Instant;
+
+/// The shortest sleep of a thread that waits for copies.
+pub const POLL: Duration = Duration::from_micros(20);
+/// The longest sleep of a thread that waits for copies: longer ones would gain nothing, and a bus that
+/// has become faster would be noticed late. In a model no sleep longer than `POLL` ends by itself.
+const LONGEST: Duration =
+    if cfg!(all(test, feature = "models")) { POLL } else { Duration::from_millis(2) };
+
+/// The times at which buffers come back from a device.
+#[derive(Default)]
+pub struct Returns {
+    last: Option<Instant>,
+    /// Time from one buffer to the next, smoothed; zero before it is known.
+    interval: Duration,
+}
+
+impl Returns {
+    /// Notes that so many buffers have come back. `busy`: others are still on their way, so that the
+    /// time to the next one measures the bus.
+    pub fn note(&mut self, buffers: usize, busy: bool) {
+        let now = Instant::now();
+        if let Some(last) = self.last {
+            let count = u32::try_from(buffers).unwrap_or(u32::MAX).max(1);
+            let found = now.saturating_duration_since(last) / count;
+            self.interval = if self.interval.is_zero() {
+                found
+            } else {
+                (self.interval * 7 + found.min(self.interval * 4)) / 8
+            };
+        }
+        self.last = busy.then_some(now);
+    }
+
+    /// The sleep before looking for the next buffer.
+    pub fn rest(&self) -> Duration {
+        let Some(last) = self.last else { return POLL };
+        let expected = (self.interval * 17 / 16).saturating_sub(last.elapsed());
+        // One that is late is looked for more often.
+        expected.max(self.interval / 8).clamp(POLL, LONGEST)
+    }
+}
+
+#[cfg(all(test, not(feature = "models")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sleeps_are_as_long_as_buffers_take_and_bounded() {
+        let mut returns = Returns::default();
+        assert_eq!(returns.rest(), POLL);
+        for _ in 0..5 {
+            returns.note(1, true);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        returns.note(1, true);
+        let rest = returns.rest();
+        assert!(rest > POLL && rest <= LONGEST, "{rest:?}");
+        returns.note(1, false);
+        assert_eq!(returns.rest(), POLL);
+    }
+}
