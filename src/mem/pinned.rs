@@ -269,10 +269,11 @@ impl<'p> Ticket<'p> {
                 let mut state = pool.state();
                 let ahead = state.ahead(Some(self.number), share);
                 // Free buffers first: a look at those on their way costs calls of the driver.
-                if ahead == 0 && state.free.len() < buffers {
+                let has = || share.is_none_or(|share| share.has(buffers));
+                if ahead == 0 && (state.free.len() < buffers || !has()) {
                     state.reap_on(device)?;
                 }
-                let has = share.is_none_or(|share| share.has(buffers));
+                let has = has();
                 if ahead == 0
                     && has
                     && let Some(taken) = state.take(buffers)

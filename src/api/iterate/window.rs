@@ -1,7 +1,7 @@
 //! The window between readers and the caller: the bytes read ahead, and tensors that have landed.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::options::Order;
@@ -10,7 +10,7 @@ use crate::engine::plan::SMALL;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, push, repeated};
 use crate::mem::HostBuffer;
-use crate::sys::sync::{Condvar, Mutex};
+use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Of the bytes that may be read ahead, the part that one batch or one group may have: so that several
 /// are on their way.

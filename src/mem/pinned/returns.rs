@@ -23,17 +23,16 @@ impl Returns {
     /// Notes that so many buffers have come back. `busy`: others are still on their way, so that the
     /// time to the next one measures the bus.
     pub fn note(&mut self, buffers: usize, busy: bool) {
-        let now = Instant::now();
         if let Some(last) = self.last {
             let count = u32::try_from(buffers).unwrap_or(u32::MAX).max(1);
-            let found = now.saturating_duration_since(last) / count;
+            let found = last.elapsed() / count;
             self.interval = if self.interval.is_zero() {
                 found
             } else {
                 (self.interval * 7 + found.min(self.interval * 4)) / 8
             };
         }
-        self.last = busy.then_some(now);
+        self.last = busy.then(Instant::now);
     }
 
     /// The sleep before looking for the next buffer.
