@@ -9,7 +9,7 @@ pub const POLL: Duration = Duration::from_micros(20);
 /// The longest sleep of a thread that waits for copies: longer ones would gain nothing, and a bus that
 /// has become faster would be noticed late. In a model no sleep longer than `POLL` ends by itself.
 const LONGEST: Duration =
-    if cfg!(all(test, feature = "models")) { POLL } else { Duration::from_millis(2) };
+    if cfg!(all(test, feature = "models")) { POLL } else { Duration::from_millis(10) };
 
 /// The times at which buffers come back from a device.
 #[derive(Default)]
@@ -40,7 +40,7 @@ impl Returns {
         let Some(last) = self.last else { return POLL };
         let expected = (self.interval * 17 / 16).saturating_sub(last.elapsed());
         // One that is late is looked for more often.
-        expected.max(self.interval / 8).clamp(POLL, LONGEST)
+        expected.max(self.interval / 4).clamp(POLL, LONGEST)
     }
 }
 
