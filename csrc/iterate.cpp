@@ -20,6 +20,10 @@ std::unordered_map<std::int64_t, at::Device> devices;
 std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice device,
                      std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
                      Key key) {
+  // A tracer would begin a load that nothing ends, and keep its number as a constant.
+  TORCH_CHECK(
+      !traced(),
+      "iterate cannot be part of a graph: call it outside, or under torch.compiler.disable");
   TORCH_CHECK_VALUE(buffer_bytes > 0, "buffer_bytes is ", buffer_bytes, ", expected at least 1");
   TORCH_CHECK_VALUE(order == "file" || order == "ready", "order is \"", order,
                     "\", expected \"file\" or \"ready\"");
@@ -44,7 +48,16 @@ void iterate_close(std::int64_t iterator) {
 }
 
 Dict iterate_next(std::int64_t iterator) {
-  auto loaded = checked([&] { return op_iterate_next(iterator); });
+  // With an error the iterator has ended.
+  auto loaded = [&] {
+    try {
+      return checked([&] { return op_iterate_next(iterator); });
+    } catch (...) {
+      const std::lock_guard lock(devices_lock);
+      devices.erase(iterator);
+      throw;
+    }
+  }();
   OptionalDevice device;
   {
     const std::lock_guard lock(devices_lock);

@@ -77,15 +77,6 @@ bool watched() {
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
 }
 
-// Whether torch traces what this thread calls: it takes tensors apart by itself.
-bool traced() {
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  using Key = c10::impl::TorchDispatchModeKey;
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
-         Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||
-         Modes::get_mode(Key::FUNCTIONAL);
-}
-
 // Left to itself, a class of tensors that are made of others handles each operator: many then pass
 // on the plain tensors that they stand for, which is not what they are. So do modes that only look
 // on, such as those that count operations.
@@ -319,8 +310,8 @@ void define(torch::Library& library) {
   const auto meta = c10::DispatchKey::Meta;
   // Made of others, or of strings only: no tracer sees these, only what they are made of. One
   // that keeps composites would have to put dicts and strings into its graph.
-  for (const char* name :
-       {"load", "load.list", "load.into", "load.into_one", "load_", "save", "names", "_describe"}) {
+  for (const char* name : {"load", "load.list", "load.into", "load.into_one", "load_", "save",
+                           "names", "_describe", "iterate", "iterate_next", "iterate_close"}) {
     for (const auto key : {c10::DispatchKey::PreDispatch, c10::DispatchKey::Python}) {
       library.impl(name, torch::dispatch(key, torch::CppFunction::makeFallthrough()));
     }

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -82,6 +83,14 @@ Dict by_name(Names keys, std::vector<at::Tensor> tensors) {
     out.insert(std::move(keys[at]), std::move(tensors[at]));
   }
   return out;
+}
+
+bool traced() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
+         Modes::get_mode(Key::FAKE) || Modes::get_mode(Key::PROXY) ||
+         Modes::get_mode(Key::FUNCTIONAL);
 }
 
 }  // namespace tensorizer

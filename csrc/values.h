@@ -41,6 +41,9 @@ std::int16_t number(const OptionalDevice& device);
 // The tensors where the caller wants them.
 std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device);
 
+// True if torch traces what this thread calls: it takes tensors apart by itself.
+bool traced();
+
 // Tensors by name.
 Dict by_name(Names keys, std::vector<at::Tensor> tensors);
 

@@ -170,7 +170,9 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
         // It can be read only once.
         return Ok(());
     }
-    let sealed = selection.entries.iter().filter(|entry| entry.data_len > 0);
+    // The entry of a slice has the slice's shape, and its header that of the tensor.
+    let sealed = selection.entries.iter();
+    let sealed = sealed.filter(|entry| entry.data_len > 0 && entry.whole.is_none());
     let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
     let uri = file.uri();
     let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;

@@ -38,8 +38,8 @@ pub trait Receiver: Sync {
 /// Counts what has come of each tensor of a read.
 pub struct Landing<'r> {
     receiver: &'r dyn Receiver,
-    /// For each extent the tensor that it is a part of; None if each is one.
-    tensors: Option<&'r [usize]>,
+    /// For each extent the tensor that it is a part of.
+    tensors: &'r [usize],
     /// Parts of each tensor: its bytes, its header if it has one, its hash if that is verified.
     parts: Vec<u64>,
     /// Tensors of which some parts have come.
@@ -69,20 +69,16 @@ impl<'r> Landing<'r> {
     /// For a read of `extents`.
     pub fn new(
         receiver: &'r dyn Receiver,
-        tensors: Option<&'r [usize]>,
+        tensors: &'r [usize],
         extents: &[Extent],
         verify: Verify,
     ) -> Result<Self> {
-        let count = match tensors {
-            Some(tensors) => tensors.iter().max().map_or(0, |most| most + 1),
-            None => extents.len(),
-        };
+        let count = tensors.iter().max().map_or(0, |most| most + 1);
         let mut parts = listed((0..count).map(|_| 0u64), PLAN)?;
         for (number, extent) in extents.iter().enumerate() {
             let hash = u64::from(verify != Verify::Nothing);
             let header = u64::from(extent.header_offset < extent.data_offset);
-            let of = tensors.map_or(Some(&number), |tensors| tensors.get(number));
-            let slot = of.and_then(|&tensor| parts.get_mut(tensor));
+            let slot = tensors.get(number).and_then(|&tensor| parts.get_mut(tensor));
             let slot = slot.ok_or_else(|| Error::Bug(format!("extent {number} of no tensor")))?;
             *slot = slot.saturating_add(extent.data_len).saturating_add(header + hash);
         }
@@ -96,8 +92,10 @@ impl<'r> Landing<'r> {
 
     /// The tensor that an extent is a part of.
     pub fn tensor(&self, extent: usize) -> Result<usize> {
-        let tensor = self.tensors.map_or(Some(extent), |tensors| tensors.get(extent).copied());
-        tensor.ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
+        self.tensors
+            .get(extent)
+            .copied()
+            .ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
     }
 
     /// Counts parts that have come, on a device after `mark`, and hands out the tensors that are

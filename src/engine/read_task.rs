@@ -158,7 +158,7 @@ impl<T: Target> ReadTask<'_, T> {
             let source = handles.of(batch.file)?;
             let direct = self.target.direct().filter(|direct| direct.is_of_use());
             if let Some(direct) = direct {
-                // No staging buffers are needed, and nobody is to wait behind this place in their queue.
+                // No staging buffers are needed: the ticket would hold up the queue for them.
                 turn = None;
                 if self.by_device(&batch, source, direct, control)? {
                     continue;

@@ -50,7 +50,7 @@ pub struct Reading<'r> {
     pub readers: Option<usize>,
     /// The limit of bytes in flight beside the memory of the tensors.
     pub memory: MemoryLimit,
-    /// Takes tensors as they land, in the order of the extents; for each extent its tensor, unless
-    /// each is one.
-    pub receiver: Option<(&'r dyn Receiver, Option<&'r [usize]>)>,
+    /// The receiver of tensors as they land, if they are handed out one by one, and for each extent the
+    /// tensor that it is a part of.
+    pub receiver: Option<(&'r dyn Receiver, &'r [usize])>,
 }

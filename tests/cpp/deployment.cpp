@@ -2,14 +2,17 @@
 // AOTInductor package that load by themselves. tests/python/test_cpp.py makes the folder that it
 // is given and reads what it prints: one line for each check that held. Checks that are named are
 // the only ones.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <tensorizer/tensorizer.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -100,6 +103,49 @@ void errors(const std::string& folder) {
   expect_error("Not a directory", [&] { tensorizer::save(weights + "/below", {"a"}, {bias}); });
 }
 
+// An operator that the header has no function for.
+template <typename Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// As docs/reference/cpp.md shows it.
+void one_by_one(const std::string& folder) {
+  const auto iterate =
+      find<int64_t(std::string, std::optional<std::vector<std::string>>, std::optional<c10::Device>,
+                   int64_t, std::string, bool, std::optional<int64_t>, std::optional<at::Tensor>)>(
+          "tensorizer::iterate");
+  const auto next = find<c10::Dict<std::string, at::Tensor>(int64_t)>("tensorizer::iterate_next");
+  const auto close = find<void(int64_t)>("tensorizer::iterate_close");
+  const auto path = folder + "/weights.tensors";
+  const auto expected = tensorizer::load(path);
+  const auto begin = [&](const std::string& uri, const std::string& order) {
+    const std::vector<std::string> names = {"bias", "weight"};
+    return iterate.call(uri, names, c10::Device(c10::kCPU), 1, order, true, {}, {});
+  };
+  for (const auto* order : {"file", "ready"}) {
+    const auto iterator = begin(path, order);
+    std::size_t count = 0;
+    for (auto some = next.call(iterator); !some.empty(); some = next.call(iterator)) {
+      for (const auto& item : some) {
+        expect(item.value().equal(expected.at(item.key())), "the tensor as saved");
+        ++count;
+      }
+    }
+    expect(count == 2, "every tensor once");
+    expect_error("it was closed, or has ended", [&] { next.call(iterator); });
+  }
+  const auto closed = begin(path, "file");
+  next.call(closed);
+  close.call(closed);
+  close.call(closed);
+  expect_error("it was closed, or has ended", [&] { next.call(closed); });
+  expect_error("missing`: No such file", [&] { begin(folder + "/missing", "file"); });
+  expect_error("expected \"file\" or \"ready\"", [&] { begin(path, "name"); });
+  // One that is open when the program ends.
+  next.call(begin(path, "file"));
+}
+
 void other_formats(const std::string& folder) {
   const auto expected = tensorizer::load(folder + "/weights.tensors");
   // One file, two shards by their index, the folder that holds them.
@@ -126,11 +172,13 @@ void other_formats(const std::string& folder) {
 }
 
 void scripted(const std::string& folder) {
-  auto module = torch::jit::load(folder + "/scripted.pt");
   const auto x = torch::ones({2, 40});
   const auto expected = tensorizer::load(folder + "/expected.tensors").at("scripted");
-  for (int round = 0; round < 3; ++round) {
-    expect(module.forward({x}).toTensor().allclose(expected), "what Python computed");
+  for (const auto* name : {"/scripted.pt", "/one_by_one.pt"}) {
+    auto module = torch::jit::load(folder + name);
+    for (int round = 0; round < 3; ++round) {
+      expect(module.forward({x}).toTensor().allclose(expected), "what Python computed");
+    }
   }
   expect_error<std::exception>("missing`: No such file",
                                [&] { torch::jit::load(folder + "/broken.pt").forward({x}); });
@@ -186,10 +234,15 @@ int main(int argc, char** argv) {
   }
   const std::vector<std::string> only(argv + 2, argv + argc);
   const std::pair<const char*, void (*)(const std::string&)> checks[] = {
-      {"header", header},     {"in place", in_place},
-      {"errors", errors},     {"other formats", other_formats},
-      {"scripted", scripted}, {"aot_inductor", aot_inductor},
-      {"threads", threads},   {"no python", no_python},
+      {"header", header},
+      {"in place", in_place},
+      {"errors", errors},
+      {"one by one", one_by_one},
+      {"other formats", other_formats},
+      {"scripted", scripted},
+      {"aot_inductor", aot_inductor},
+      {"threads", threads},
+      {"no python", no_python},
   };
   for (const auto& [name, check] : checks) {
     if (!only.empty() && std::find(only.begin(), only.end(), name) == only.end()) continue;

@@ -73,6 +73,21 @@ class Scripted(torch.nn.Module):
         return x @ weights["weight"] + weights["bias"].sum()
 
 
+class OneByOne(torch.nn.Module):
+    def __init__(self, uri: str):
+        super().__init__()
+        self.uri = uri
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: dict[str, torch.Tensor] = {}
+        iterator = torch.ops.tensorizer.iterate(self.uri, buffer_bytes=1, verify=True)
+        tensors = torch.ops.tensorizer.iterate_next(iterator)
+        while len(tensors) > 0:
+            found.update(tensors)
+            tensors = torch.ops.tensorizer.iterate_next(iterator)
+        return x @ found["weight"] + found["bias"].sum()
+
+
 class Compiled(torch.nn.Module):
     def __init__(self, uri):
         super().__init__()
@@ -111,14 +126,15 @@ def test_a_program_without_python(program, tmp_path, monkeypatch):
     compiled = torch.relu(x @ weights["weight"]) + weights["bias"].sum()
     tensorizer.save({"scripted": scripted, "compiled": compiled}, tmp_path / "expected.tensors")
     torch.jit.script(Scripted(path)).save(str(tmp_path / "scripted.pt"))
+    torch.jit.script(OneByOne(path)).save(str(tmp_path / "one_by_one.pt"))
     torch.jit.script(Scripted(str(tmp_path / "missing"))).save(str(tmp_path / "broken.pt"))
     exported = torch.export.export(Compiled(path), (x,))
     # Its code has the address in it, so that keeping it would be of no use.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     out = run([program, tmp_path], env={"PATH": os.environ["PATH"]})
-    assert out.split("\n") == ["header", "in place", "errors", "other formats", "scripted",
-                               "aot_inductor", "threads", "no python", ""]  # fmt: skip
+    assert out.split("\n") == ["header", "in place", "errors", "one by one", "other formats",
+                               "scripted", "aot_inductor", "threads", "no python", ""]  # fmt: skip
     # What C++ wrote, read here.
     assert tensorizer.load(tmp_path / "from_cpp.tensors", verify_hash=True)["y"].shape == (40, 30)
 

@@ -27,7 +27,8 @@ HOLDS = {
     "assert torch.equal(weights['0.weight'].cpu(), model[0].weight.cpu())",
     "docs/reference/addresses.md": "assert torch.equal(parameters['.weight'].cpu(), model.weight)\n"
     "assert torch.equal(state_dict['weight'].cpu(), model.weight)",
-    "docs/reference/operators.md": "assert weight_of('weights.tensors').shape == (3, 4)",
+    "docs/reference/operators.md": "assert weight_of('weights.tensors').shape == (3, 4)\n"
+    "assert elements('weights.tensors') == 15",
 }
 #: The modules of which every public name is in the reference.
 MODULES = ("", ".distributed", ".safetensors", ".stream_io", ".torch_compat", ".utils")

@@ -178,6 +178,10 @@ def test_a_rank_that_closes_its_iterator_ends_those_of_the_others(ranks, folder)
     assert ranks.run("one_by_one.closed_early", 3, folder) == ["GroupError"] * 3
 
 
+def test_iterators_of_a_local_file_do_not_wait_for_each_other(ranks, folder):
+    ranks.run("one_by_one.local_files", 2, folder)
+
+
 def test_other_collectives_of_the_group_go_on(ranks, folder):
     assert min(ranks.run("groups.beside_others", 4, folder)) > 0
 
@@ -218,6 +222,13 @@ def test_every_byte_is_fetched_once(ranks, nginx):
     alone.hardlink_to(nginx.root / "traffic.tensors")
     ranks.run("groups.traffic_alone", 4, f"{nginx.http}/{alone.name}")
     assert nginx.sent(alone.name) >= 4 * 16 << 22
+
+
+def test_iterators_fetch_every_byte_once(ranks, nginx):
+    path = nginx.root / "one.tensors"
+    tensorizer.save({f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}, path)
+    ranks.run("one_by_one.traffic", 4, f"{nginx.http}/{path.name}", 16)
+    assert 16 << 22 <= nginx.sent(path.name) <= 1.02 * path.stat().st_size
 
 
 def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
@@ -274,6 +285,31 @@ def test_an_error_of_one_is_the_error_of_all(ranks, failing):
         said = [of_rank[name] for of_rank in found]
         assert said == [said[0]] * 4, name
         assert said[0] is not None and said[0][0] == kind, (name, said[0])
+
+
+def test_an_error_of_one_ends_the_iterators_of_all(ranks, failing):
+    found = ranks.run("one_by_one.errors", 3, failing)
+    kinds = {
+        "name": "KeyError", "slice": "IndexError", "file": "FileNotFoundError",
+        "hash": "HashMismatchError", "progress": "OSError", "order": "ValueError",
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        said = [of_rank[name] for of_rank in found]
+        assert said == [said[0]] * 3, name
+        assert said[0] is not None and said[0][0] == kind, (name, said[0])
+    kinds = [of_rank["interrupt"][0] for of_rank in found]
+    assert kinds == ["GroupError", "KeyboardInterrupt", "GroupError"]
+
+
+def test_iterators_of_a_rank_that_is_killed_end_with_an_error(ranks, folder):
+    found = ranks.start("one_by_one.killed", 3, folder)
+    assert found[1] == {"signal": 9, "late": False, "stopped": False}
+    for rank in (0, 2):
+        kind, message, seconds = found[rank]["result"]
+        assert kind == "GroupError"
+        assert f"rank {rank} of 3 lost the other members of its group" in message
+        # The time-out is 10 s.
+        assert seconds < 8
 
 
 def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):

@@ -75,6 +75,8 @@ S3 = "access_key='a', secret_key='b', force_http=True"
     [
         "tensorizer.load('http://' + address)",
         "torch.ops.tensorizer.load('http://' + address)",
+        "tensorizer.iterate('http://' + address)",
+        "torch.ops.tensorizer.iterate('http://' + address)",
         "torch.ops.tensorizer.names('redis://' + address + '/x')",
         "open_stream('http://' + address)",
         "tensorizer.load('redis://' + address + '/x')",
@@ -121,7 +123,13 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize(
-    "call", ["tensorizer.load(address, num_readers=1)", "open_stream(address).read()"]
+    "call",
+    [
+        "tensorizer.load(address, num_readers=1)",
+        "list(tensorizer.iterate(address, buffer_bytes=1 << 20))",
+        "torch.ops.tensorizer.iterate_next(torch.ops.tensorizer.iterate(address))",
+        "open_stream(address).read()",
+    ],
 )
 def test_a_server_that_falls_silent(data, ranges, call):
     silence = lambda number, start, end: ("stall", 1000) if number else None  # noqa: E731
@@ -135,8 +143,15 @@ def test_a_named_pipe_that_nobody_writes(tmp_path, call):
     assert interrupt(call, tmp_path / "pipe") < SOON
 
 
-@pytest.mark.parametrize("most", [10, 300_000])
-def test_a_pipe_whose_writer_falls_silent(tmp_path, data, most):
+@pytest.mark.parametrize(
+    ("most", "call"),
+    [
+        (10, "TensorDeserializer(os.open(address, os.O_RDONLY), 'cpu')"),
+        (300_000, "TensorDeserializer(os.open(address, os.O_RDONLY), 'cpu')"),
+        (300_000, "list(tensorizer.iterate(address, 'cpu'))"),
+    ],
+)
+def test_a_pipe_whose_writer_falls_silent(tmp_path, data, most, call):
     os.mkfifo(tmp_path / "pipe")
     over = threading.Event()
 
@@ -149,7 +164,6 @@ def test_a_pipe_whose_writer_falls_silent(tmp_path, data, most):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        call = "TensorDeserializer(os.open(address, os.O_RDONLY), 'cpu')"
         assert interrupt(call, tmp_path / "pipe") < SOON
     finally:
         over.set()

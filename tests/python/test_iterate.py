@@ -1,9 +1,11 @@
 """Tensors one by one, with the next on their way."""
 
 import gc
+import io
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -26,6 +28,12 @@ def paths(tmp_path_factory, tensors):
     tensorizer.save(tensors, folder / "f.tensors")
     safetensors.save_file(tensors, folder / "f.safetensors")
     return folder
+
+
+def native_threads():
+    """Return how many threads of the native code there are."""
+    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    return sum(name.exists() and name.read_text() == "tensorizer\n" for name in names)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 100_000, 1 << 20, 1 << 40])
@@ -68,28 +76,40 @@ def test_options(paths, tensors):
         next(tensorizer.iterate(paths / "f.safetensors", "cpu", verify_hash=True))
 
 
-def test_no_more_than_the_buffer_is_held(tmp_path):
-    """Peak memory beyond what the caller keeps, which is nothing."""
-    path = tmp_path / "f.safetensors"
-    safetensors.save_file({f"{i}": torch.full((2_500_000,), float(i)) for i in range(60)}, path)
-    code = """
+PEAK = """
 import sys, torch, tensorizer
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-list(tensorizer.iterate(sys.argv[2], "cpu"))
+path, buffer_bytes, order = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+list(tensorizer.iterate(path, "cpu", names=["0"]))
 before, total = peak(), 0
-for name, tensor in tensorizer.iterate(sys.argv[1], "cpu", buffer_bytes=64 << 20):
+for name, tensor in tensorizer.iterate(path, "cpu", buffer_bytes=buffer_bytes, order=order):
     assert tensor[0] == float(name) == tensor[-1]
     total += tensor.nbytes
+    del tensor
 print(total, peak() - before)
 """
-    small = tmp_path / "small.safetensors"
-    safetensors.save_file({"a": torch.zeros(3)}, small)
-    done = run_python(code, path, small)
+
+
+@pytest.mark.parametrize("order", ["file", "ready"])
+@pytest.mark.parametrize(
+    ("count", "elements", "buffer_bytes"),
+    [(60, 2_500_000, 64 << 20), (60, 2_500_000, 1), (30_000, 2_000, 16 << 20)],
+    ids=["large", "one", "small"],
+)
+def test_the_peak_is_what_is_read_ahead_and_one_tensor(
+    tmp_path, count, elements, buffer_bytes, order
+):
+    """Beyond the index, where the caller keeps nothing."""
+    path = tmp_path / "f.safetensors"
+    tensorizer.save({f"{i}": torch.full((elements,), float(i)) for i in range(count)}, path)
+    done = run_python(PEAK, path, buffer_bytes, order)
     assert done.returncode == 0, done.stderr
     total, beyond = map(int, done.stdout.split())
-    assert total == 600_000_000
-    assert beyond <= 75 << 20
+    assert total == count * elements * 4
+    most = max(buffer_bytes, elements * 4) + elements * 4
+    # The index has an entry for each tensor, and malloc keeps memory of small ones.
+    assert beyond <= most + (count << 10) + (20 << 20)
 
 
 def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
@@ -100,7 +120,7 @@ def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
         deadline = time.monotonic() + 30
         while len(server.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        # The head, the first batch, and the second, for which nobody has asked yet.
+        # The head, the first batch, and the second, which was not asked for yet.
         asked = [start for start, _, _ in server.requests]
         assert len(asked) >= 3
         assert 1 << 20 < max(asked) < 9 << 20
@@ -119,24 +139,79 @@ def test_a_large_tensor_comes_alone(tmp_path):
     ]
 
 
-def test_nothing_is_left_of_an_iterator_that_is_given_up(paths):
-    def threads():
-        return [t for t in threading.enumerate() if t.name == "tensorizer-iterate"]
-
+@pytest.mark.parametrize("taken", [0, 1, 50])
+@pytest.mark.parametrize("source", ["path", "file object", "object of Python"])
+def test_nothing_is_left_of_an_iterator_that_is_given_up(paths, source, taken):
+    path = paths / "f.tensors"
+    opened = {"path": lambda: path, "file object": lambda: path.open("rb"),
+              "object of Python": lambda: io.BytesIO(path.read_bytes())}[source]  # fmt: skip
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     for end in ("close", "forget"):
-        iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=1 << 20)
-        next(iterator)
+        given = opened()
+        iterator = tensorizer.iterate(given, "cpu", buffer_bytes=1 << 20)
+        for _ in range(taken):
+            next(iterator)
         if end == "close":
             iterator.close()
             assert list(iterator) == []
             iterator.close()
         del iterator
         gc.collect()
-        assert not threads()
+        assert native_threads() == 0
+        assert source == "path" or given.closed
         assert len(os.listdir("/proc/self/fd")) <= files
-    assert next(tensorizer.iterate(paths / "f.tensors", "cpu"))[0] == "t.000"
+    assert next(tensorizer.iterate(path, "cpu"))[0] == "t.000"
+
+
+def test_an_iterator_that_has_ended_holds_neither_file_nor_threads(paths, tensors):
+    files = len(os.listdir("/proc/self/fd"))
+    iterator = tensorizer.iterate(paths / "f.tensors", "cpu", buffer_bytes=1 << 20)
+    assert len(list(iterator)) == len(tensors)
+    assert (native_threads(), len(os.listdir("/proc/self/fd"))) == (0, files)
+    assert list(iterator) == []
+
+
+def test_tensors_without_data_count_in_what_is_read_ahead(tmp_path):
+    """On a device they become zeros when they are handed out, and not before."""
+    path = tmp_path / "f.tensors"
+    meta = {f"{i}": torch.empty(16 << 20, device="meta") for i in range(24)}
+    tensorizer.save({"0": torch.zeros(1)} | {f"m{name}": one for name, one in meta.items()}, path)
+    code = PEAK.replace("assert tensor[0] == float(name) == tensor[-1]", "assert not tensor.any()")
+    env = os.environ | {"TENSORIZER_FAKE_DEVICE": "5"}
+    done = run_python(code, path, 1 << 20, "file", env=env)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) <= 400 << 20
+
+
+COLLECTED = """
+import gc, io, sys, time, tensorizer
+class Collecting(io.BytesIO):
+    armed = False
+    def readinto(self, buffer):
+        if Collecting.armed: gc.collect()
+        return super().readinto(buffer)
+    def read(self, *size):
+        if Collecting.armed: gc.collect()
+        return super().read(*size)
+file = Collecting(open(sys.argv[1], "rb").read())
+cycle = [tensorizer.iterate(file, "cpu", buffer_bytes=1 << 20)]
+next(cycle[0])
+cycle.append(cycle)
+gc.disable()
+Collecting.armed = True
+del cycle
+until = time.monotonic() + 20
+while not file.closed and time.monotonic() < until:
+    time.sleep(0.01)
+print(file.closed)
+"""
+
+
+def test_an_iterator_may_be_collected_by_its_own_load(paths):
+    """Reads of an object of Python collect garbage on the thread of the load."""
+    done = run_python(COLLECTED, paths / "f.tensors")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_a_load_that_hangs_is_given_up(paths):
@@ -152,6 +227,40 @@ def test_a_load_that_hangs_is_given_up(paths):
         iterator.close()
         # A server may be silent for a minute before it is given up.
         assert time.monotonic() - begun < 20
+
+
+CLOSED = """
+import os, sys, threading, time, tensorizer
+iterator = tensorizer.iterate(sys.argv[1], "cpu", buffer_bytes=1 << 20)
+next(iterator)
+errors = []
+def take():
+    try:
+        list(iterator)
+    except Exception as error:
+        errors.append(type(error).__name__)
+threads = [threading.Thread(target=take) for _ in range(2)]
+[thread.start() for thread in threads]
+time.sleep(1)
+closing = threading.Thread(target=iterator.close)
+closing.start()
+closing.join(20)
+print(closing.is_alive(), len(errors) > 0, *set(errors), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided"])
+def test_closing_ends_calls_of_other_threads_that_wait(tmp_path, kind):
+    path = tmp_path / "f.pt"
+    later = torch.ones(3000, 2000)
+    torch.save({"a": torch.ones(10), "b": later.t() if kind == "strided" else later}, path)
+    data = path.read_bytes()
+    inside = data.index(later[:10].numpy().tobytes()) + 5_000_000
+    silence = lambda _, start, end: ("stall", 10) if start < inside < end else None  # noqa: E731
+    with FaultServer(data, silence) as server:
+        done = run_python(CLOSED, server.url)
+    assert done.stdout == "False True ClosedError\n", done.stderr
 
 
 def test_errors_come_where_they_are(tmp_path, tensors):

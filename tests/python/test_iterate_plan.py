@@ -1,6 +1,8 @@
-"""What `iterate` is asked for: names, slices, shards, order, devices, operators."""
+"""Arguments of `iterate`: names, slices, shards, order, devices, sources."""
 
+import contextlib
 import gc
+import io
 import os
 
 import pytest
@@ -10,8 +12,6 @@ from scripted import FaultServer
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-DEVICES = ["host", "stand-in"]
-
 
 @pytest.fixture(scope="module")
 def tensors():
@@ -20,23 +20,33 @@ def tensors():
     made["long"] = torch.randn(300, 9000)
     made["empty"] = torch.empty(0, 3)
     made["scalar"] = torch.tensor(3.5)
+    made["words"] = torch.arange(4000).to(torch.int16).view(4, 10, 100)
     return made
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tensors):
+def key():
+    return tensorizer.EncryptionParams.random()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tensors, key):
     folder = tmp_path_factory.mktemp("plan")
     tensorizer.save(tensors, folder / "f.tensors")
     safetensors.save_file(tensors, folder / "f.safetensors")
     torch.save(tensors, folder / "f.pt")
     tensorizer.save(tensors, folder / "shards.safetensors", max_shard_size=2_000_000)
-    key = tensorizer.EncryptionParams.random()
     tensorizer.save(tensors, folder / "sealed.tensors", encryption=key)
-    (folder / "key").write_bytes(key.key)
     return folder
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture
+def sealed(folder, key):
+    """The encrypted file, and what it is opened with."""
+    return folder / "sealed.tensors", {"encryption": tensorizer.DecryptionParams.from_key(key.key)}
+
+
+@pytest.fixture(params=["host", "stand-in"])
 def device(request, monkeypatch):
     if request.param == "stand-in":
         monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
@@ -45,42 +55,116 @@ def device(request, monkeypatch):
 
 
 def same(found, expected):
-    found = dict(found)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    """Compare all tensors that come, each of which comes once."""
+    found = list(found)
+    assert len(found) == len(expected)
+    assert {name for name, _ in found} == expected.keys()
+    for name, tensor in found:
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+@contextlib.contextmanager
+def pipe_of(path):
+    """Lend the reading end of a pipe that another process writes a file to."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(read)
+        with contextlib.suppress(BrokenPipeError), open(write, "wb") as file:
+            file.write(path.read_bytes())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        yield file
+    os.wait()
 
 
 FILES = ["f.tensors", "f.safetensors", "f.pt", "shards.safetensors.index.json"]
 
+# Which tensors, and in what order
 
-@pytest.mark.parametrize("buffer_bytes", [1, 100_000, 1 << 30])
+
+@pytest.mark.parametrize("buffer_bytes", [1, 100_000, 1 << 62])
 @pytest.mark.parametrize("file", FILES)
 def test_both_orders_bring_every_tensor_once(folder, tensors, device, file, buffer_bytes):
     for order in ("file", "ready"):
-        ahead = {"buffer_bytes": buffer_bytes, "order": order}
-        found = list(tensorizer.iterate(folder / file, device, **ahead))
-        assert len(found) == len(tensors)
-        same(found, tensors)
+        options = {"buffer_bytes": buffer_bytes, "order": order, "num_readers": 3}
+        same(tensorizer.iterate(folder / file, device, **options), tensors)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_only_the_names_that_were_given_are_loaded(folder, tensors, device, file):
-    names = ["scalar", "m.07", "m.03"]
-    found = tensorizer.iterate(folder / file, device, names=names, verify_hash=False)
+    names = ["scalar", "m.07", "m.03", "m.07"]
+    found = list(tensorizer.iterate(folder / file, device, names=names))
     same(found, {name: tensors[name] for name in names})
-    with pytest.raises(KeyError, match="no such"):
-        tensorizer.iterate(folder / file, device, names=["no such"])
+    of_file = [name for name in tensorizer.info(folder / file).tensors if name in names]
+    assert [name for name, _ in found] == of_file
+    odd = tensorizer.iterate(
+        folder / file, device, names=names, filter_func=lambda name: name != "m.07"
+    )
+    same(odd, {name: tensors[name] for name in ("scalar", "m.03")})
+    assert list(tensorizer.iterate(folder / file, device, names=[])) == []
+    assert list(tensorizer.iterate(folder / file, device, filter_func=lambda name: False)) == []
 
+
+def test_names_that_are_missing_are_an_error_before_data_are_read(folder):
+    with FaultServer((folder / "f.tensors").read_bytes()) as server:
+        assert list(tensorizer.iterate(server.url, "cpu", names=[])) == []
+        opened = len(server.requests)
+        with pytest.raises(KeyError, match="no such"):
+            tensorizer.iterate(server.url, "cpu", names=["m.07", "no such"])
+        assert len(server.requests) == 2 * opened
+
+
+def test_tensors_of_nested_structures_are_named_by_tuples(tmp_path, device):
+    tensorizer.save({"a": {"b": torch.ones(3)}, "c": torch.zeros(2)}, tmp_path / "f")
+    found = tensorizer.iterate(tmp_path / "f", device, names=[("a", "b")])
+    same(found, {("a", "b"): torch.ones(3)})
+    found = tensorizer.iterate(tmp_path / "f", device, names=['\x1e["a","b"]'])
+    same(found, {'\x1e["a","b"]': torch.ones(3)})
+
+
+def test_files_without_tensors_end_at_once(tmp_path, device):
+    tensorizer.save({}, tmp_path / "f.safetensors")
+    assert list(tensorizer.iterate(tmp_path / "f.safetensors", device)) == []
+
+
+def test_arguments_are_refused_before_the_first_byte(folder):
+    refused = [
+        (ValueError, 'order must be "file" or "ready"', {"order": "name"}),
+        (ValueError, 'order="ready" with group=', {"order": "ready", "group": object()}),
+        (ValueError, "buffer_bytes must be positive, not -1", {"buffer_bytes": -1}),
+        (ValueError, "num_readers must be at least 1", {"num_readers": 0}),
+        (KeyError, "a slice of", {"slices": {"none": (0,)}}),
+        (KeyError, "a slice of", {"slices": {"m.01": (0,)}, "names": ["m.02"]}),
+        (IndexError, "the slice of 'm.01': too many indices", {"slices": {"m.01": (..., 0, 0, 0)}}),
+        (IndexError, "the slice of 'm.01': index 24 is out of", {"slices": {"m.01": (..., 24)}}),
+        (ValueError, "slice steps must be at least 1", {"slices": {"m.01": slice(None, None, -1)}}),
+        (TypeError, "expected integers, slices and", {"slices": {"m.01": torch.ones(1)}}),
+        (IndexError, "dimension 0 of tensor 'scalar'", {"shard": tensorizer.Shard(0, 0, 2)}),
+    ]
+    for error, text, options in refused:
+        with open(folder / "f.tensors", "rb") as file:
+            with pytest.raises(error, match=text):
+                tensorizer.iterate(file, "cpu", **options)
+
+
+# Parts of tensors
 
 SLICES = {
     "m.05": (slice(2, 9),),
     "m.06": (slice(None), slice(3, 8)),
     "m.08": (..., 4),
     "m.09": (slice(1, 20, 3), slice(0, 0)),
+    "m.10": -1,
+    "m.11": (slice(3, 60, 7), slice(1, None, 2)),
     "long": (slice(None), slice(0, 8000)),
     "empty": (slice(0, 0),),
+    "words": (slice(None), slice(2, 4), 7),
 }
+
+
+def sliced(tensors):
+    return {name: tensor[SLICES.get(name, ...)] for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 5_000_000, 1 << 30])
@@ -88,185 +172,274 @@ SLICES = {
 def test_slices_of_any_dimension_come_beside_whole_tensors(
     folder, tensors, device, file, buffer_bytes
 ):
-    expected = {name: tensor[SLICES.get(name, ...)] for name, tensor in tensors.items()}
     # Other formats hold no hashes.
-    for verify_hash in [False, True] if file == "f.tensors" else [False]:
-        options = {"buffer_bytes": buffer_bytes, "verify_hash": verify_hash}
-        same(tensorizer.iterate(folder / file, device, slices=SLICES, **options), expected)
+    for verify_hash in [False, True, "crc32"] if file == "f.tensors" else [False]:
+        for order in ("file", "ready"):
+            options = {"verify_hash": verify_hash, "order": order, "buffer_bytes": buffer_bytes}
+            found = tensorizer.iterate(folder / file, device, slices=SLICES, **options)
+            same(found, sliced(tensors))
 
 
-@pytest.mark.parametrize("slices", [None, SLICES])
-def test_encrypted_tensors_are_handed_out_decrypted(folder, tensors, device, slices):
-    key = tensorizer.DecryptionParams.from_key((folder / "key").read_bytes())
-    found = tensorizer.iterate(
-        folder / "sealed.tensors", device, encryption=key, slices=slices, buffer_bytes=3_000_000
-    )
-    expected = {n: t[SLICES.get(n, ...)] if slices else t for n, t in tensors.items()}
-    same(found, expected)
-    with pytest.raises(tensorizer.CryptographyError):
-        wrong = tensorizer.DecryptionParams.from_key(bytes(32))
-        list(tensorizer.iterate(folder / "sealed.tensors", device, encryption=wrong))
+@pytest.mark.parametrize("verify_hash", [False, True])
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_alone_are_read_and_decrypted(tensors, sealed, device, name, verify_hash):
+    path, opened = sealed
+    part = {"names": [name], "slices": {name: SLICES[name]}, "verify_hash": verify_hash}
+    expected = {name: tensors[name][SLICES[name]]}
+    same(tensorizer.iterate(path.with_name("f.tensors"), device, **part), expected)
+    same(tensorizer.iterate(path, device, **part, **opened), expected)
 
 
-@pytest.mark.parametrize("world", [2, 7])
+def test_only_the_bytes_of_a_slice_are_fetched(tmp_path):
+    tensors = {f"{i}": torch.full((4000, 1000), float(i)) for i in range(4)}
+    tensorizer.save(tensors, tmp_path / "f.tensors")
+    slices = {name: slice(100, 200) for name in tensors}
+    expected = {name: tensor[100:200] for name, tensor in tensors.items()}
+    with FaultServer((tmp_path / "f.tensors").read_bytes()) as server:
+        same(tensorizer.iterate(server.url, "cpu", slices=slices), expected)
+        # The head, and 400 kB of each.
+        assert server.sent < 2_000_000 + 4 * 500_000
+
+
+@pytest.mark.parametrize("world", [1, 2, 7, 400])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_rank_gets_its_shard(folder, tensors, device, dim, world):
+def test_every_rank_gets_its_shard(tensors, sealed, device, dim, world):
+    path, opened = sealed
     names = [name for name, tensor in tensors.items() if tensor.dim() == 2 and tensor.numel()]
-    parts = [
-        dict(
-            tensorizer.iterate(
-                folder / "f.safetensors",
-                device,
-                names=names,
-                shard=tensorizer.Shard(dim, rank=rank, world=world),
-                buffer_bytes=1_000_000,
-            )
+    for rank in range(world) if world < 10 else (0, 23, 24, 399):
+        shard = tensorizer.Shard(dim, rank=rank, world=world)
+        expected = {}
+        for name in names:
+            parts = tensors[name].chunk(world, dim)
+            nothing = tensors[name].narrow(dim, 0, 0)
+            expected[name] = parts[rank] if rank < len(parts) else nothing
+        options = {"names": names, "shard": shard, "buffer_bytes": 1_000_000}
+        same(tensorizer.iterate(path.with_name("f.safetensors"), device, **options), expected)
+        same(tensorizer.iterate(path, device, **options, **opened), expected)
+
+
+def test_a_shard_leaves_tensors_whole_for_which_it_names_no_dimension(folder, tensors, device):
+    shard = tensorizer.Shard(lambda name: 1 if name == "long" else None, rank=1, world=3)
+    expected = tensors | {"long": tensors["long"].chunk(3, 1)[1]}
+    same(tensorizer.iterate(folder / "f.tensors", device, shard=shard), expected)
+
+
+def test_only_floating_point_tensors_are_cast(folder, tensors, device):
+    for slices, given in (({}, tensors), (SLICES, sliced(tensors))):
+        found = tensorizer.iterate(
+            folder / "f.tensors", device, dtype="bfloat16", slices=slices, buffer_bytes=500_000
         )
-        for rank in range(world)
-    ]
-    same(
-        {n: torch.cat([part[n] for part in parts], dim) for n in names},
-        {n: tensors[n] for n in names},
-    )
+        same(found, {n: t.bfloat16() if t.is_floating_point() else t for n, t in given.items()})
 
 
-@pytest.mark.parametrize("slices", [{}, SLICES])
-def test_a_pipe_is_read_once(folder, tensors, device, slices):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.close(read)
-        with open(write, "wb") as file:
-            file.write((folder / "f.tensors").read_bytes())
-        os._exit(0)
-    os.close(write)
-    expected = {name: tensor[slices.get(name, ...)] for name, tensor in tensors.items()}
-    with open(read, "rb") as file:
-        same(tensorizer.iterate(file, device, slices=slices, buffer_bytes=300_000), expected)
-    os.wait()
+# Sources
 
 
-def test_arguments_are_refused_before_the_first_byte(folder):
-    with pytest.raises(ValueError, match='order must be "file" or "ready"'):
-        tensorizer.iterate(folder / "f.tensors", "cpu", order="name")
-    with pytest.raises(ValueError, match='order="ready" with group='):
-        tensorizer.iterate(folder / "f.tensors", "cpu", order="ready", group=object())
-    with pytest.raises(KeyError, match="a slice of"):
-        tensorizer.iterate(folder / "f.tensors", "cpu", slices={"none": (0,)})
+@pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
+def test_encrypted_tensors_are_handed_out_decrypted(tensors, sealed, device, slices):
+    path, opened = sealed
+    expected = sliced(tensors) if slices else tensors
+    for buffer_bytes in (1, 3_000_000, 1 << 30):
+        options = {"slices": slices, "buffer_bytes": buffer_bytes, **opened}
+        same(tensorizer.iterate(path, device, **options), expected)
+    with pytest.raises(tensorizer.CryptographyError, match="decryption was not requested"):
+        tensorizer.iterate(path, device)
+    wrong = tensorizer.DecryptionParams.from_key(bytes(32))
+    with pytest.raises(tensorizer.CryptographyError):
+        next(tensorizer.iterate(path, device, encryption=wrong))
+
+
+@pytest.mark.parametrize("verify_hash", [False, True])
+@pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
+def test_a_pipe_is_read_once(tensors, sealed, device, slices, verify_hash):
+    path, opened = sealed
+    expected = sliced(tensors) if slices else tensors
+    options = {"slices": slices, "verify_hash": verify_hash, "buffer_bytes": 300_000}
+    with pipe_of(path.with_name("f.tensors")) as pipe:
+        same(tensorizer.iterate(pipe, device, **options), expected)
+    with pipe_of(path) as pipe:
+        same(tensorizer.iterate(pipe, device, **options, **opened), expected)
+    with pipe_of(path.with_name("f.tensors")) as pipe:
+        assert next(tensorizer.iterate(pipe, device, **options))[0] == "m.00"
+
+
+def test_views_of_a_checkpoint_come_as_tensors_of_their_own(tmp_path, device):
+    base = torch.arange(60_000.0).view(200, 300)
+    tensors = {"a": base, "tail": base[7:], "t": base.t(), "odd": base[:, ::2], "conj": base[0, 0]}
+    torch.save(tensors, tmp_path / "f.pt")
+    slices = {"t": (slice(5, 50), slice(1, 2)), "tail": (slice(None), 3), "odd": slice(0, 0)}
+    for given in ({}, slices):
+        expected = {name: tensor[given.get(name, ...)] for name, tensor in tensors.items()}
+        for order in ("file", "ready"):
+            names = []
+            for name, tensor in tensorizer.iterate(
+                tmp_path / "f.pt", device, slices=given, order=order
+            ):
+                assert torch.equal(tensor, expected[name])
+                names.append(name)
+                tensor.fill_(-1)
+            assert sorted(names) == sorted(tensors)
 
 
 def test_tensors_without_data_come_as_zeros(tmp_path, device):
     given = {"a": torch.ones(3), "meta": torch.empty(1000, 70, device="meta"), "z": torch.ones(2)}
     tensorizer.save(given, tmp_path / "f.tensors")
-    found = dict(tensorizer.iterate(tmp_path / "f.tensors", device, buffer_bytes=64))
-    assert list(found) == ["a", "meta", "z"]
-    assert found["meta"].shape == (1000, 70) and not found["meta"].any()
+    for slices in ({}, {"meta": (slice(2, 4), 5)}):
+        found = dict(tensorizer.iterate(tmp_path / "f.tensors", device, slices=slices))
+        assert list(found) == ["a", "meta", "z"]
+        assert found["meta"].shape == ((2,) if slices else (1000, 70))
+        assert not found["meta"].any() and found["z"].all()
 
 
-def test_tensors_share_no_memory(folder, tensors, device):
-    found = dict(tensorizer.iterate(folder / "f.safetensors", device))
-    for tensor in found.values():
+@pytest.mark.parametrize("file", FILES)
+def test_a_tensor_that_is_changed_changes_no_other(folder, tensors, device, file):
+    found = list(tensorizer.iterate(folder / file, device))
+    for number, (_, tensor) in enumerate(found):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        tensor.fill_(1)
-    same(tensorizer.iterate(folder / "f.safetensors", device), tensors)
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, (_, tensor) in enumerate(found))
+    same(tensorizer.iterate(folder / file, device), tensors)
 
 
-def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, tensors, device):
+# Errors and servers
+
+
+@pytest.mark.parametrize("verify_hash", [True, "crc32"])
+def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, device, verify_hash):
     path = tmp_path / "f.tensors"
     tensorizer.save({f"{i}": torch.full((400_000,), float(i)) for i in range(12)}, path)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    at = data.index(torch.full((9,), 7.0).numpy().tobytes()) + 800_000
+    data[at] ^= 1
     path.write_bytes(data)
-    found = []
-    with pytest.raises(tensorizer.HashMismatchError):
-        for name, tensor in tensorizer.iterate(
-            path, device, verify_hash=True, buffer_bytes=4 << 20
-        ):
-            assert tensor[0] == tensor[-1] == float(name)
-            found.append(name)
-    assert 4 <= len(found) < 8 and found == [f"{i}" for i in range(len(found))]
+    for order in ("file", "ready"):
+        found = []
+        iterator = tensorizer.iterate(
+            path, device, verify_hash=verify_hash, buffer_bytes=4 << 20, order=order
+        )
+        with pytest.raises(tensorizer.HashMismatchError, match="'7'"):
+            for name, tensor in iterator:
+                assert (tensor == float(name)).all()
+                found.append(name)
+        assert "7" not in found and len(found) < 12
+        assert order == "ready" or found == [f"{i}" for i in range(len(found))]
+        assert list(iterator) == []
 
 
-def test_a_damaged_copy_in_the_cache_is_fetched_again_and_no_tensor_comes_twice(tmp_path):
+def test_a_damaged_copy_in_the_cache_is_fetched_again_and_no_tensor_comes_twice(tmp_path, device):
     tensors = {f"{i}": torch.full((300_000,), float(i)) for i in range(10)}
     tensorizer.save(tensors, tmp_path / "f.tensors")
-    cache = tmp_path / "cache"
-    with FaultServer((tmp_path / "f.tensors").read_bytes()) as server:
-        same(tensorizer.iterate(server.url, "cpu", cache_dir=cache), tensors)
-        largest = max((f for f in cache.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-        data = bytearray(largest.read_bytes())
-        data[len(data) * 2 // 3] ^= 1
-        largest.write_bytes(data)
-        found = list(tensorizer.iterate(server.url, "cpu", cache_dir=cache, verify_hash=True))
-    assert len(found) == len(tensors)
-    same(found, tensors)
+    for order in ("file", "ready"):
+        cache = tmp_path / order
+        with FaultServer((tmp_path / "f.tensors").read_bytes()) as server:
+            options = {"cache_dir": cache, "order": order, "buffer_bytes": 3_000_000}
+            same(tensorizer.iterate(server.url, device, **options), tensors)
+            copies = [file for file in cache.rglob("*") if file.is_file()]
+            largest = max(copies, key=lambda file: file.stat().st_size)
+            data = bytearray(largest.read_bytes())
+            data[len(data) * 2 // 3] ^= 1
+            largest.write_bytes(data)
+            sent = server.sent
+            found = tensorizer.iterate(server.url, device, verify_hash=True, **options)
+            same(found, tensors)
+            assert server.sent > sent
 
 
-def test_progress_ends_with_all_bytes_and_may_raise(folder, device):
+FAULTS = {
+    "busy": lambda number, *_: ("status", 503) if number % 9 == 4 else None,
+    "lost": lambda number, *_: ("reset", 1000) if number % 9 == 4 else None,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_pass_are_not_seen(folder, tensors, device, fault):
+    with FaultServer((folder / "f.tensors").read_bytes(), FAULTS[fault]) as server:
+        same(tensorizer.iterate(server.url, device, buffer_bytes=8_000_000), tensors)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [(("status", 403), PermissionError), (("etag", '"two"'), OSError)]
+)
+def test_a_server_that_refuses_later_is_an_error(folder, tensors, device, fault, error):
+    script = lambda number, *_: fault if number > 5 else None  # noqa: E731
+    with FaultServer((folder / "f.tensors").read_bytes(), script) as server:
+        iterator = tensorizer.iterate(server.url, device, buffer_bytes=500_000)
+        names = []
+        with pytest.raises(error, match="the server answered 403|the file changed"):
+            for name, tensor in iterator:
+                assert torch.equal(tensor, tensors[name])
+                names.append(name)
+        assert names == list(tensors)[: len(names)]
+        assert list(iterator) == []
+
+
+class OddError(Exception):
+    """Raised by a file object."""
+
+
+class Failing(io.BytesIO):
+    """Fails beyond a position."""
+
+    end = 1 << 40
+
+    def read(self, size=-1):
+        if self.tell() + size > self.end:
+            raise OddError("no more")
+        return super().read(size)
+
+
+def test_what_a_file_object_raises_is_raised_by_the_iterator(tmp_path, device):
+    tensorizer.save({f"{i}": torch.full((300_000,), float(i)) for i in range(9)}, tmp_path / "f")
+    file = Failing((tmp_path / "f").read_bytes())
+    iterator = tensorizer.iterate(file, device, buffer_bytes=1 << 20)
+    file.end = 4_000_000
+    with pytest.raises(OddError, match="no more"):
+        list(iterator)
+    assert file.closed
+
+
+@pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
+@pytest.mark.parametrize("file", FILES)
+def test_progress_rises_to_all_bytes(folder, device, file, slices):
     told = []
-    list(tensorizer.iterate(folder / "f.tensors", device, progress=lambda *at: told.append(at)))
-    assert told[-1][0] == told[-1][1] and told == sorted(told)
+    options = {"slices": slices, "progress": lambda *at: told.append(at)}
+    list(tensorizer.iterate(folder / file, device, **options))
+    assert told[-1][0] == told[-1][1] > 0 and told == sorted(told)
+    assert len({total for _, total in told}) == 1
 
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_progress_raises_ends_the_iterator(folder, device, error):
     def refuse(done, total):
-        raise OSError("enough")
+        raise error("enough")
 
-    with pytest.raises(OSError, match="enough"):
-        list(tensorizer.iterate(folder / "f.tensors", device, progress=refuse))
+    iterator = tensorizer.iterate(folder / "f.tensors", device, progress=refuse)
+    with pytest.raises(error, match="enough"):
+        list(iterator)
+    assert list(iterator) == []
+
+
+# Several at once, and the end
 
 
 def test_two_iterators_and_a_load_of_one_file_do_not_disturb_each_other(folder, tensors, device):
     one = tensorizer.iterate(folder / "f.tensors", device, buffer_bytes=200_000)
     other = tensorizer.iterate(folder / "f.tensors", device, buffer_bytes=200_000, order="ready")
     first, second = [next(one)], [next(other)]
-    same(tensorizer.load(folder / "f.tensors", device), tensors)
+    assert list(tensorizer.load(folder / "f.tensors", device)) == list(tensors)
     same(first + list(one), tensors)
     same(second + list(other), tensors)
 
 
-def test_an_iterator_that_is_dropped_leaves_nothing(folder):
+@pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_open_after_the_end(folder, device, file, slices):
     gc.collect()
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    for _ in range(5):
-        next(tensorizer.iterate(folder / "f.tensors", "cpu", buffer_bytes=100_000))
-        gc.collect()
-    after = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    assert after[0] <= before[0] and after[1] <= before[1]
-
-
-@torch.jit.script
-def total_of(uri: str, order: str) -> int:
-    iterator = torch.ops.tensorizer.iterate(uri, buffer_bytes=200000, order=order)
-    count = 0
-    while True:
-        tensors = torch.ops.tensorizer.iterate_next(iterator)
-        if len(tensors) == 0:
-            break
-        for tensor in tensors.values():
-            count += tensor.numel()
-    return count
-
-
-@pytest.mark.parametrize("order", ["file", "ready"])
-def test_operators_hand_out_tensors_in_torchscript(folder, tensors, order):
-    expected = sum(tensor.numel() for tensor in tensors.values())
-    assert total_of(str(folder / "f.tensors"), order) == expected
-
-
-def test_operators_in_eager_mode(folder, tensors):
-    ops, path = torch.ops.tensorizer, str(folder / "sealed.tensors")
-    key = torch.frombuffer(bytearray((folder / "key").read_bytes()), dtype=torch.uint8)
-    iterator = ops.iterate(path, names=["m.04", "scalar"], key=key, device="cpu", verify=True)
-    found = {}
-    while part := ops.iterate_next(iterator):
-        found |= part
-    same(found, {name: tensors[name] for name in ["m.04", "scalar"]})
-    with pytest.raises(RuntimeError, match=f"no iterator {iterator}"):
-        ops.iterate_next(iterator)
-    iterator = ops.iterate(str(folder / "f.tensors"))
-    ops.iterate_close(iterator)
-    ops.iterate_close(iterator)
-    with pytest.raises(RuntimeError, match="no iterator"):
-        ops.iterate_next(iterator)
-    with pytest.raises(ValueError, match="buffer_bytes is 0"):
-        ops.iterate(path, buffer_bytes=0)
-    with pytest.raises(ValueError, match="order is"):
-        ops.iterate(path, order="name")
+    before = len(os.listdir("/proc/self/fd"))
+    for taken in (1, 100):
+        options = {"slices": slices, "buffer_bytes": 100_000}
+        iterator = tensorizer.iterate(folder / file, device, **options)
+        for _ in range(taken):
+            next(iterator, None)
+        iterator.close()
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -22,7 +22,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         wanted: Tensors, or parts of them.
         device: Where they go.
         buffer_bytes: The most bytes that are loaded or on their way, and not yet taken.
-        ready: Whether they come as they are ready, instead of in the order of the file.
+        ready: True for the order in which they are ready, False for that of the file.
 
     """
 
@@ -33,7 +33,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._parts = wanted.parts
         #: Whole tensors that are cut here: what comes front to back is read once.
         self._cut_here = bool(wanted.parts) and not self._file.reader.seekable
-        #: For each tensor that is read the number of the one that it is, or is a part of.
+        #: The number of the tensor that each read one is, or is a part of.
         self._numbers = list(wanted.numbers)
         #: The file that has these tensors, or parts, and their numbers in it.
         self._read = self._file
@@ -118,9 +118,13 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
         self._closed = True
+        # On another thread a strided tensor may be on its way, which is loaded by itself.
+        self._file.stop()
         native = self._native
         if native is not None:
             native.close()
+        if self._read is not self._file:
+            self._read.reader.close()
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

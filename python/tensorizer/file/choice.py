@@ -143,22 +143,26 @@ class Chosen:
         device = sharding.device_of(given)
         return self._default if device.type == "meta" else resolve_device(device)
 
-    def places(self) -> dict[int, torch.Tensor]:
-        """Return the memory that was given to be filled, by number, after checking it."""
-        if self._choice.out is None:
-            return {}
+    def _given_places(self) -> dict[int, torch.Tensor]:
+        """Return the memory that was given to be filled, by number."""
         places = {}
         for name, number in self._numbers.items():
             local = sharding.local_of(self._given[number])
             places[number] = with_ones(local, self._rests.get(number, ()), name)
+        return places
+
+    def places(self) -> dict[int, torch.Tensor]:
+        """Return the memory that was given to be filled, by number, after checking it."""
+        if self._choice.out is None:
+            return {}
+        places = self._given_places()
         self.wanted.check_fits(places)
         return places
 
     def load(self) -> dict[Name, torch.Tensor]:
         """Load in this process alone."""
-        places = self.places()
         if self._choice.out is not None:
-            return self.named(self.wanted.fill(places))
+            return self.named(self.wanted.fill(self._given_places()))
         return self.named(self.wanted.load(self.device_of))
 
     def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Name, torch.Tensor]:

@@ -99,7 +99,7 @@ def iterate(
             least, which the message names.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; what is found out while reading is raised by the
-            iterator, in the order of the file after the tensors before it.
+            iterator, after tensors that had landed, and with ``order="file"`` were next.
         GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
@@ -179,8 +179,8 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
             while not self._ready:
                 self._wait()
             name, tensor = self._ready.popleft()
-            if self._stream is not None:
-                self._for_current_stream(tensor)
+            if self._stream is not None and tensor.is_cuda:
+                use_on_current_stream(tensor, self._stream)
             return name, tensor
 
     def _wait(self) -> None:
@@ -212,11 +212,6 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
             raise
         finally:
             self._waits = None
-
-    def _for_current_stream(self, tensor: torch.Tensor) -> None:
-        """Have the current stream wait for a tensor that came with others for another stream."""
-        if self._stream is not None and tensor.is_cuda:
-            use_on_current_stream(tensor, self._stream)
 
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""

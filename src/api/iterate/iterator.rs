@@ -14,7 +14,7 @@ use crate::api::slices::held_len;
 use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected};
+use crate::fallible::{LISTS, collected, listed};
 use crate::mem::device::{Block, Blocks, Consumer, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
 use crate::sys::process::Inherited;
@@ -58,30 +58,24 @@ impl TensorIterator {
         selection.check()?;
         let on_device = device.is_some();
         let lens = selection.entries.iter().map(|entry| {
-            let len = if on_device { Some(entry.loaded_len()) } else { entry.memory_len() };
+            let len = entry.memory_len();
             len.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(|| {
                 Error::InvalidArgument(format!("tensor `{}` does not fit into memory", entry.name))
             })
         });
         let lens = collected(lens, LISTS)?;
-        let largest = lens.iter().copied().max().unwrap_or(0);
-        let parts = selection.is_sliced();
-        // Tensors that are brought together in host memory are held there as a whole.
-        let held = selection.entries.iter().filter(|entry| entry.whole.is_some());
-        let held = held.map(|entry| held_len(entry)).max().unwrap_or(0);
-        let verified = options.load.verify != Verify::Nothing || file.decryption().is_some();
-        let held = if verified || !file.is_seekable() { held } else { 0 };
-        let least = file.least(parts, on_device)?.saturating_add(held);
-        let memory = options.load.memory.known()?;
-        let (budget, memory) = memory.tensors(options.buffer_bytes, largest, least)?;
-        let load = LoadOptions { memory, map: false, ..options.load };
+        let (budget, load) = shares(&selection, &lens, on_device, options)?;
         let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
+        // Tensors without data become zeros when they are handed out, and have no block of bytes.
+        let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
+        let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
         let shared = Arc::new(Shared {
             file: file.again(),
             numbers: selection.numbers().to_vec(),
             options: load,
             window: Window::new(lens, budget, options.order, on_device)?,
             device: device.map(|device| (device, blocks)),
+            block_lens,
             counters: Counters::default(),
         });
         let streams = match &shared.device {
@@ -163,7 +157,7 @@ impl TensorIterator {
         let Some((to, blocks)) = &self.shared.device else { return Ok(()) };
         let window = &self.shared.window;
         while let Some(tensors) = window.to_allocate() {
-            let lens = window.lens().get(tensors.clone()).unwrap_or(&[]);
+            let lens = self.shared.block_lens.get(tensors.clone()).unwrap_or(&[]);
             let memory = match allocate.allocate(tensors.start, lens) {
                 Err(Error::DeviceMemory { .. }) if window.refused(lens.len()) => continue,
                 allocated => allocated?,
@@ -191,9 +185,13 @@ impl TensorIterator {
 
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // A panic has become an error.
-            let _ = thread.join();
-            // What can only end the load keeps no connections.
+            // A read of a Python object may collect garbage, and the iterator with it, on the thread of
+            // the load: that cannot wait for itself, and ends by itself.
+            if thread.thread().id() != thread::current().id() {
+                // A panic has become an error.
+                let _ = thread.join();
+            }
+            // A `Closer` may live on, without connections.
             self.shared.file.close();
         }
     }
@@ -208,6 +206,26 @@ impl TensorIterator {
         let device = shared.device.as_ref().map_or("cpu", |(to, _)| to.device.name());
         shared.counters.publish("load", shared.file.uri(), device, shared.numbers.len());
     }
+}
+
+/// The bytes that are read ahead, and the options of the load, which has the rest of a memory limit.
+fn shares(
+    selection: &Selection<'_>,
+    lens: &[u64],
+    on_device: bool,
+    options: &IterateOptions,
+) -> Result<(u64, LoadOptions)> {
+    let file = selection.file;
+    // Tensors that are brought together in host memory are held there as a whole.
+    let whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
+    let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
+    let sliced = sliced.filter(|_| whole || !file.is_seekable());
+    let held = sliced.map(|entry| held_len(entry)).max().unwrap_or(0);
+    let least = file.least(selection.is_sliced(), on_device)?.saturating_add(held);
+    let largest = lens.iter().copied().max().unwrap_or(0);
+    let limit = options.load.memory.known()?;
+    let (budget, memory) = limit.tensors(options.buffer_bytes, largest, least)?;
+    Ok((budget, LoadOptions { memory, map: false, ..options.load }))
 }
 
 /// Ends the load of an iterator from another thread.

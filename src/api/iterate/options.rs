@@ -1,4 +1,4 @@
-//! How tensors are handed out one by one.
+//! Options of an iterator.
 
 use crate::api::load_options::LoadOptions;
 
@@ -12,7 +12,7 @@ pub enum Order {
     Ready,
 }
 
-/// How tensors are read ahead of the caller.
+/// Options of reading ahead of the caller.
 #[derive(Debug, Clone, Copy)]
 pub struct IterateOptions {
     /// Load options.

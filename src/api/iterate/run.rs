@@ -2,11 +2,12 @@
 //! read straight to where they go by one read, others group by group by way of host memory.
 
 use std::collections::HashSet;
-use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use super::shared::{Shared, ToDevice};
-use super::window::{Memory, Window};
+use super::window::{Asker, Memory, Window};
 use crate::api::device::{Destination, Upload};
 use crate::api::headers::{Headers, try_key};
 use crate::api::load::load_counted;
@@ -42,28 +43,24 @@ pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
         let run = Run { shared, options: &options, cancel: &cancel };
         // After damage to a copy in a cache, tensors that have landed are not read again.
         match (&shared.device, streams) {
-            (Some((to, blocks)), Some(streams)) => run.to_device(to, blocks, streams),
+            (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
             _ => run.all(&shared.window.missing(), None),
         }
     })
 }
 
+#[derive(Clone, Copy)]
 struct Run<'r> {
     shared: &'r Shared,
     options: &'r LoadOptions,
     cancel: &'r dyn Cancel,
 }
 
-/// Tensors that are read in the same way.
-enum Part {
-    /// By one read, to where they go.
-    Direct(Range<usize>),
-    /// Group by group, by way of host memory.
-    Grouped(Range<usize>),
-}
+/// Tensors by place, each with its number in the file.
+type Places = Vec<(usize, usize)>;
 
 impl Run<'_> {
-    fn to_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
+    fn on_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
         let destination = Destination {
             device: &to.device,
             consumer: to.consumer,
@@ -89,33 +86,57 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Loads tensors, given by their places in the order of the file.
+    /// Loads tensors, given by their places in the order of the file: those that are read straight to
+    /// where they go, and groups of others at the same time.
     fn all(&self, tensors: &[usize], upload: Option<&Upload<'_>>) -> Result<()> {
         let file = &self.shared.file;
         let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
         let numbers = listed(numbers, LISTS)?;
         let selection = Selection::new(file, &numbers)?;
         try_key(&selection, self.cancel)?;
-        let mut parts: Vec<Part> = Vec::new();
-        for (at, entry) in selection.entries.iter().enumerate() {
-            let direct = self.is_direct(entry, upload.is_some())?;
-            match parts.last_mut() {
-                Some(Part::Direct(range)) if direct => range.end = at + 1,
-                Some(Part::Grouped(range)) if !direct => range.end = at + 1,
-                _ if direct => push(&mut parts, Part::Direct(at..at + 1), LISTS)?,
-                _ => push(&mut parts, Part::Grouped(at..at + 1), LISTS)?,
-            }
+        let (mut direct, mut grouped) = (Places::new(), Places::new());
+        for ((&tensor, &number), entry) in tensors.iter().zip(&numbers).zip(&selection.entries) {
+            let is_direct = self.is_direct(entry, upload.is_some())?;
+            let list = if is_direct { &mut direct } else { &mut grouped };
+            push(list, (tensor, number), LISTS)?;
         }
-        for part in parts {
-            let (Part::Direct(range) | Part::Grouped(range)) = &part;
-            let tensors = tensors.get(range.clone()).unwrap_or(&[]);
-            let numbers = numbers.get(range.clone()).unwrap_or(&[]);
-            match part {
-                Part::Direct(_) => self.direct(tensors, numbers, upload)?,
-                Part::Grouped(_) => self.grouped(tensors, numbers, upload)?,
-            }
+        if !file.is_seekable() && !grouped.is_empty() {
+            // A stream is read once, in its order.
+            grouped.append(&mut direct);
+            grouped.sort_unstable();
         }
-        Ok(())
+        if direct.is_empty() || grouped.is_empty() {
+            self.direct(&direct, upload)?;
+            return self.grouped(&grouped, upload);
+        }
+        let failed = AtomicBool::new(false);
+        let cancel = || match failed.load(Ordering::Relaxed) {
+            true => Err(Error::Cancelled),
+            false => self.cancel.check(),
+        };
+        let upload = upload.map(|upload| Upload { cancel: &cancel, ..*upload });
+        let run = Run { cancel: &cancel, ..*self };
+        let noted = |outcome: Result<()>| {
+            failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
+            outcome
+        };
+        let (one, other) = thread::scope(|scope| {
+            let name = "tensorizer".to_owned();
+            let groups = || noted(run.grouped(&grouped, upload.as_ref()));
+            let thread = thread::Builder::new().name(name).spawn_scoped(scope, groups);
+            let readers = noted(run.direct(&direct, upload.as_ref()));
+            let panicked = |_| Err(Error::Bug("a load has panicked".to_owned()));
+            let groups = match thread {
+                Ok(thread) => thread.join().unwrap_or_else(panicked),
+                Err(error) => Err(Error::io("starting a thread for", file.uri(), error)),
+            };
+            (readers, groups)
+        });
+        match (one, other) {
+            // That it was told to stop is no reason.
+            (Err(Error::Cancelled), Err(error)) => Err(error),
+            (one, other) => one.and(other),
+        }
     }
 
     /// True if a tensor is read straight to where it goes.
@@ -129,15 +150,11 @@ impl Run<'_> {
     }
 
     /// Reads tensors to where they go.
-    fn direct(
-        &self,
-        tensors: &[usize],
-        numbers: &[usize],
-        upload: Option<&Upload<'_>>,
-    ) -> Result<()> {
+    fn direct(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
         let (shared, options) = (self.shared, self.options);
         let (file, window) = (&shared.file, &shared.window);
-        let selection = Selection::new(file, numbers)?;
+        let numbers = listed(tensors.iter().map(|&(_, number)| number), LISTS)?;
+        let selection = Selection::new(file, &numbers)?;
         let plan = Plan::new(&selection, tensors, options.verify)?;
         for &tensor in &plan.unread {
             window.land(tensor, without_data(window, tensor, upload.is_some())?, Marks::new())?;
@@ -146,8 +163,14 @@ impl Run<'_> {
         let codec = OfExtents { headers: &headers, selected: &plan.selected };
         let sources = file.sources();
         let store = Store::default();
-        let receiver =
-            Landings { run: self, plan: &plan, numbers, headers: &headers, store: &store, upload };
+        let receiver = Landings {
+            run: self,
+            plan: &plan,
+            numbers: &numbers,
+            headers: &headers,
+            store: &store,
+            upload,
+        };
         let what = Reading {
             files: &borrowed(&sources),
             extents: &plan.extents,
@@ -156,7 +179,7 @@ impl Run<'_> {
             decrypts: headers.decrypts(),
             readers: options.readers,
             memory: options.memory,
-            receiver: Some((&receiver, Some(&plan.tensors))),
+            receiver: Some((&receiver, &plan.tensors)),
         };
         let Some(upload) = upload else {
             let mut target = Owned::new(&plan.locations, window.lens(), &store);
@@ -168,60 +191,72 @@ impl Run<'_> {
     }
 
     /// Loads tensors group by group by way of host memory.
-    fn grouped(
-        &self,
-        tensors: &[usize],
-        numbers: &[usize],
-        upload: Option<&Upload<'_>>,
-    ) -> Result<()> {
+    fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
+        let window = &self.shared.window;
+        let mut left = tensors;
+        while let Some(&(first, _)) = left.first() {
+            let (now, later) = left.split_at(self.group_len(left)?);
+            left = later;
+            let last = now.last().map_or(first, |&(tensor, _)| tensor);
+            while !window.admits(Asker::Groups, first, last) {
+                self.cancel.check()?;
+                window.wait_for_room(Asker::Groups, TICK);
+            }
+            let numbers = listed(now.iter().map(|&(_, number)| number), LISTS)?;
+            match upload {
+                None => self.group_to_host(now, &numbers)?,
+                Some(upload) => self.group_to_device(now, &numbers, upload)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of first tensors that are loaded together: slices or whole ones, of which the span,
+    /// with what others bring that lies between them, is a part of what may be read ahead.
+    fn group_len(&self, tensors: &[(usize, usize)]) -> Result<usize> {
         let (file, window) = (&self.shared.file, &self.shared.window);
         let most = window.part();
-        let mut left: Vec<(usize, usize)> =
-            tensors.iter().copied().zip(numbers.iter().copied()).collect();
-        while !left.is_empty() {
-            let mut bytes = 0u64;
-            let fits = |(tensor, _): &&(usize, usize)| {
-                bytes = bytes.saturating_add(window.lens().get(*tensor).copied().unwrap_or(0));
-                bytes <= most
-            };
-            let count = left.iter().take_while(fits).count().max(1);
-            let later = left.split_off(count);
-            let (tensors, numbers): (Vec<usize>, Vec<usize>) = left.into_iter().unzip();
-            left = later;
-            if let Some(last) = tensors.last() {
-                let first = tensors.first().copied().unwrap_or(*last);
-                while !window.admits(first, *last) {
-                    self.cancel.check()?;
-                    window.wait_for_room(TICK);
-                }
+        let Some(&(first, number)) = tensors.first() else { return Ok(0) };
+        let sliced = file.entry(number)?.whole.is_some();
+        let (mut bytes, mut end, mut count) = (0u64, first, 0);
+        for &(tensor, number) in tensors {
+            let span = window.lens().get(end..=tensor).unwrap_or(&[]);
+            bytes = span.iter().fold(bytes, |sum, len| sum.saturating_add(*len));
+            end = tensor + 1;
+            if count > 0 && (bytes > most || file.entry(number)?.whole.is_some() != sliced) {
+                break;
             }
-            match upload {
-                None => {
-                    let loaded = load_counted(
-                        file,
-                        &numbers,
-                        self.options,
-                        &self.shared.counters,
-                        self.cancel,
-                    )?;
-                    for (tensor, loaded) in tensors.into_iter().zip(loaded) {
-                        // Small ones come in blocks, which one that is kept would keep.
-                        let small = (loaded.memory.bytes().len() as u64) < SMALL;
-                        let own = if small { loaded.memory.copied()? } else { loaded.memory };
-                        window.land(tensor, Memory::Host(own), Marks::new())?;
-                    }
-                }
-                Some(upload) => {
-                    let places = tensors.iter().map(|&block| Place { block, offset: 0 });
-                    upload.through_host(file, &numbers, &listed(places, LISTS)?)?;
-                    let marks = upload.streams.marks()?;
-                    for (tensor, number) in tensors.into_iter().zip(numbers) {
-                        let zeros = file.entry(number)?.is_meta();
-                        let memory = if zeros { Memory::Zeros } else { Memory::Block(tensor) };
-                        window.land(tensor, memory, marks.clone())?;
-                    }
-                }
-            }
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    fn group_to_host(&self, tensors: &[(usize, usize)], numbers: &[usize]) -> Result<()> {
+        let Run { shared, options, cancel } = *self;
+        let loaded = load_counted(&shared.file, numbers, options, &shared.counters, cancel)?;
+        for (&(tensor, _), loaded) in tensors.iter().zip(loaded) {
+            // Small ones come in blocks, which one that is kept would keep.
+            let small = (loaded.memory.bytes().len() as u64) < SMALL;
+            let own = if small { loaded.memory.copied()? } else { loaded.memory };
+            shared.window.land(tensor, Memory::Host(own), Marks::new())?;
+        }
+        Ok(())
+    }
+
+    fn group_to_device(
+        &self,
+        tensors: &[(usize, usize)],
+        numbers: &[usize],
+        upload: &Upload<'_>,
+    ) -> Result<()> {
+        let (file, window) = (&self.shared.file, &self.shared.window);
+        let places = tensors.iter().map(|&(block, _)| Place { block, offset: 0 });
+        upload.through_host(file, numbers, &listed(places, LISTS)?)?;
+        let marks = upload.streams.marks()?;
+        for &(tensor, number) in tensors {
+            let zeros = file.entry(number)?.is_meta();
+            let memory = if zeros { Memory::Zeros } else { Memory::Block(tensor) };
+            window.land(tensor, memory, marks.clone())?;
         }
         Ok(())
     }
@@ -258,11 +293,11 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(selection: &Selection<'_>, tensors: &[usize], verify: Verify) -> Result<Self> {
+    fn new(selection: &Selection<'_>, tensors: &[(usize, usize)], verify: Verify) -> Result<Self> {
         let mut plan = Plan::default();
         let extents = selection.extents()?;
         for (at, (entry, whole)) in selection.entries.iter().zip(extents).enumerate() {
-            let &tensor = tensors.get(at).ok_or_else(|| bug(at))?;
+            let &(tensor, _) = tensors.get(at).ok_or_else(|| bug(at))?;
             if entry.whole.is_none() && whole.end() > whole.header_offset {
                 if whole.data_len == 0 {
                     plan.without_data.insert(tensor);
@@ -350,11 +385,11 @@ impl Receiver for Landings<'_> {
     }
 
     fn admits(&self, first: usize, last: usize) -> Result<bool> {
-        Ok(self.window().admits(first, last))
+        Ok(self.window().admits(Asker::Readers, first, last))
     }
 
     fn wait(&self, time: Duration) {
-        self.window().wait_for_room(time);
+        self.window().wait_for_room(Asker::Readers, time);
     }
 
     fn landed(&self, tensor: usize, marks: Marks) -> Result<()> {

@@ -1,4 +1,4 @@
-//! What the caller of an iterator and the thread of its load share.
+//! The state between the caller of an iterator and the thread of its load.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub struct ToDevice {
     pub direct_storage: bool,
 }
 
-/// What the caller and the thread of the load share.
+/// State that the caller and the thread of the load share.
 pub struct Shared {
     /// The file.
     pub file: TensorFile,
@@ -31,8 +31,10 @@ pub struct Shared {
     pub options: LoadOptions,
     /// Tensors that wait for the caller.
     pub window: Window,
-    /// Where tensors go, and their memory there; None for host memory.
+    /// The device that tensors go to, and their memory there; None for host memory.
     pub device: Option<(ToDevice, Blocks)>,
+    /// Bytes of the block of each tensor on the device.
+    pub block_lens: Vec<u64>,
     /// Count what is done.
     pub counters: Counters,
 }

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use std::sync::Arc;
 use std::thread;
@@ -13,10 +14,13 @@ use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
 use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
-use crate::cancel::Never;
+use crate::cancel::{Cancel, Never};
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
+use crate::io::local::FileSource;
+use crate::io::{Capabilities, ReadAt};
+use crate::mem::Buffers;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, Device, DeviceMemory};
 use crate::mem::pinned::Pool;
@@ -254,4 +258,70 @@ fn closing_ends_the_load_and_calls_that_wait() {
     let mut given_up = TensorIterator::new(&file, &numbers, None, &options, None).unwrap();
     let cancel = || Err(Error::Cancelled);
     assert!(matches!(given_up.next(None, &cancel), Err(Error::Cancelled)));
+}
+
+/// A file of which some bytes come only once the rest was handed out.
+struct Withheld {
+    file: FileSource,
+    /// The last of them.
+    position: u64,
+    let_go: Arc<AtomicBool>,
+}
+
+impl ReadAt for Withheld {
+    fn uri(&self) -> &str {
+        self.file.uri()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.file.capabilities()
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let end = offset + buffers.left() as u64;
+        let begun = Instant::now();
+        while (offset..end).contains(&self.position)
+            && !self.let_go.load(Ordering::Relaxed)
+            && begun.elapsed() < Duration::from_secs(20)
+        {
+            cancel.check()?;
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.file.read_at(offset, buffers, cancel)
+    }
+}
+
+#[test]
+fn slices_that_are_brought_together_hold_up_no_other_tensors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let values = vec![7u8; 3000 * 300];
+    let named = ["columns", "a", "b", "c"]
+        .map(|name| SaveTensor::new(name, &[3000, 300], values.as_slice()).unwrap());
+    save(&path, named.into(), SaveOptions::default(), &Never).unwrap();
+    let entry = TensorFile::open(&path).unwrap().entry(0).unwrap().clone();
+    let let_go = Arc::new(AtomicBool::new(false));
+    let source = Withheld {
+        file: FileSource::open(&path).unwrap(),
+        position: entry.data_offset + entry.data_len / 2,
+        let_go: Arc::clone(&let_go),
+    };
+    let file = TensorFile::from_source(Arc::new(source), 0, &Never).unwrap();
+    let columns: Box<[_]> = Box::new([0..3000, 0..2]);
+    let slices = [Some(columns), None, None, None];
+    let file = file.with_slices((0..4).zip(slices)).unwrap();
+    let options = IterateOptions { order: Order::Ready, ..IterateOptions::default() };
+    let mut found = Vec::new();
+    for tensor in file.iterate(&[0, 1, 2, 3], &options).unwrap() {
+        found.push(tensor.unwrap().name().to_string());
+        if found.len() == 3 {
+            let_go.store(true, Ordering::Relaxed);
+        }
+    }
+    assert_eq!(found.last().map(String::as_str), Some("columns"), "{found:?}");
 }

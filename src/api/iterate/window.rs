@@ -57,14 +57,29 @@ pub struct Window {
     landed: Condvar,
 }
 
+/// A load that asks for room. Both ask for tensors in rising order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Asker {
+    /// Readers, which bring tensors to where they go.
+    Readers,
+    /// Groups of tensors, by way of host memory.
+    Groups,
+}
+
+/// Tensors that can only come together: those before `end`, from `first` on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Needed {
+    first: usize,
+    end: usize,
+}
+
 #[derive(Default)]
 struct State {
     budget: u64,
     /// Tensors for which there is memory: so many of the first.
     granted: usize,
-    /// Tensors that readers ask for: so many of the first. Those from `needed_from` on are of one batch.
-    needed: usize,
-    needed_from: usize,
+    /// The batch that waits for memory, of each asker.
+    needed: [Needed; 2],
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
     /// All tensors before this one were taken.
@@ -87,10 +102,16 @@ struct State {
 }
 
 impl State {
-    /// True if readers have nothing to do but a batch for which there is no memory, and the caller has
-    /// taken all tensors before those of the batch: none of its tensors could come without the others.
+    /// True if a batch waits for memory, and the caller has taken all tensors before those of the batch:
+    /// none of its tensors could come without the others.
     fn is_starved(&self) -> bool {
-        self.granted < self.needed && self.all_taken_to >= self.needed_from
+        let starves =
+            |needed: &Needed| self.granted < needed.end && self.all_taken_to >= needed.first;
+        self.needed.iter().any(starves)
+    }
+
+    fn has_taken(&self, tensor: usize) -> bool {
+        self.has_taken.get(tensor).copied().unwrap_or(false)
     }
 
     fn note_taken(&mut self, tensor: usize) {
@@ -151,18 +172,22 @@ impl Window {
     }
 
     fn grant(&self, state: &mut State) {
-        state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
+        // Tensors of which nothing is read may be taken before it is their turn.
+        if !state.has_taken(state.granted) {
+            state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
+        }
         state.granted += 1;
     }
 
     /// True if these tensors, of which parts are in one batch, may be read now.
-    pub fn admits(&self, first: usize, last: usize) -> bool {
+    pub fn admits(&self, asker: Asker, first: usize, last: usize) -> bool {
         let mut state = self.state();
-        if (state.needed, state.needed_from) != (last + 1, first) {
-            (state.needed, state.needed_from) = (last + 1, first);
-            if self.allocates {
-                self.landed.notify_all();
-            }
+        let needed = Needed { first, end: last + 1 };
+        if let Some(known) = state.needed.get_mut(asker as usize)
+            && std::mem::replace(known, needed) != needed
+            && self.allocates
+        {
+            self.landed.notify_all();
         }
         while !self.allocates && state.granted <= last && self.has_room(&state) {
             self.grant(&mut state);
@@ -171,13 +196,10 @@ impl Window {
     }
 
     /// Waits until more tensors may be admitted, or the time is over.
-    pub fn wait_for_room(&self, time: Duration) {
+    pub fn wait_for_room(&self, asker: Asker, time: Duration) {
         let state = self.state();
-        let ready = if self.allocates {
-            state.granted >= state.needed
-        } else {
-            state.granted >= state.needed || self.has_room(&state)
-        };
+        let end = state.needed.get(asker as usize).map_or(0, |needed| needed.end);
+        let ready = state.granted >= end || (!self.allocates && self.has_room(&state));
         if !ready && !state.closed {
             drop(self.room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
         }
@@ -327,7 +349,10 @@ impl Window {
                 Order::Ready => drop(state.queue.pop_front()),
             }
             state.note_taken(tensor);
-            bytes = bytes.saturating_add(len);
+            // A tensor that is taken before it is granted is not counted then.
+            if tensor < state.granted {
+                bytes = bytes.saturating_add(len);
+            }
             push(&mut items, item, LISTS)?;
             if len >= SMALL {
                 break;
@@ -343,107 +368,4 @@ impl Window {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn land(window: &Window, tensor: usize) {
-        window.land(tensor, Memory::Zeros, Marks::new()).unwrap();
-    }
-
-    fn take(window: &Window) -> Vec<usize> {
-        match window.take(Duration::ZERO).unwrap() {
-            Taken::Items(items) => items.iter().map(|item| item.tensor).collect(),
-            _ => Vec::new(),
-        }
-    }
-
-    #[test]
-    fn no_more_is_admitted_than_the_budget() {
-        let len = 2 * SMALL;
-        let window = Window::new(vec![len; 5], 2 * len, Order::File, false).unwrap();
-        assert!(window.admits(0, 0) && window.admits(1, 1) && !window.admits(2, 2));
-        land(&window, 1);
-        assert_eq!(take(&window), [0usize; 0]);
-        land(&window, 0);
-        assert_eq!(take(&window), [0]);
-        assert!(window.admits(2, 2) && !window.admits(3, 3));
-        assert_eq!(take(&window), [1]);
-        assert!(window.admits(3, 3));
-        assert_eq!(window.missing(), [2, 3, 4]);
-    }
-
-    #[test]
-    fn a_batch_beyond_the_budget_is_admitted_when_nothing_else_is_coming() {
-        for allocates in [false, true] {
-            let window = Window::new(vec![10, 90, 1], 50, Order::File, allocates).unwrap();
-            let allocate = || {
-                while let Some(tensors) = window.to_allocate() {
-                    window.allocated(tensors.len());
-                }
-            };
-            allocate();
-            // Tensors 0 and 1 are of one batch.
-            window.admits(0, 1);
-            allocate();
-            assert!(window.admits(0, 1), "{allocates}");
-            assert!(!window.admits(2, 2));
-            land(&window, 0);
-            land(&window, 1);
-            assert_eq!(take(&window), [0]);
-            assert_eq!(take(&window), [1]);
-            allocate();
-            assert!(window.admits(2, 2));
-        }
-    }
-
-    #[test]
-    fn small_tensors_come_together_and_count_until_the_next_call() {
-        let window = Window::new(vec![1; 64], 32, Order::Ready, false).unwrap();
-        assert!(window.admits(31, 31) && !window.admits(32, 32));
-        (0..32).rev().for_each(|tensor| land(&window, tensor));
-        assert_eq!(take(&window), [31, 30]);
-        assert!(!window.admits(32, 32));
-        assert_eq!(take(&window), [29, 28]);
-        assert!(window.admits(33, 33) && !window.admits(34, 34));
-    }
-
-    #[test]
-    fn a_batch_with_the_end_of_a_tensor_and_the_beginning_of_the_next_is_admitted() {
-        for order in [Order::File, Order::Ready] {
-            let window = Window::new(vec![5, 60, 60, 60], 100, order, false).unwrap();
-            assert!(window.admits(0, 0) && window.admits(1, 1));
-            // The end of tensor 1 comes with tensor 2; tensor 0 is still to be taken.
-            assert!(!window.admits(1, 2));
-            land(&window, 0);
-            assert_eq!(take(&window), [0]);
-            assert!(window.admits(1, 2) && !window.admits(2, 3));
-        }
-    }
-
-    #[test]
-    fn memory_that_is_refused_is_an_error_only_if_nothing_will_be_let_go() {
-        let window = Window::new(vec![10, 10, 10], 30, Order::File, true).unwrap();
-        assert!(window.refused(3), "one by one");
-        assert_eq!(window.to_allocate(), Some(0..1));
-        window.allocated(1);
-        assert!(window.admits(0, 0) && !window.admits(1, 1));
-        assert!(window.refused(1));
-        assert_eq!(window.to_allocate(), None);
-        land(&window, 0);
-        assert_eq!(take(&window), [0]);
-        assert_eq!(window.to_allocate(), Some(1..2));
-        assert!(!window.refused(1));
-    }
-
-    #[test]
-    fn an_error_comes_after_the_tensors_before_it() {
-        let window = Window::new(vec![SMALL; 3], 9 * SMALL, Order::File, false).unwrap();
-        land(&window, 0);
-        land(&window, 2);
-        window.end(Err(Error::Cancelled));
-        assert_eq!(take(&window), [0]);
-        assert!(matches!(window.take(Duration::ZERO), Err(Error::Cancelled)));
-        assert!(matches!(window.take(Duration::ZERO), Err(Error::Closed(_))));
-    }
-}
+mod tests;

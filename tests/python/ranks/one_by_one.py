@@ -1,7 +1,18 @@
 """Tensors one by one for groups."""
 
-from ranks.common import caught, dist, fetch_together, group, tensorizer, torch
+import datetime
+import os
+import signal
+import time
+
+from ranks.common import assert_equal, caught, cut, dist, fetch_together, group, tensorizer, torch
 from ranks.groups import BATCH, of_kind, same
+
+
+def iterate(uri, **options):
+    """Begin to take tensors together with the other ranks, a few at a time."""
+    options = {"buffer_bytes": 100_000, "group": dist.group.WORLD} | options
+    return tensorizer.iterate(uri, "cpu", **options)
 
 
 def every_format(folder, kinds):
@@ -10,32 +21,37 @@ def every_format(folder, kinds):
     with group() as (_, _):
         for kind in kinds:
             uri, options, made = of_kind(folder, kind)
-            iterator = tensorizer.iterate(
-                uri, "cpu", group=dist.group.WORLD, buffer_bytes=300_000, **options
-            )
+            iterator = iterate(uri, buffer_bytes=300_000, **options)
             first = [next(iterator)]
             loaded = tensorizer.load(uri, group=dist.group.WORLD, **options)
             same({name: loaded[name] for name in made}, made, kind)
             found = dict(first + list(iterator))
             assert found.keys() == made.keys()
             same({name: found[name] for name in made}, made, kind)
+            addresses = {one.untyped_storage().data_ptr() for one in found.values() if one.numel()}
+            assert len(addresses) == sum(one.numel() > 0 for one in found.values())
 
 
 def other_wants(folder):
-    """Ranks take other tensors, and other slices of one."""
+    """Ranks take other tensors, other slices of one, other shards, or none."""
     fetch_together(BATCH)
-    with group() as (rank, _):
-        uri, _, made = of_kind(folder, "tensors")
-        names = ["rows", "words"] if rank else ["cube", "rows"]
-        slices = {"rows": (slice(rank, 200 + rank), slice(rank, None))}
-        found = dict(
-            tensorizer.iterate(
-                uri, names=names, slices=slices, group=dist.group.WORLD, buffer_bytes=100_000
-            )
-        )
-        assert sorted(found) == sorted(names)
-        for name, tensor in found.items():
-            assert torch.equal(tensor, made[name][slices.get(name, ...)]), name
+    with group() as (rank, world):
+        for kind in ("tensors", "enc.tensors", "pt"):
+            uri, options, made = of_kind(folder, kind)
+            names = ["rows", "words"] if rank else ["cube", "rows"]
+            slices = {"rows": (slice(rank, 200 + rank), slice(rank, None))}
+            found = dict(iterate(uri, names=names, slices=slices, **options))
+            assert sorted(found) == sorted(names)
+            for name, tensor in found.items():
+                assert torch.equal(tensor, made[name][slices.get(name, ...)]), name
+            shard = tensorizer.Shard(rank, rank=rank, world=world)
+            found = dict(iterate(uri, names=["rows", "cube"], shard=shard, **options))
+            for name, tensor in found.items():
+                assert_equal(tensor, cut(made[name], rank, world, rank), name)
+            found = dict(iterate(uri, names=["cube"] if rank else [], **options))
+            same(found, {"cube": made["cube"]} if rank else {})
+            found = dict(iterate(uri, dtype=torch.float64, buffer_bytes=1 + rank, **options))
+            assert_equal(found["rows"], made["rows"].double())
 
 
 def closed_early(folder):
@@ -43,13 +59,79 @@ def closed_early(folder):
     fetch_together(BATCH)
     with group() as (rank, _):
         uri, _, made = of_kind(folder, "tensors")
-        iterator = tensorizer.iterate(uri, group=dist.group.WORLD, buffer_bytes=100_000)
+        iterator = iterate(uri)
         next(iterator)
         if rank == 0:
             iterator.close()
             error = "GroupError"
         else:
             error, _ = caught(lambda: list(iterator))
-        # What comes later is mixed up with nothing of it.
+        # Later calls are mixed up with nothing of it.
         same(tensorizer.load(uri, group=dist.group.WORLD), made)
         return error
+
+
+def fail(*_):
+    raise OSError(5, "Input/output error", "somewhere")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def errors(folder):
+    """Fail at rank 1 at the call and on the way; return what each rank says."""
+    fetch_together(BATCH)
+    found = {}
+    with group() as (rank, _):
+        uri, _, made = of_kind(folder, "tensors")
+        damaged, there = f"{folder}/damaged.tensors", rank == 1
+        calls = {
+            "name": lambda: iterate(uri, names=["nope"] if there else ["rows"]),
+            "slice": lambda: iterate(uri, slices={"rows": (5, 0, 1)} if there else None),
+            "file": lambda: iterate(f"{uri}.none" if there else uri),
+            "hash": lambda: list(iterate(damaged, verify_hash=True)),
+            "progress": lambda: list(iterate(uri, progress=fail if there else False)),
+            "interrupt": lambda: list(iterate(uri, progress=interrupt if there else False)),
+            "order": lambda: iterate(uri, order="ready"),
+        }
+        for name, call in calls.items():
+            found[name] = caught(call)
+            same(tensorizer.load(uri, group=dist.group.WORLD, names=["t0"]), {"t0": made["t0"]})
+    return found
+
+
+def killed(folder):
+    """Lose rank 1 between two tensors."""
+    fetch_together(BATCH)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+    uri, _, _ = of_kind(folder, "tensors")
+    iterator = iterate(uri)
+    next(iterator)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    return [*caught(lambda: list(iterator)), time.monotonic() - begun]
+
+
+def traffic(uri, count):
+    """Take the tensors of a file, of which every rank has the same, from a server."""
+    with group():
+        taken = 0
+        for name, tensor in iterate(uri, buffer_bytes=16 << 20):
+            assert_equal(tensor, torch.full_like(tensor, int(name.removeprefix("w"))))
+            taken += 1
+        assert taken == count
+
+
+def local_files(folder):
+    """Of a local file each rank reads what it wants; none waits for another."""
+    with group() as (rank, _):
+        uri, _, made = of_kind(folder, "tensors")
+        iterator = iterate(uri, names=["rows"] if rank else None)
+        next(iterator)
+        if rank == 0:
+            iterator.close()
+        else:
+            assert list(iterator) == []
+        same(tensorizer.load(uri, group=dist.group.WORLD), made)
