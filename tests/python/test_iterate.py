@@ -185,22 +185,31 @@ def test_tensors_without_data_count_in_what_is_read_ahead(tmp_path):
 
 
 COLLECTED = """
-import gc, io, sys, time, tensorizer
+import gc, io, sys, threading, time, tensorizer
+held, reading, go_on = threading.Event(), threading.Event(), threading.Event()
 class Collecting(io.BytesIO):
-    armed = False
     def readinto(self, buffer):
-        if Collecting.armed: gc.collect()
+        if held.is_set():
+            reading.set()
+            go_on.wait()
+            gc.collect()
         return super().readinto(buffer)
     def read(self, *size):
-        if Collecting.armed: gc.collect()
-        return super().read(*size)
+        data = bytearray(size[0])
+        return bytes(data[:self.readinto(data)])
 file = Collecting(open(sys.argv[1], "rb").read())
 cycle = [tensorizer.iterate(file, "cpu", buffer_bytes=1 << 20)]
 next(cycle[0])
+place = None
+while place != (place := file.tell()):  # until the budget is full
+    time.sleep(0.5)
+held.set()
+while not reading.wait(0.1):  # room in the budget lets a read begin
+    next(cycle[0])
 cycle.append(cycle)
 gc.disable()
-Collecting.armed = True
 del cycle
+go_on.set()
 until = time.monotonic() + 20
 while not file.closed and time.monotonic() < until:
     time.sleep(0.01)

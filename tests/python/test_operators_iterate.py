@@ -128,7 +128,8 @@ def test_threads_share_an_iterator(many):
 
     def take():
         try:
-            found.extend(rest_of(iterator))
+            while part := ops.iterate_next(iterator):
+                found.extend(part)
         except RuntimeError as error:
             assert f"no iterator {iterator}" in str(error)  # another thread has got the end
 
