@@ -189,7 +189,7 @@ pub fn op_iterate(
         let numbers = if all { (0..file.entries().len()).collect() } else { file.select(&names)? };
         let order = if ready { Order::Ready } else { Order::File };
         let device = options.device;
-        let options = IterateOptions { load: options.into(), buffer_bytes, order };
+        let options = IterateOptions { load: options.into(), buffer_bytes, order, complete: false };
         Ok(iterate::keep(Tensors::new(&file, &numbers, device, &options)?))
     })
 }

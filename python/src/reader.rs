@@ -347,8 +347,9 @@ impl Reader {
     }
 
     /// Begins to load tensors one by one, in the order of the file, or as they are `ready`: at most
-    /// `buffer_bytes` bytes of them are held for the caller.
-    #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready))]
+    /// `buffer_bytes` bytes of them are held for the caller. They are handed out for the current stream
+    /// of the device, or for all its streams when their copies are `complete`.
+    #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready, complete))]
     #[allow(clippy::too_many_arguments)]
     fn iterate(
         &self,
@@ -359,10 +360,11 @@ impl Reader {
         device: i16,
         buffer_bytes: u64,
         ready: bool,
+        complete: bool,
     ) -> Answer<TensorIterator> {
         let order = if ready { Order::Ready } else { Order::File };
         let load = self.loads.options(readers, verify, false);
-        let options = IterateOptions { load, buffer_bytes, order };
+        let options = IterateOptions { load, buffer_bytes, order, complete };
         let tensors = gil::without(py, || Tensors::new(&self.file, &numbers, device, &options))?;
         Ok(TensorIterator::new(tensors, Arc::clone(&self.loads), self.file.uri()))
     }

@@ -12,13 +12,27 @@ use crate::fallible::with_room;
 
 /// Bytes of the longest index that is read, as of a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
-/// What a folder of files is looked through for, in this order.
-pub const IN_FOLDERS: [&str; 4] = [
+/// Files that a folder of a model may have, in the order in which they are looked for: those of
+/// transformers, diffusers and PEFT, and those of half precision where there are no others. Each costs a
+/// request where a server has none of those before it.
+pub const IN_FOLDERS: [&str; 13] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "diffusion_pytorch_model.bin",
+    "adapter_model.bin",
+    "model.fp16.safetensors",
+    "model.safetensors.index.fp16.json",
+    "diffusion_pytorch_model.fp16.safetensors",
+    "diffusion_pytorch_model.safetensors.fp16.index.json",
 ];
+/// The same for messages.
+pub const EXPECTED_IN_FOLDERS: &str = "model.safetensors, pytorch_model.bin, \
+    diffusion_pytorch_model.safetensors, adapter_model.safetensors, their indexes and fp16 variants";
 /// What addresses of files end with, and hardly those of folders.
 pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
@@ -31,6 +45,19 @@ pub struct Index {
     pub tensors: BTreeMap<String, usize>,
     /// Names and values; those of numbers as they are written.
     pub metadata: Vec<(String, String)>,
+}
+
+/// True for the name of an index, also of a variant: `model.safetensors.index.fp16.json` as transformers
+/// names it, and `diffusion_pytorch_model.safetensors.fp16.index.json` as diffusers does.
+pub fn is_index_name(name: &str, format: &str) -> bool {
+    let Some((_, rest)) = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(format))
+    else {
+        return false;
+    };
+    matches!(
+        rest.split('.').collect::<Vec<_>>()[..],
+        ["", "index"] | ["", "index", _] | ["", _, "index"]
+    )
 }
 
 /// Whether a file that begins so may be one.
@@ -110,6 +137,26 @@ mod tests {
             "s3://b/k", "a?b", "a#b", "%2e", "a\0", ".\t./a", ".\n./a", "a\x1b", "a\u{85}",
         ] {
             assert!(what_is_wrong_with(bad).is_some(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn names_of_indexes() {
+        for name in [
+            "model.safetensors.index.json",
+            "model.safetensors.index.fp16.json",
+            "diffusion_pytorch_model.safetensors.fp16.index.json",
+            "a.safetensors.b.safetensors.index.json",
+        ] {
+            assert!(is_index_name(name, ".safetensors"), "{name}");
+            assert!(!is_index_name(name, ".bin"), "{name}");
+        }
+        assert!(is_index_name("pytorch_model.bin.index.json", ".bin"));
+        for name in [
+            "model.safetensors", "model.safetensors.json", "index.json", "model.index.json",
+            "model.safetensors.index.a.b.json", "model.safetensorsx.index.json", "",
+        ] {
+            assert!(!is_index_name(name, ".safetensors"), "{name}");
         }
     }
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +15,13 @@ from ..tensors.sharding import Shard
 from .ahead import ReadAhead, use_on_current_stream
 from .choice import Choice, Chosen
 from .encryption import DecryptionParams
+from .ending import close_at_exit
 from .progress import Progress, ProgressType
 from .slices import Index
 from .tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-#: Iterators that may have a load under way.
-_ALIVE: weakref.WeakSet[_Iterator] = weakref.WeakSet()
 
 
 def iterate(
@@ -165,7 +160,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
         self._lock = threading.RLock()
         #: The stream for which the tensors came that are ready; None for other devices than CUDA.
         self._stream: torch.cuda.Stream | None = None
-        _ALIVE.add(self)
+        close_at_exit(self)
 
     def __iter__(self) -> _Iterator:
         return self
@@ -231,11 +226,3 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     def __del__(self) -> None:
         if hasattr(self, "_waits"):
             self.close()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End loads before the interpreter, which would end their threads in the middle of one."""
-    for iterator in list(_ALIVE):
-        with contextlib.suppress(RuntimeError):
-            iterator.close()

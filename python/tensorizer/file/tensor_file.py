@@ -294,20 +294,30 @@ class TensorFile:
         return tensors, modules
 
     def iterate(
-        self, numbers: Sequence[int], device: torch.device, *, buffer_bytes: int, ready: bool
+        self,
+        numbers: Sequence[int],
+        device: torch.device,
+        *,
+        buffer_bytes: int,
+        ready: bool,
+        complete: bool = False,
+        readers: int | None = None,
     ) -> TensorIterator:
         """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
 
         They go to the device if the native code knows it. At most ``buffer_bytes`` bytes of them
-        are held; they come in the order of their data in the file, or as they are ``ready``.
+        are held; they come in the order of their data in the file, or as they are ``ready``. They
+        are for the stream of the device that is current then, or for all its streams when their
+        copies are ``complete``. ``readers`` stands in for those of the file.
         """
         return self.reader.iterate(
             numbers,
             verify=self.verify,
-            readers=self._num_readers,
+            readers=readers or self._num_readers,
             device=devices.number(device),
             buffer_bytes=buffer_bytes,
             ready=ready,
+            complete=complete,
         )
 
     def refuse_without_data(self, numbers: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """What ``safetensors`` and ``safetensors.torch`` have, on this package's engine.
 
-The same names, arguments, results and errors, for local files and for any address::
+The same names, arguments, results and errors as of release 0.9, for local files and for any
+address::
 
     from tensorizer.safetensors import load_file, safe_open
 
@@ -10,12 +11,19 @@ gets them too.
 
 from .errors import SafetensorError
 from .files import load, load_file, load_model, save, save_file, save_model
-from .reading import safe_open
+from .prefetching import PrefetchLoader
+from .raw import TensorSpec, deserialize, serialize, serialize_file
+from .reading import PySafeSlice, TensorMeta, safe_open
 from .replacing import tensorizer_safetensors
 from .sharing import storage_ptr, storage_size
 
 __all__ = [
+    "PrefetchLoader",
+    "PySafeSlice",
     "SafetensorError",
+    "TensorMeta",
+    "TensorSpec",
+    "deserialize",
     "load",
     "load_file",
     "load_model",
@@ -23,16 +31,16 @@ __all__ = [
     "save",
     "save_file",
     "save_model",
+    "serialize",
+    "serialize_file",
     "storage_ptr",
     "storage_size",
     "tensorizer_safetensors",
 ]
 
-for _public in (
-    *(load, load_file, load_model, safe_open, save, save_file, save_model),
-    *(storage_ptr, storage_size, tensorizer_safetensors),
-):
+for _name in __all__:
     # Tracebacks, reprs and pickles name them as programs do.
-    _public.__module__ = __name__
+    if _name != "SafetensorError":
+        globals()[_name].__module__ = __name__
 
-del _public
+del _name

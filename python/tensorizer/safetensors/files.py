@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from ..file.to_safetensors import write_one
 from ..tensors import subclasses
 from .errors import as_safetensor_errors
 from .opened import Opened
+from .raw import KeptMemory
 from .reading import safe_open
 from .sharing import _find_shared_tensors, _remove_duplicate_names
 
@@ -86,16 +86,9 @@ def save_file(
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Return the bytes of a safetensors file. Arguments and errors: see :func:`save_file`."""
     _check(tensors)
-    memory = _Memory()
+    memory = KeptMemory()
     write_one(memory, tensors, metadata)
     return memory.getvalue()
-
-
-class _Memory(io.BytesIO):
-    """Memory that can be read when its writer has closed it."""
-
-    def close(self) -> None:
-        pass
 
 
 def save_model(

@@ -16,7 +16,7 @@ from .errors import SafetensorError, as_safetensor_errors
 
 #: How safetensors calls the dtypes, by torch's name without ``torch.``, and how many elements of
 #: safetensors are one of torch.
-_DTYPES: dict[str, tuple[str, int]] = {
+DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
     "uint16": ("U16", 1),
@@ -96,12 +96,24 @@ class Opened:
         self.numbers: dict[str, int] = {str(name): n for n, name in enumerate(names)}
         self._in_place = maps and not remote and reader.seekable and device.type == "cpu"
         self._lock = OwnLock()
+        #: Where the bytes of each tensor begin and end; None before they are asked for.
+        self._data_offsets: list[tuple[int, int]] | None = None
         self._mapped: Mapping[int, torch.Tensor] | None = None
 
     def __del__(self) -> None:
         file: TensorFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
+
+    @property
+    def device(self) -> torch.device:
+        """The device where tensors go."""
+        return self._device
+
+    @property
+    def file(self) -> TensorFile:
+        """The open file."""
+        return self._file
 
     def metadata(self) -> dict[str, str] | None:
         """Return what the file says beside its tensors; None if it states no metadata."""
@@ -125,12 +137,32 @@ class Opened:
     def describe(self, number: int) -> tuple[str, list[int], int]:
         """Return safetensors' dtype, torch's shape, and how many elements one of torch's is."""
         dtype, shape, _ = self._file.reader.describe(number)
-        name, packed = _DTYPES[dtype]
+        name, packed = DTYPES[dtype]
         return name, shape, packed
+
+    def data_offsets(self, number: int) -> tuple[int, int]:
+        """Return where a tensor's bytes begin and end, from the end of its file's header on."""
+        if self._data_offsets is None:
+            reader = self._file.reader
+            rows = list(zip(reader.file_numbers(), reader.offsets(), strict=True))
+            # The first tensor of a file begins where its header ends.
+            begin: dict[int, int] = {}
+            for file, (_, start) in rows:
+                begin[file] = min(start, begin.get(file, start))
+            self._data_offsets = [
+                (start - begin[file], start - begin[file] + size)
+                for (file, (_, start)), size in zip(rows, reader.data_lens(), strict=True)
+            ]
+        return self._data_offsets[number]
+
+    def shape_in_file(self, number: int) -> list[int]:
+        """Return a tensor's shape in elements of safetensors."""
+        _, shape, packed = self.describe(number)
+        return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
 
     def load(self, number: int) -> torch.Tensor:
         """Return a tensor. Those of one mapping see each other's changes."""
-        self._check_dtype(number)
+        self.check_dtype(number)
         mapped = self._mapping().get(number)
         if mapped is not None:
             self._read_ahead(number, mapped, mapped)
@@ -142,7 +174,7 @@ class Opened:
     def load_all(self) -> dict[str, torch.Tensor]:
         """Return all tensors, in the order of the file."""
         for number in self.numbers.values():
-            self._check_dtype(number)
+            self.check_dtype(number)
         mapped = self._mapping()
         missing = [number for number in self.numbers.values() if number not in mapped]
         with as_safetensor_errors("reading"):
@@ -156,7 +188,7 @@ class Opened:
         """Return what torch's indexing gives of a tensor, and read no more than that takes."""
         mapped = self._mapping().get(number)
         if mapped is not None:
-            self._check_dtype(number)
+            self.check_dtype(number)
             part = mapped.detach()[index]
             self._read_ahead(number, mapped, part)
             return part
@@ -167,7 +199,7 @@ class Opened:
             # Masks and the like, which need it all; or errors, which torch raises here.
             torch.empty((), dtype=torch.uint8).expand(shape)[index]
             return self.load(number)[index]
-        self._check_dtype(number)
+        self.check_dtype(number)
         with as_safetensor_errors("reading"):
             ((_, tensor, _),) = self._file.sliced([(number, ranges)]).load([0], self._device)
         return tensor[rest] if rest else tensor
@@ -199,7 +231,13 @@ class Opened:
         dtype = getattr(torch, self._file.reader.describe(number)[0], None)
         return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
 
-    def _check_dtype(self, number: int) -> None:
+    def check_dtype(self, number: int) -> None:
+        """Refuse a tensor of a dtype that torch has not.
+
+        Raises:
+            SafetensorError: Torch has no such dtype.
+
+        """
         dtype = self._file.reader.describe(number)[0]
         if not hasattr(torch, dtype):
-            raise SafetensorError(f"Dtype not understood: {_DTYPES[dtype][0]}")
+            raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 
 from .errors import SafetensorError
 from .opened import Opened, resolve_device
+from .plans import planned
+from .prefetching import PrefetchLoader
 
 try:
     from safetensors import safe_open as _of_library
@@ -18,6 +22,24 @@ except ImportError:
 
 _TORCH = ("pt", "torch", "pytorch")
 _BACKENDS = ("mmap", "pread")
+#: The reader threads of a prefetch by default, with which the engine chooses their number.
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor as the header of a file describes it; see :meth:`safe_open.get_tensor_meta`.
+
+    Attributes:
+        dtype: Safetensors' name of the dtype, such as ``"F32"``.
+        shape: Its shape, in elements of safetensors.
+        data_offsets: First byte and end, counted from the end of the header.
+
+    """
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 class PySafeSlice:
@@ -31,8 +53,7 @@ class PySafeSlice:
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor, in elements of safetensors."""
-        _, shape, packed = self._opened.describe(self._number)
-        return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
+        return self._opened.shape_in_file(self._number)
 
     def get_dtype(self) -> str:
         """Return safetensors' name of the dtype, such as ``"F32"``."""
@@ -82,6 +103,9 @@ class safe_open:
         TypeError: The file name is neither a str nor an ``os.PathLike``.
 
     """
+
+    #: False for the class that stands in for the library's: it refuses other devices than CUDA.
+    _prefetches_to_any_device = True
 
     def __new__(
         cls,
@@ -162,6 +186,61 @@ class safe_open:
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """Load all tensors at once, in the order of the file; raises as :meth:`get_tensor`."""
         return self._open().load_all()
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """Return what the header says of a tensor, without reading any data.
+
+        Raises:
+            SafetensorError: There is none of this name, or the file is closed.
+
+        """
+        opened = self._open()
+        number = opened.find(name)
+        dtype, _, _ = opened.describe(number)
+        return TensorMeta(dtype, opened.shape_in_file(number), opened.data_offsets(number))
+
+    def prefetch(
+        self,
+        plan: Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        threads: int = _THREADS,
+        buffer_bytes: int | None = None,
+    ) -> PrefetchLoader:
+        """Begin to load tensors to a device in the background.
+
+        Each is handed out once, when it has landed: ``dict(file.prefetch())`` is the whole file.
+        The file can be used meanwhile, closed, and prefetched from again.
+
+        Args:
+            plan: The tensors by name: None for a whole one, or a slice of its first dimension with
+                step 1; or a tuple of integers, slices and ``...``, as for :meth:`get_slice`. None
+                for all tensors of the file.
+            device: Where they go; None for the device of the file. Inside a block of
+                :func:`tensorizer_safetensors` other devices than CUDA are refused, as by the
+                library.
+            threads: Reader threads; with 8, the default, their number follows what helps.
+            buffer_bytes: The most bytes that are loaded or on their way, and not yet handed out, or
+                those of one tensor that is larger. None: memory for all is allocated at once. The
+                library has no such argument.
+
+        Raises:
+            SafetensorError: The plan or the device is wrong, torch has no dtype for a tensor, or
+                the file is closed.
+            TypeError, ValueError: An argument is of another type; ``buffer_bytes`` is not positive.
+
+        """
+        opened = self._open()
+        to = opened.device if device is None else resolve_device(device)
+        if not self._prefetches_to_any_device and to.type != "cuda":
+            raise SafetensorError(f"prefetch loads to cuda devices, not {to}")
+        if not isinstance(threads, int) or threads < 0:
+            raise TypeError(f"argument 'threads': expected a number of threads, found {threads!r}")
+        if buffer_bytes is not None and buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
+        readers = None if threads == _THREADS else max(1, threads)
+        tensors = planned(opened, plan)
+        return PrefetchLoader(opened, tensors, to, readers=readers, buffer_bytes=buffer_bytes)
 
     def get_slice(self, name: str) -> PySafeSlice:
         """Return a tensor of which parts can be loaded: ``file.get_slice(name)[10:20, :, 3]``.

@@ -12,9 +12,14 @@ from typing import Any
 from .._locks import OwnLock
 from .._native import holders
 from . import files
-from .reading import safe_open
+from .prefetching import PrefetchLoader
+from .reading import PySafeSlice, TensorMeta, safe_open
 
 _FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
+
+
+#: Classes that programs ask for by ``isinstance``, and older releases of the library lack.
+_CLASSES = {"PrefetchLoader": PrefetchLoader, "PySafeSlice": PySafeSlice, "TensorMeta": TensorMeta}
 
 
 class _Patch:
@@ -65,11 +70,23 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     """Return each object of safetensors that is replaced, and a new one in its place."""
     import safetensors.torch
 
-    pairs: list[tuple[Any, Any]] = [(safetensors.safe_open, type("safe_open", (safe_open,), {}))]
+    stand_in = type("safe_open", (safe_open,), {"_prefetches_to_any_device": False})
+    pairs: list[tuple[Any, Any]] = [(safetensors.safe_open, stand_in)]
+    for name, ours in _CLASSES.items():
+        original = getattr(safetensors, name, None)
+        if original is not None:
+            pairs.append((original, _Named(name, (ours,), {})))
     for name in _FUNCTIONS:
         original = getattr(safetensors.torch, name)
         pairs.append((original, _like(original, getattr(files, name))))
     return pairs
+
+
+class _Named(type):
+    """A class of ours under another identity, of which all objects of ours are instances."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[0])
 
 
 def _like(original: Any, ours: Any) -> Any:

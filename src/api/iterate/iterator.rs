@@ -73,6 +73,7 @@ impl TensorIterator {
             file: file.again(),
             numbers: selection.numbers().to_vec(),
             options: load,
+            complete: options.complete,
             window: Window::new(lens, budget, options.order, on_device)?,
             device: device.map(|device| (device, blocks)),
             block_lens,
@@ -141,7 +142,11 @@ impl TensorIterator {
                     *stream == consumer && Arc::ptr_eq(known, &mark)
                 });
                 if !known {
-                    mark.hold_back(consumer.0)?;
+                    if self.shared.complete {
+                        mark.wait()?
+                    } else {
+                        mark.hold_back(consumer.0)?
+                    }
                     *self.waits = Some((consumer, mark));
                 }
             }

@@ -22,12 +22,15 @@ pub struct IterateOptions {
     pub buffer_bytes: u64,
     /// The order in which they are handed out.
     pub order: Order,
+    /// True: tensors are handed out when their copies to a device have ended, for all its streams.
+    /// False: for the stream that is current then, which waits for them.
+    pub complete: bool,
 }
 
 impl Default for IterateOptions {
     /// 1 GiB ahead of the caller, in the order of the file.
     fn default() -> Self {
         let load = LoadOptions::default();
-        IterateOptions { load, buffer_bytes: 1 << 30, order: Order::default() }
+        IterateOptions { load, buffer_bytes: 1 << 30, order: Order::default(), complete: false }
     }
 }

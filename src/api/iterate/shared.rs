@@ -29,6 +29,8 @@ pub struct Shared {
     pub numbers: Vec<usize>,
     /// Load options.
     pub options: LoadOptions,
+    /// True if tensors are handed out only when their copies to the device have ended.
+    pub complete: bool,
     /// Tensors that wait for the caller.
     pub window: Window,
     /// The device that tensors go to, and their memory there; None for host memory.

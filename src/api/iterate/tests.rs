@@ -85,6 +85,7 @@ struct Schedule {
     device: bool,
     budget: u64,
     order: Order,
+    complete: bool,
     verify: Verify,
     readers: Option<usize>,
     refused_from: Option<usize>,
@@ -100,6 +101,7 @@ impl Schedule {
             device: seed % 2 == 1,
             budget: [1, 100_000, 3 << 20, 1 << 30][(seed / 2 % 4) as usize],
             order: if seed.is_multiple_of(3) { Order::Ready } else { Order::File },
+            complete: seed % 4 == 3,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed / 3 % 3) as usize],
             readers: [None, Some(1), Some(3)][(seed / 5 % 3) as usize],
             refused_from: seed.is_multiple_of(7).then_some((seed % 9) as usize),
@@ -124,7 +126,9 @@ impl Schedule {
             memory: MemoryLimit::of(None),
             ..LoadOptions::default()
         };
-        let options = IterateOptions { load, buffer_bytes: self.budget, order: self.order };
+        let complete = self.complete;
+        let options =
+            IterateOptions { load, buffer_bytes: self.budget, order: self.order, complete };
         let numbers: Vec<usize> = (0..LENS.len()).collect();
         let mut blocks = HostBlocks { refused_from: self.refused_from, ..HostBlocks::default() };
         let mut iterator = TensorIterator::new(
@@ -238,8 +242,7 @@ fn closing_ends_the_load_and_calls_that_wait() {
     let folder = tempfile::tempdir().unwrap();
     let file = TensorFile::open(&saved(folder.path(), SaveOptions::default())).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
-    let options =
-        IterateOptions { load: LoadOptions::default(), buffer_bytes: 1 << 20, order: Order::File };
+    let options = IterateOptions { buffer_bytes: 1 << 20, ..IterateOptions::default() };
     for taken in 0..4 {
         let mut iterator = TensorIterator::new(&file, &numbers, None, &options, None).unwrap();
         for _ in 0..taken {

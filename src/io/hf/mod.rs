@@ -15,6 +15,7 @@ use super::{CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadA
 use crate::cancel::Cancel;
 use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
+use crate::format::shards::EXPECTED_IN_FOLDERS;
 use crate::mem::Buffers;
 use address::HubAddress;
 use hub::Hub;
@@ -96,8 +97,14 @@ impl Repo {
                 _ => {}
             }
         }
-        let names: Vec<&str> = candidates.iter().map(|place| place.path.as_str()).collect();
-        let what = format!("there is no file {}", names.join(", nor "));
+        let what = match &candidates[..] {
+            [only] => format!("there is no file {}", only.path),
+            _ if wanted.path.is_empty() => format!("there is none of {EXPECTED_IN_FOLDERS}"),
+            _ => format!(
+                "there is no file {}, nor a folder with any of {EXPECTED_IN_FOLDERS}",
+                wanted.path
+            ),
+        };
         Err(Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what)))
     }
 

@@ -11,12 +11,16 @@ use super::open::{open, shown};
 use super::scheme::{Address, parse};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::format::shards::{FILES, IN_FOLDERS};
+use crate::format::shards::{EXPECTED_IN_FOLDERS, FILES, IN_FOLDERS, is_index_name};
 use crate::io::local::{FileSource, Pipe};
 use crate::io::{OpenOptions, ReadAt, StreamSource};
 
-/// Endings of the only file of a folder, where it has another name than [`IN_FOLDERS`].
-const ENDINGS: [&str; 3] = [".safetensors.index.json", ".safetensors", ".bin.index.json"];
+/// Kinds of files of which a folder may have one only, where its name is none of [`IN_FOLDERS`].
+const ONLY: [fn(&str) -> bool; 3] = [
+    |name| is_index_name(name, ".safetensors"),
+    |name| name.ends_with(".safetensors"),
+    |name| is_index_name(name, ".bin"),
+];
 
 /// Opens a local path: a file, a pipe, or the file of a folder.
 pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
@@ -57,8 +61,8 @@ fn file_of(folder: &Path) -> Result<PathBuf> {
         names.extend(entry.map_err(refused)?.file_name().into_string());
     }
     names.sort_unstable();
-    for ending in ENDINGS {
-        let mut found = names.iter().filter(|name| name.ends_with(ending));
+    for is_wanted in ONLY {
+        let mut found = names.iter().filter(|name| is_wanted(name));
         match (found.next(), found.next()) {
             (Some(only), None) => return Ok(folder.join(only)),
             (Some(one), Some(other)) => {
@@ -69,7 +73,7 @@ fn file_of(folder: &Path) -> Result<PathBuf> {
             _ => {}
         }
     }
-    let what = format!("it is a folder, and holds none of {}", IN_FOLDERS.join(", "));
+    let what = format!("it is a folder, and holds none of {EXPECTED_IN_FOLDERS}");
     Err(refused(io::Error::new(ErrorKind::IsADirectory, what)))
 }
 
@@ -101,7 +105,7 @@ pub fn open_model(
         }
     }
     Err(missing.filter(|_| itself).unwrap_or_else(|| {
-        let what = format!("there is none of {}", IN_FOLDERS.join(", "));
+        let what = format!("there is none of {EXPECTED_IN_FOLDERS}");
         let shown = shown(uri).unwrap_or_else(|| uri.to_owned());
         Error::io("opening", &shown, io::Error::new(ErrorKind::NotFound, what))
     }))

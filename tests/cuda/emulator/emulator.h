@@ -118,12 +118,18 @@ struct PinnedRange {
   bool allocated;  // by cudaHostAlloc
 };
 
+// The smallest ranges that contain all accesses of an operation, of device and of host memory.
+struct Extents {
+  u64 begin[2] = {UINT64_MAX, UINT64_MAX}, end[2] = {0, 0};
+};
+
 // What the checks need to know of an operation that was begun.
 struct Pending {
   u64 number;
   Stream* stream;
   const char* what;
   std::vector<Access> accesses;
+  Extents extents;
 };
 
 // README.md says what they mean.

@@ -14,6 +14,22 @@ bool is_before(const Pending& operation, const Clock& clock) {
   return stream < clock.size() && operation.number <= clock[stream];
 }
 
+Extents extents_of(const std::vector<Access>& accesses) {
+  Extents extents;
+  for (const auto& access : accesses) {
+    u64 &begin = extents.begin[access.host], &end = extents.end[access.host];
+    begin = std::min(begin, access.begin);
+    end = std::max(end, access.end);
+  }
+  return extents;
+}
+
+// Batches have thousands of accesses, and most pairs of them nothing in common.
+bool overlap(const Extents& one, const Extents& other) {
+  return (one.begin[0] < other.end[0] && other.begin[0] < one.end[0]) ||
+         (one.begin[1] < other.end[1] && other.begin[1] < one.end[1]);
+}
+
 void check_race(const Stream& stream, const Operation& operation, const Pending& other) {
   for (const auto& mine : operation.accesses) {
     for (const auto& theirs : other.accesses) {
@@ -62,8 +78,10 @@ const Pending* unknown_on(u64 begin, u64 end, bool host) {
 void order(Stream* stream, const Operation& operation) {
   State& s = state();
   merge(stream->before, s.before);
+  const Extents extents = extents_of(operation.accesses);
   for (const auto& other : s.unknown) {
-    if (other.stream != stream && !is_before(other, stream->before)) {
+    if (other.stream != stream && overlap(extents, other.extents) &&
+        !is_before(other, stream->before)) {
       check_race(*stream, operation, other);
     }
   }
@@ -71,7 +89,7 @@ void order(Stream* stream, const Operation& operation) {
   if (stream->before.size() <= own) stream->before.resize(own + 1);
   stream->before[own] = operation.number;
   if (!operation.accesses.empty()) {
-    s.unknown.push_back({operation.number, stream, operation.what, operation.accesses});
+    s.unknown.push_back({operation.number, stream, operation.what, operation.accesses, extents});
   }
 }
 

@@ -148,7 +148,7 @@ u64 submit(Stream* stream, Operation operation) {
   order(stream, operation);
   if (stream->queue.empty() && ends_at_once(operation)) return number;
   if (!operation.accesses.empty()) {
-    s.pending.emplace(number, Pending{number, stream, operation.what, operation.accesses});
+    s.pending.emplace(number, Pending{number, stream, operation.what, operation.accesses, {}});
   }
   stream->queue.push_back(std::move(operation));
   stream->todo.notify_one();

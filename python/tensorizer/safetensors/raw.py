@@ -1,0 +1,170 @@
+"""Bytes of tensors without a framework: ``serialize``, ``serialize_file`` and ``deserialize``."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..file.opening import Memory
+from ..file.to_safetensors import write_one
+from .errors import SafetensorError, as_safetensor_errors
+from .opened import DTYPES, Opened
+
+_BY_NAME = {code: name for name, (code, _) in DTYPES.items()}
+#: Dtypes that files may have, and a ``TensorSpec`` of the library may not.
+_NOT_WRITTEN = ("float6_e2m3fn_x4", "float6_e3m2fn_x4")
+
+
+class TensorSpec:
+    """Memory of a tensor that :func:`serialize` and :func:`serialize_file` write.
+
+    Args:
+        dtype: Torch's name of the dtype, such as ``"float32"``.
+        shape: Its shape, in elements of torch: of ``float4_e2m1fn_x2`` two values each.
+        data_ptr: The address of its bytes, which must live, and stay as they are, during the calls.
+        data_len: Their number.
+
+    Raises:
+        SafetensorError: There is no such dtype.
+
+    Attributes:
+        dtype: Safetensors' name of the dtype, such as ``"F32"``.
+        shape: Its shape, in elements of safetensors.
+
+    """
+
+    __slots__ = ("_packed", "data_len", "data_ptr", "dtype", "shape")
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        supported = [name for name in DTYPES if name not in _NOT_WRITTEN]
+        if dtype not in supported:
+            raise SafetensorError(
+                f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(supported)}"
+            )
+        self.dtype, self._packed = DTYPES[dtype]
+        self.shape = list(shape)
+        if self._packed > 1 and self.shape:
+            self.shape[-1] *= self._packed
+        self.data_ptr, self.data_len = data_ptr, data_len
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec(dtype={self.dtype!r}, shape={self.shape}, data_ptr={self.data_ptr}, "
+            f"data_len={self.data_len})"
+        )
+
+
+def serialize(
+    tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the bytes of a safetensors file.
+
+    Args:
+        tensor_dict: Memory of tensors by name.
+        metadata: Strings by name.
+
+    Raises:
+        SafetensorError: The length of a tensor is not that of its shape, or the format has no place
+            for it.
+        TypeError: A value is no :class:`TensorSpec`, or metadata are of another type.
+
+    """
+    memory = KeptMemory()
+    with as_safetensor_errors("serializing", ValueError):
+        write_one(memory, _tensors(tensor_dict), _dict(metadata))
+    return memory.getvalue()
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, which appears when it is complete.
+
+    Arguments and errors are those of :func:`serialize`. ``filename`` is a path, or an address that
+    :class:`tensorizer.TensorSerializer` opens; what cannot be written is a ``SafetensorError``.
+    """
+    with as_safetensor_errors("serializing", ValueError, OSError):
+        write_one(filename, _tensors(tensor_dict), _dict(metadata))
+
+
+def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tensors of a safetensors file in memory, in the order of the file.
+
+    Returns:
+        For each tensor its name, and ``"shape"`` (in elements of safetensors), ``"dtype"`` (such as
+        ``"F32"``) and ``"data"`` (a bytearray).
+
+    Raises:
+        SafetensorError: These are not the bytes of a safetensors file.
+        TypeError: What is given are not bytes.
+
+    """
+    given = bytes
+    if not isinstance(given, _BYTES):
+        raise TypeError(f"argument 'bytes': expected bytes, found {type(given).__name__}")
+    opened = Opened(Memory(given, "<bytes>"), torch.device("cpu"), maps=False)
+    reader = opened.file.reader
+    places = list(zip(reader.offsets(), reader.data_lens(), strict=True))
+    found = []
+    for name, number in opened.numbers.items():
+        (_, start), size = places[number]
+        dtype, _, _ = opened.describe(number)
+        data = bytearray(given[start : start + size])
+        row = {"shape": opened.shape_in_file(number), "dtype": dtype, "data": data}
+        found.append((name, row))
+    return found
+
+
+#: The type, as the argument that the library names so hides it.
+_BYTES = bytes
+
+
+class KeptMemory(io.BytesIO):
+    """Memory that can be read when its writer has closed it."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if metadata is None else dict(metadata)
+
+
+def _tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return tensors in the memory that specs describe, those of the library included."""
+    return {name: _tensor(name, spec) for name, spec in specs.items()}
+
+
+def _tensor(name: str, spec: Any) -> torch.Tensor:
+    if type(spec).__name__ != "TensorSpec":
+        raise TypeError(f"{name!r}: expected a TensorSpec, found {type(spec).__name__}")
+    dtype = getattr(torch, _BY_NAME[spec.dtype], None)
+    if dtype is None:
+        raise SafetensorError(f"Error while serializing: torch has no dtype for {spec.dtype}")
+    packed = DTYPES[_BY_NAME[spec.dtype]][1]
+    shape = list(spec.shape)
+    if packed > 1 and shape:
+        if shape[-1] % packed:
+            raise SafetensorError(
+                f"Error while serializing: {name}: the last dimension of {spec.dtype} must be a "
+                f"multiple of {packed}, and is {shape[-1]}"
+            )
+        shape[-1] //= packed
+    expected = math.prod(shape) * dtype.itemsize
+    if spec.data_len != expected:
+        raise SafetensorError(
+            f"Error while serializing: {name}: expected {expected} bytes for {spec.dtype} of shape "
+            f"{list(spec.shape)}, found {spec.data_len}"
+        )
+    if expected == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * expected).from_address(spec.data_ptr)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
