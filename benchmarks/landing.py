@@ -55,6 +55,8 @@ SETTINGS = {
 }
 #: Engines of the peer, by the names of their rows.
 PEERS = {PREFETCH: "prefetch", PREFETCH_ALL: "prefetch_all", GET_TENSOR: "get_tensor"}
+#: Engines that hand out tensors before all have landed.
+STREAMING = ("iterate", "own_prefetch", "prefetch")
 #: Our engines for small tensors, by the beginning of the names of their rows.
 SMALL_ENGINES = {
     "iterate": "iterate",
@@ -198,10 +200,11 @@ def large_tasks(model: Model, has_peer: bool) -> list[Task]:
     rows = [("iterate", "iterate", ending) for ending in FORMATS]
     rows += [("load", "load", ending) for ending in FORMATS]
     rows = [(f"{name}, .{ending}", engine, ending) for name, engine, ending in rows]
+    rows.append(("prefetch, .safetensors", "own_prefetch", "safetensors"))
     if has_peer:
         rows[1:1] = [(PREFETCH, "prefetch", "safetensors")]
         rows[4:4] = [(PREFETCH_ALL, "prefetch_all", "safetensors")]
-    streaming = [row for row in rows if row[1] in ("iterate", "prefetch")]
+    streaming = [row for row in rows if row[1] in STREAMING]
     tasks = [Task(row, engine, model, ending) for row, engine, ending in rows]
     for part, option in (("consumer", ("pause", PAUSE)), ("limited", ("buffer_bytes", BUFFER))):
         tasks += [
@@ -219,6 +222,7 @@ def small_tasks(model: Model, has_peer: bool) -> list[Task]:
         for ending in FORMATS
         for device in ("cuda", "cpu")
     ]
+    tasks.append(Task("prefetch, .safetensors", "own_prefetch", model, part="cuda"))
     if has_peer:
         tasks.insert(2, Task(PREFETCH, "prefetch", model, part="cuda"))
         tasks.insert(3, Task(GET_TENSOR, "get_tensor", model, device="cpu", part="cpu"))

@@ -24,7 +24,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
 
 #: Engines that hand out tensors before all have landed.
-STREAMING = ("iterate", "prefetch")
+STREAMING = ("iterate", "own_prefetch", "prefetch")
 
 
 def iterate(path: str, device: torch.device, **options: int) -> Pairs:
@@ -70,6 +70,14 @@ def prefetch(path: str, device: torch.device, buffer_bytes: int = 0) -> Iterator
         yield from loader
 
 
+def own_prefetch(path: str, device: torch.device, buffer_bytes: int | None = None) -> Iterator:
+    from tensorizer.safetensors import safe_open
+
+    file = safe_open(path, "pt", device)
+    with file, file.prefetch(buffer_bytes=buffer_bytes) as loader:
+        yield from loader
+
+
 def prefetch_all(path: str, device: torch.device) -> Pairs:
     return dict(prefetch(path, device)).items()
 
@@ -84,7 +92,7 @@ def get_tensor(path: str, device: torch.device) -> Iterator:
 
 ENGINES: dict[str, Callable[..., Pairs]] = {
     engine.__name__: engine
-    for engine in (iterate, load, clone, out, prefetch, prefetch_all, get_tensor)
+    for engine in (iterate, load, clone, out, own_prefetch, prefetch, prefetch_all, get_tensor)
 }
 
 

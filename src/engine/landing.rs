@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::plan::{Extent, PLAN};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, push};
+use crate::fallible::{listed, push, with_room};
 use crate::mem::device::Event;
 use crate::sys::sync::Mutex;
 
@@ -26,9 +26,9 @@ pub trait Receiver: Sync {
     /// Waits until more tensors may be admitted, for this time at most.
     fn wait(&self, time: Duration);
 
-    /// Takes a tensor of which all bytes are there, authenticated, and with the hashes that were to be
-    /// verified.
-    fn landed(&self, tensor: usize, marks: Marks) -> Result<()>;
+    /// Takes tensors of which all bytes are there, authenticated, and with the hashes that were to be
+    /// verified: those that one batch has completed.
+    fn landed(&self, tensors: Vec<(usize, Marks)>) -> Result<()>;
 
     /// Takes a tensor of which all bytes have come that cannot be decrypted in chunks: they are as they
     /// are in the file, and on a device they are not there. `extent`: the one that it is.
@@ -128,12 +128,14 @@ impl<'r> Landing<'r> {
             }
         }
         drop(partial);
-        complete.into_iter().try_for_each(|(tensor, extent, Partial { marks, sealed, .. })| {
+        let mut landed = with_room(complete.len(), PLAN)?;
+        for (tensor, extent, Partial { marks, sealed, .. }) in complete {
             if sealed {
-                self.receiver.sealed(tensor, extent)
+                self.receiver.sealed(tensor, extent)?;
             } else {
-                self.receiver.landed(tensor, marks)
+                landed.push((tensor, marks));
             }
-        })
+        }
+        if landed.is_empty() { Ok(()) } else { self.receiver.landed(landed) }
     }
 }

@@ -153,8 +153,13 @@ mod tests {
         }
         assert!(is_index_name("pytorch_model.bin.index.json", ".bin"));
         for name in [
-            "model.safetensors", "model.safetensors.json", "index.json", "model.index.json",
-            "model.safetensors.index.a.b.json", "model.safetensorsx.index.json", "",
+            "model.safetensors",
+            "model.safetensors.json",
+            "index.json",
+            "model.index.json",
+            "model.safetensors.index.a.b.json",
+            "model.safetensorsx.index.json",
+            "",
         ] {
             assert!(!is_index_name(name, ".safetensors"), "{name}");
         }

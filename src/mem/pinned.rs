@@ -270,7 +270,8 @@ impl<'p> Ticket<'p> {
                 let ahead = state.ahead(Some(self.number), share);
                 // Free buffers first: a look at those on their way costs calls of the driver.
                 let has = || share.is_none_or(|share| share.has(buffers));
-                if ahead == 0 && (state.free.len() < buffers || !has()) {
+                let lacks = state.free.len() < buffers || !has();
+                if ahead == 0 && lacks && !state.returns.is_early() {
                     state.reap_on(device)?;
                 }
                 let has = has();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::shared::{Shared, ToDevice};
-use super::window::{Asker, Memory, Window};
+use super::window::{Asker, Item, Memory, Window};
 use crate::api::device::{Destination, Upload};
 use crate::api::headers::{Headers, try_key};
 use crate::api::load::load_counted;
@@ -21,7 +21,7 @@ use crate::engine::plan::{Extent, Place, SMALL};
 use crate::engine::read::{Begun, Codec, Reading, read};
 use crate::engine::target::owned::{Location, Owned, Store};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, listed, push};
+use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
 use crate::io::borrowed;
 use crate::mem::HostBuffer;
@@ -392,16 +392,19 @@ impl Receiver for Landings<'_> {
         self.window().wait_for_room(Asker::Readers, time);
     }
 
-    fn landed(&self, tensor: usize, marks: Marks) -> Result<()> {
+    fn landed(&self, tensors: Vec<(usize, Marks)>) -> Result<()> {
         let on_device = self.upload.is_some();
-        let memory = if self.plan.without_data.contains(&tensor) {
-            without_data(self.window(), tensor, on_device)?
-        } else if on_device {
-            Memory::Block(tensor)
-        } else {
-            Memory::Host(self.store.take(tensor)?)
-        };
-        self.window().land(tensor, memory, marks)
+        let items = tensors.into_iter().map(|(tensor, marks)| {
+            let memory = if self.plan.without_data.contains(&tensor) {
+                without_data(self.window(), tensor, on_device)?
+            } else if on_device {
+                Memory::Block(tensor)
+            } else {
+                Memory::Host(self.store.take(tensor)?)
+            };
+            Ok(Item { tensor, memory, marks })
+        });
+        self.window().land_together(collected(items, LISTS)?)
     }
 
     /// Decrypts a tensor as a whole.

@@ -207,14 +207,23 @@ impl Window {
 
     /// Hands a tensor to the caller.
     pub fn land(&self, tensor: usize, memory: Memory, marks: Marks) -> Result<()> {
+        self.land_together(vec![Item { tensor, memory, marks }])
+    }
+
+    /// Hands tensors to the caller, which finds all of them when it wakes.
+    pub fn land_together(&self, items: Vec<Item>) -> Result<()> {
         let mut state = self.state();
-        let landed = state.has_landed.get_mut(tensor);
-        if landed.is_none_or(|landed| std::mem::replace(landed, true)) {
-            return Err(Error::Bug(format!("tensor {tensor} has landed twice")));
+        let mut wanted = self.order == Order::Ready;
+        for item in items {
+            let tensor = item.tensor;
+            let landed = state.has_landed.get_mut(tensor);
+            if landed.is_none_or(|landed| std::mem::replace(landed, true)) {
+                return Err(Error::Bug(format!("tensor {tensor} has landed twice")));
+            }
+            state.waiting.insert(tensor, item);
+            state.queue.push_back(tensor);
+            wanted |= state.next == tensor;
         }
-        state.waiting.insert(tensor, Item { tensor, memory, marks });
-        state.queue.push_back(tensor);
-        let wanted = self.order == Order::Ready || state.next == tensor;
         drop(state);
         if wanted {
             self.landed.notify_all();

@@ -196,7 +196,12 @@ impl<'d> Target for ToDevice<'d> {
         }
         let _entered = self.streams.device().enter()?;
         let stream = self.streams.next()?;
-        before.into_iter().try_for_each(|event| event.hold_back(stream.handle()))?;
+        for event in before {
+            // Once it has passed, it costs no call of the driver for later batches.
+            if !event.passed()? {
+                event.hold_back(stream.handle())?;
+            }
+        }
         lease.upload_batch(stream, &uploads)?;
         let mark = match lease.begun() {
             Ok(mark) => mark,

@@ -35,6 +35,11 @@ impl Returns {
         self.last = busy.then(Instant::now);
     }
 
+    /// True if a buffer has just come back, and the next one takes longer.
+    pub fn is_early(&self) -> bool {
+        self.last.is_some_and(|last| last.elapsed() < self.interval / 2)
+    }
+
     /// The sleep before looking for the next buffer.
     pub fn rest(&self) -> Duration {
         let Some(last) = self.last else { return POLL };
