@@ -27,7 +27,7 @@ SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Car
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
-.PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-staged test-cuda test-long test-other-torch test-vllm check-aarch64 \
+.PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-staged test-cuda test-long test-other-torch test-vllm test-frameworks check-aarch64 \
   trust lint docs docs-serve packages bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
@@ -79,6 +79,16 @@ test-vllm: $(STAMPS)/built $(STAMPS)/test
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm==$(VLLM) compressed-tensors==0.17.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement tests/packaging/vllm.txt
 	$(VLLM_VENV)/bin/python -m pytest tests/python/test_vllm_engine.py
+
+# With the libraries that models come from, at their newest releases, beside the packages of the
+# other tests.
+FRAMEWORKS := $(CURDIR)/.venv-frameworks
+test-frameworks: $(STAMPS)/built $(STAMPS)/test
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" \
+	  > "$$($(FRAMEWORKS)/bin/python -c "$(SITE)")/others.pth"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --no-deps --requirement tests/packaging/frameworks.txt
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 # Tests and lints share what is compiled with the libraries.
 CHECKED = --release --config tests/rust/checked.toml

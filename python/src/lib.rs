@@ -53,6 +53,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::holders, module)?)?;
     module.add_function(wrap_pyfunction!(open::local_path, module)?)?;
+    module.add_function(wrap_pyfunction!(open::model_files, module)?)?;
     module.add_function(wrap_pyfunction!(open::open, module)?)?;
     module.add_function(wrap_pyfunction!(open::create, module)?)?;
     module.add_function(wrap_pyfunction!(open::s3cfg, module)?)?;

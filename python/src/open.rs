@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString};
 use tensorizer::error::{Error, Result};
+use tensorizer::format::shards::{FILES, IN_FOLDERS};
 use tensorizer::io::cache::Cache;
 use tensorizer::io::transport::Trust;
 use tensorizer::io::uri::{self, Address};
@@ -153,6 +154,13 @@ pub fn local_path(uri: OsString) -> Answer<Option<OsString>> {
         Address::Path(path) => Some(path.into_os_string()),
         Address::Server(_) => None,
     })
+}
+
+/// Names of the files that a folder of a model may have, in the order in which they are looked for, and
+/// endings by which the address of a file is told from that of a folder.
+#[pyfunction]
+pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
+    (IN_FOLDERS.to_vec(), FILES.to_vec())
 }
 
 /// The scheme of the address of a server, and whether objects can be written there; None for a path.

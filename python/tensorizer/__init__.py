@@ -92,8 +92,8 @@ __all__ = [
 
 def __getattr__(name: str) -> _ModuleType:
     """Import what takes long and few use when it is asked for."""
-    if name == "distributed":
-        return _import_module(f"{__name__}.distributed")
+    if name in ("distributed", "transformers"):
+        return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
 /// Files that a folder of a model may have, in the order in which they are looked for: those of
 /// transformers, diffusers and PEFT, and those of half precision where there are no others. Each costs a
 /// request where a server has none of those before it.
-pub const IN_FOLDERS: [&str; 13] = [
+pub const IN_FOLDERS: [&str; 15] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -29,6 +29,8 @@ pub const IN_FOLDERS: [&str; 13] = [
     "model.safetensors.index.fp16.json",
     "diffusion_pytorch_model.fp16.safetensors",
     "diffusion_pytorch_model.safetensors.fp16.index.json",
+    "pytorch_model.fp16.bin",
+    "diffusion_pytorch_model.fp16.bin",
 ];
 /// The same for messages.
 pub const EXPECTED_IN_FOLDERS: &str = "model.safetensors, pytorch_model.bin, \

@@ -31,7 +31,9 @@ HOLDS = {
     "assert elements('weights.tensors') == 15",
 }
 #: The modules of which every public name is in the reference.
-MODULES = ("", ".distributed", ".safetensors", ".stream_io", ".torch_compat", ".utils")
+MODULES = (
+    *("", ".distributed", ".safetensors", ".stream_io", ".torch_compat", ".transformers", ".utils"),
+)
 
 
 def named(paths):

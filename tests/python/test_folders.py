@@ -27,6 +27,8 @@ IN_ORDER = [
     "model.safetensors.index.fp16.json",
     "diffusion_pytorch_model.fp16.safetensors",
     "diffusion_pytorch_model.safetensors.fp16.index.json",
+    "pytorch_model.fp16.bin",
+    "diffusion_pytorch_model.fp16.bin",
 ]
 
 

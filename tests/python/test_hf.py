@@ -230,7 +230,11 @@ def test_refusals(hub, monkeypatch):
         ("hf://org/repo@none", FileNotFoundError, "`org/repo` has no revision `none`"),
         (f"hf://org/repo@{'0' * 40}", FileNotFoundError, "no revision `0000"),
         ("hf://org/repo/none.bin", FileNotFoundError, "there is no file none.bin"),
-        ("hf://org/repo/none", FileNotFoundError, "none, nor a folder with any of model.safetensors"),
+        (
+            "hf://org/repo/none",
+            FileNotFoundError,
+            "none, nor a folder with any of model.safetensors",
+        ),
         ("hf://org/repo/README.md", tensorizer.FormatError, "README.md"),
     ]:
         with pytest.raises(kind, match=said) as raised:

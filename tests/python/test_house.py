@@ -29,7 +29,7 @@ FOLDERS = [
     {"_build", "_errors", "_installed", "_locks", "_native", "_starting", "_types"},
     {"group", "tensors", "modules", "streams"},
     {"file"},
-    {"checkpoints", "distributed", "safetensors"},
+    {"checkpoints", "distributed", "safetensors", "transformers"},
     {"torch_hooks"},
     {"serialization", "stream_io", "torch_compat", "utils", "_NumpyTensor", "tensors_pb2"},
     {"protobuf"},

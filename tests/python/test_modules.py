@@ -119,6 +119,21 @@ def test_a_parameter_in_the_file_that_is_a_buffer_in_the_module(tmp_path):
         TensorDeserializer(tmp_path / "f", "cpu").load_into_module(module)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_fused_experts_point_to_from_pretrained(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**small))
+    model.save_pretrained(tmp_path)
+    with TensorDeserializer(tmp_path / "model.safetensors", "cpu") as file:
+        with pytest.raises(KeyError, match=r"experts.*tensorizer\.transformers\.from_pretrained"):
+            file.load_into_module(model)
+        with pytest.raises(KeyError) as raised:
+            file.load_into_module(Model())
+        assert "from_pretrained" not in str(raised.value)
+
+
 def test_dtype_and_verify(saved):
     model, path = saved
     other = Model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from .wrappers import Submodules, tensor_of
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
     "torch.jit.script, trace or freeze"
+)
+_FUSED = (
+    ": transformers fuses the weights of experts while it loads them, as "
+    "tensorizer.transformers.from_pretrained(address) has it do"
 )
 
 
@@ -49,7 +54,7 @@ class Place:
             raise ValueError(f"{name!r} names no module: expected a dot in front of the attribute")
         module = submodules.find(path)
         if module is None:
-            hint = _SCRIPTED if isinstance(submodules.inner, torch.jit.ScriptModule) else ""
+            hint = _hint(submodules.inner, path)
             raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
         if stated and not isinstance(module, torch.jit.ScriptModule):
             return Place(module, attribute, kind)
@@ -96,6 +101,17 @@ class Place:
             and list(tensor.shape) == list(shape)
             and is_fillable(tensor)
         )
+
+
+def _hint(root: torch.nn.Module, path: str) -> str:
+    """Return what to do about a submodule that a module lacks, as the end of a message."""
+    if isinstance(root, torch.jit.ScriptModule):
+        return _SCRIPTED
+    transformers = sys.modules.get("transformers.modeling_utils")
+    models: Any = getattr(transformers, "PreTrainedModel", ())
+    if "experts" in path.split(".") and isinstance(root, models):
+        return _FUSED
+    return ""
 
 
 def with_dot(name: str) -> str:

@@ -1,0 +1,229 @@
+"""Configurations, tokenizers and processors of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .fetching import Fetched, fetched
+from .folders import Folder
+from .libraries import library
+from .remote_code import fetch_code, read_json
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+#: Files that any tokenizer may have.
+_TOKENIZER = (
+    *(TOKENIZER_CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", CONFIG),
+)
+#: Vocabularies of tokenizers without ``tokenizer.json`` whose class is not known.
+_VOCABULARIES = (
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "source.spm", "target.spm", "tekken.json"),
+)
+_PROCESSOR = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "chat_template.json"),
+)
+#: Arguments by which the libraries name a place on their hub.
+_OF_THE_HUB = frozenset(
+    {
+        *("subfolder", "revision", "code_revision", "token", "use_auth_token", "proxies"),
+        *("force_download", "local_files_only", "gguf_file", "state_dict", "use_safetensors"),
+    }
+)
+
+
+def load_config(
+    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+) -> Any:
+    """Load the configuration of a model.
+
+    Args:
+        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        trust_remote_code: Run Python files of the folder, for models that need them.
+        kwargs: What ``AutoConfig.from_pretrained`` takes: attributes to change.
+
+    Returns:
+        A configuration of transformers, or the dictionary of a model of diffusers.
+
+    Raises:
+        FileNotFoundError: The folder has no ``config.json``.
+        ImportError: transformers is not installed.
+        TypeError: An argument is for the hub only.
+        FormatError: A file is larger than 10 MiB.
+        OSError, ValueError: The folder cannot be read, or the configuration is damaged, or the
+            library refuses it.
+
+    """
+    refuse_hub_arguments(kwargs)
+    folder = Folder(address)
+    with fetched(folder) as files:
+        files.fetch([CONFIG])
+        if read_config(folder, files).get("_class_name") is not None:
+            return read_json(files.path / CONFIG)
+        if trust_remote_code:
+            fetch_code(files, [CONFIG])
+        config = library("transformers").AutoConfig.from_pretrained(
+            files.path, trust_remote_code=trust_remote_code, **kwargs
+        )
+    (config[0] if isinstance(config, tuple) else config).name_or_path = folder.shown
+    return config
+
+
+def load_tokenizer(
+    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+) -> Any:
+    """Load the tokenizer of a model.
+
+    Args:
+        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        trust_remote_code: Run Python files of the folder, for tokenizers that need them.
+        kwargs: What ``AutoTokenizer.from_pretrained`` takes.
+
+    Returns:
+        The tokenizer of transformers.
+
+    Raises:
+        FileNotFoundError: The folder has no file of a tokenizer.
+        ImportError: transformers is not installed.
+        TypeError: An argument is for the hub only.
+        FormatError: A file is larger than 200 MiB, or a configuration than 10 MiB.
+        OSError, ValueError: The folder cannot be read, or the library refuses what is there.
+
+    """
+    refuse_hub_arguments(kwargs)
+    folder = Folder(address)
+    with fetched(folder) as files:
+        _fetch_tokenizer(files)
+        if not any(files.has(name) for name in (*_TOKENIZER, *_VOCABULARIES) if name != CONFIG):
+            _refuse(folder, files, TOKENIZER_CONFIG, "no tokenizer")
+        if trust_remote_code:
+            fetch_code(files, [TOKENIZER_CONFIG, CONFIG])
+        with _named(folder, files):
+            tokenizer = library("transformers").AutoTokenizer.from_pretrained(
+                files.path, trust_remote_code=trust_remote_code, **kwargs
+            )
+    tokenizer.name_or_path = folder.shown
+    return tokenizer
+
+
+def load_processor(
+    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+) -> Any:
+    """Load the processor of a model: that of several inputs, of images, or of audio.
+
+    Args:
+        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        trust_remote_code: Run Python files of the folder, for processors that need them.
+        kwargs: What ``AutoProcessor.from_pretrained`` takes.
+
+    Returns:
+        What ``AutoProcessor`` finds: a processor, an image processor or a feature extractor of
+        transformers, or a tokenizer if there is nothing else.
+
+    Raises:
+        FileNotFoundError: The folder has neither a processor nor a tokenizer.
+        ImportError: transformers is not installed.
+        TypeError: An argument is for the hub only.
+        FormatError: A file is larger than 200 MiB, or a configuration than 10 MiB.
+        OSError, ValueError: The folder cannot be read, or the library refuses what is there.
+
+    """
+    refuse_hub_arguments(kwargs)
+    folder = Folder(address)
+    with fetched(folder) as files:
+        _fetch_tokenizer(files, _PROCESSOR)
+        there = (*_PROCESSOR, *_TOKENIZER, *_VOCABULARIES)
+        if not any(files.has(name) for name in there if name != CONFIG):
+            _refuse(folder, files, "processor_config.json", "no processor")
+        if trust_remote_code:
+            fetch_code(files, [*_PROCESSOR[:3], TOKENIZER_CONFIG, CONFIG])
+        with _named(folder, files):
+            return library("transformers").AutoProcessor.from_pretrained(
+                files.path, trust_remote_code=trust_remote_code, **kwargs
+            )
+
+
+def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
+    """Return what ``config.json`` says, once it was fetched.
+
+    Raises:
+        FileNotFoundError: The folder has none; the message says what it is instead.
+        PermissionError: The server refuses it.
+        ValueError: It is no JSON object.
+
+    """
+    if files.has(CONFIG):
+        return read_json(files.path / CONFIG)
+    files.fetch(["adapter_config.json", "model_index.json"])
+    if files.has("adapter_config.json"):
+        raise FileNotFoundError(
+            f"no {CONFIG} at {folder.shown}, which is the folder of an adapter: load the model "
+            "that it is for, and give both to tensorizer.transformers.load_adapter(model, address)"
+        )
+    if files.has("model_index.json"):
+        raise FileNotFoundError(
+            f"no {CONFIG} at {folder.shown}, which is the folder of a pipeline: load each of its "
+            "models by its own folder, and give them to the pipeline"
+        )
+    _refuse(folder, files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it")
+    raise AssertionError
+
+
+def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that mean something else than the address.
+
+    Raises:
+        TypeError: There is one.
+
+    """
+    wrong = sorted(_OF_THE_HUB & kwargs.keys())
+    if wrong:
+        raise TypeError(
+            f"{wrong[0]}= is for the hub of the library: the address says where the files are, as "
+            "in hf://org/repo@revision/folder, and the environment has the token"
+        )
+
+
+def _refuse(folder: Folder, files: Fetched, name: str, what: str, advice: str = "") -> None:
+    if name in files.refused:
+        raise files.refused[name]
+    raise FileNotFoundError(f"{what} at {folder.shown}{advice}")
+
+
+def _fetch_tokenizer(files: Fetched, more: tuple[str, ...] = ()) -> None:
+    """Fetch what a tokenizer may need: its vocabularies in a second round."""
+    files.fetch([*more, *_TOKENIZER])
+    said = read_json(files.path / TOKENIZER_CONFIG) if files.has(TOKENIZER_CONFIG) else {}
+    name = said.get("tokenizer_class")
+    cls = getattr(library("transformers"), name, None) if isinstance(name, str) else None
+    known = getattr(cls, "vocab_files_names", None)
+    if isinstance(known, dict):
+        files.fetch(name for name in known.values() if isinstance(name, str))
+    elif not files.has("tokenizer.json"):
+        files.fetch(_VOCABULARIES)
+    if said and not files.in_place:
+        kept = {key: value for key, value in said.items() if not _is_path(key, value)}
+        (files.path / TOKENIZER_CONFIG).write_text(json.dumps(kept), "utf-8")
+
+
+def _is_path(key: str, value: Any) -> bool:
+    """Return True for entries that would have the library open a file of this machine."""
+    return key.endswith("_file") and isinstance(value, str) and "/" in value
+
+
+@contextmanager
+def _named(folder: Folder, files: Fetched) -> Iterator[None]:
+    """Have errors of the library name the address, and not a temporary folder."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        text = str(error)
+        if folder.path is not None or str(files.path) not in text:
+            raise
+        raise type(error)(text.replace(str(files.path), folder.shown)) from error

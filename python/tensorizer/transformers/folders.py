@@ -1,0 +1,113 @@
+"""The folder of a model: of this machine, or behind an address."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .._native import local_path, model_files, scheme
+from ..streams.addresses import is_address
+
+#: Endings of the files that hold weights, or name those that do.
+_FILES = tuple(model_files()[1])
+#: Addresses of the hub that name a commit.
+_COMMIT = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
+
+
+class Folder:
+    """A folder with a configuration and weights, or one of its files of weights.
+
+    Args:
+        address: A local path or a ``file://`` address, or an address that has folders: ``http://``,
+            ``https://``, ``s3://``, ``gs://``, ``az://``, ``abfss://`` or ``hf://``.
+
+    Raises:
+        TypeError: The address is neither a string nor a path.
+        ValueError: The address is of a kind that is not known, or has no folders.
+        FileNotFoundError: The local folder or file is missing.
+
+    Attributes:
+        path: The local folder; None for an address.
+        file: The address or path of the file of weights, if the address names one, else None.
+        shown: The address without a password and a query, for messages.
+
+    """
+
+    def __init__(self, address: str | os.PathLike[Any]) -> None:
+        if not isinstance(address, (str, os.PathLike)):
+            raise TypeError(f"expected an address or a path, found {type(address).__name__}")
+        self.path: Path | None = None
+        self.file: str | None = None
+        self._base = self._query = ""
+        if isinstance(address, str) and is_address(address):
+            self._split(address)
+        else:
+            self._find(address)
+
+    def _find(self, address: str | os.PathLike[Any]) -> None:
+        """Look a local folder or file up."""
+        plain = local_path(address) if isinstance(address, str) else None
+        path = Path(plain if plain is not None else os.fsdecode(address))
+        self.shown = str(path)
+        if path.is_file():
+            self.file, self.path = str(path), path.parent
+        elif path.is_dir():
+            self.path = path
+        else:
+            raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
+
+    def _split(self, address: str) -> None:
+        """Tell the folder of an address, its file and its query apart."""
+        found = scheme(address)
+        kind = found[0] if found is not None else ""
+        self.shown = without_secrets(address)
+        if kind.startswith("redis"):
+            raise ValueError(f"{kind}:// has no folders: {self.shown}")
+        base, mark, query = address.partition("?")
+        folder, _, last = base.rpartition("/")
+        if last.lower().endswith(_FILES) and not (kind == "hf" and _is_repository(base)):
+            self.file, base = address, folder
+        # A query of HTTP is a signature or a token for all files; one of S3 is of one object.
+        self._query = mark + query if kind.startswith("http") else ""
+        self._base = base.rstrip("/")
+
+    def join(self, name: str) -> str:
+        """Return the path or the address of a file of this folder."""
+        if self.path is not None:
+            return str(self.path / name)
+        return f"{self._base}/{name}{self._query}"
+
+    def pin(self, name: str, opened: str) -> None:
+        """Stay at the commit of the hub at which a file was opened.
+
+        Args:
+            name: The file's name in this folder.
+            opened: The address that its stream has, which names the commit.
+
+        """
+        if _COMMIT.match(opened) and opened.endswith(f"/{name}") and self.file is None:
+            self._base = opened.removesuffix(f"/{name}")
+
+    def show(self, name: str) -> str:
+        """Return the same for messages, without a password and a query."""
+        return without_secrets(self.join(name))
+
+
+def _is_repository(base: str) -> bool:
+    """Return True for the address of a repository of the hub, without a path in it."""
+    parts = [part for part in base.partition("://")[2].split("/") if part]
+    return len(parts) <= (3 if parts[:1] == ["models"] else 2)
+
+
+def without_secrets(address: str) -> str:
+    """Return an address as messages show it: without user, password, query and fragment."""
+    if not is_address(address):
+        return address
+    kind, mark, rest = address.partition("://")
+    rest = rest.partition("#")[0].partition("?")[0]
+    if kind.lower().startswith(("http", "redis")):
+        host, slash, path = rest.partition("/")
+        rest = host.rpartition("@")[2] + slash + path
+    return kind + mark + rest

@@ -1,0 +1,131 @@
+"""One call from an address to a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..file.encryption import DecryptionParams
+from ..file.progress import ProgressType
+from . import of_diffusers, of_transformers
+from .configs import CONFIG, read_config, refuse_hub_arguments
+from .fetching import fetched
+from .folders import Folder
+from .libraries import is_of
+from .remote_code import fetch_code
+from .wanted import GENERATION_CONFIG, Wanted
+from .weights import Options, open_weights
+
+
+def from_pretrained(
+    address: str | os.PathLike[Any],
+    cls: type | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    config: Any = None,
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+    num_readers: int | None = None,
+    mmap: bool = False,
+    verify_hash: bool | str = False,
+    encryption: DecryptionParams | None = None,
+    cache_dir: str | os.PathLike[Any] | None = None,
+    memory_limit: int | None = None,
+    progress: ProgressType = False,
+    **kwargs: Any,
+) -> Any:
+    """Load a model of transformers or diffusers.
+
+    The library builds the model from its configuration; :func:`tensorizer.load` reads the weights
+    straight to the device, and the model takes these tensors as they are. Buffers that no file has,
+    such as the frequencies of rotary embeddings, are computed by the library.
+
+    Args:
+        address: A folder with ``config.json`` and weights: a local path, or an ``http(s)://``,
+            ``s3://``, ``gs://``, ``az://`` or ``hf://org/repo[@revision][/folder]`` address. Or a
+            file of weights in such a folder. Weights are safetensors files or their shards,
+            ``model.tensors``, or a checkpoint of ``torch.save``.
+        cls: The class of the model: an auto class, a model of transformers, or one of diffusers.
+            None for the class that ``config.json`` names.
+        device: Where the model goes; None for torch's default device.
+        dtype: The dtype of floating-point weights. None for that of the configuration, or of the
+            first such tensor of the file.
+        config: A configuration to use in the place of ``config.json``: an object of transformers,
+            or a dictionary of diffusers.
+        variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
+        trust_remote_code: Run Python files of the folder, for models whose code is no part of the
+            library.
+        num_readers: See :func:`tensorizer.load`, as for the next six.
+        mmap: Use the weights in place in a mapping of a local file: on the CPU nothing is read
+            before it is used.
+        verify_hash: Compare tensors with their hashes.
+        encryption: What an encrypted file is decrypted with.
+        cache_dir: A folder that keeps what a server sends of the weights.
+        memory_limit: The most bytes that the load has in flight beside the tensors.
+        progress: Called with the bytes that are loaded, or True for a bar.
+        kwargs: What ``from_pretrained`` of the class takes beside these, such as
+            ``attn_implementation`` and ``device_map``; with diffusers, changes to the
+            configuration.
+
+    Returns:
+        The model, in evaluation mode, or what the library returns for ``output_loading_info=True``.
+
+    Raises:
+        FileNotFoundError: ``config.json`` or the weights are missing.
+        ImportError: The library is not installed, or transformers is older than release 5.
+        TypeError: An argument is for the hub only, or the class is none of the libraries'.
+        NotImplementedError: A model of diffusers is quantized.
+        RuntimeError: Weights do not fit the model. Of missing and unknown names transformers warns;
+            with diffusers a missing one is an error.
+        FormatError: A configuration is larger than 10 MiB.
+        OSError, ValueError, HashMismatchError, CryptographyError: See
+            :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
+
+    """
+    refuse_hub_arguments(kwargs)
+    folder = Folder(address)
+    options = Options(
+        progress,
+        num_readers=num_readers,
+        mmap=mmap,
+        verify_hash=verify_hash,
+        encryption=encryption,
+        cache_dir=cache_dir,
+        memory_limit=memory_limit,
+    )
+    with fetched(folder) as files:
+        files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
+        said = read_config(folder, files) if config is None else None
+        if trust_remote_code and said is not None:
+            fetch_code(files, [CONFIG])
+        wanted = Wanted(
+            folder, files, said, cls, config, device, dtype, trust_remote_code is True, kwargs
+        )
+        kind = _library_of(wanted)
+        build = of_diffusers.build if kind == "diffusers" else of_transformers.build
+        file = open_weights(folder, kind, variant, options.open)
+        try:
+            return build(wanted, file, options)
+        finally:
+            file.close()
+
+
+def _library_of(wanted: Wanted) -> str:
+    """Return the library that has the model: ``"transformers"`` or ``"diffusers"``.
+
+    Raises:
+        TypeError: The class is of neither.
+
+    """
+    if wanted.cls is not None:
+        for name in ("diffusers", "transformers"):
+            if isinstance(wanted.cls, type) and is_of(wanted.cls, name):
+                return name
+        raise TypeError(f"expected a class of transformers or diffusers, found {wanted.cls!r}")
+    said = wanted.said if wanted.said is not None else wanted.config
+    is_diffusers = isinstance(said, Mapping) and "_class_name" in said
+    return "diffusers" if is_diffusers else "transformers"

@@ -1,0 +1,136 @@
+"""Models of diffusers, built from a configuration without weights, which are then put in."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..file.arguments import checked_dtype
+from ..file.tensor_file import TensorFile
+from ..modules.uninitialised import no_init_or_tensor
+from .libraries import library
+from .wanted import Wanted
+from .weights import Options, Weights
+
+logger = logging.getLogger("tensorizer")
+
+
+def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
+    """Return the model of :func:`from_pretrained`, with the tensors of an open file.
+
+    Raises:
+        NotImplementedError: The model is quantized, or is to be on several devices.
+        ValueError: The library has no class of the name.
+        RuntimeError: Weights do not fit the model, or one is missing.
+        Exception: What the library raises, and :func:`tensorizer.load`.
+
+    """
+    cls = _class(wanted)
+    config = dict(wanted.said if wanted.said is not None else wanted.config)
+    _refuse(config, wanted)
+    weights = Weights(file, options, wanted.device)
+    dtype = checked_dtype(None if wanted.dtype == "auto" else wanted.dtype)
+    dtype = dtype or weights.floating_dtype or torch.get_default_dtype()
+    with torch.device("cpu"), _default_dtype(dtype), no_init_or_tensor():
+        model = cls.from_config(config, **wanted.kwargs)
+    tensors = dict(weights)
+    fix = getattr(model, "_fix_state_dict_keys_on_load", None)
+    if fix is not None:
+        # Names of attention in old files.
+        fix(tensors)
+    _cast(tensors, dtype, getattr(cls, "_keep_in_fp32_modules", None))
+    found = model.load_state_dict(tensors, strict=False, assign=True)
+    del tensors
+    _report(wanted, cls, model, found)
+    model.to(weights.device)  # buffers that no file has
+    model.register_to_config(_name_or_path=wanted.folder.shown)
+    return model.eval()
+
+
+def _class(wanted: Wanted) -> Any:
+    """Return the class that the call names, or the configuration.
+
+    Raises:
+        ValueError: The library has none of this name.
+
+    """
+    diffusers = library("diffusers")
+    if wanted.cls is not None and wanted.cls is not getattr(diffusers, "AutoModel", None):
+        return wanted.cls
+    said = wanted.said if wanted.said is not None else wanted.config
+    name = said.get("_class_name")
+    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
+        raise ValueError(
+            f"the configuration of {wanted.folder.shown} names {name!r}: expected a model of "
+            "diffusers, or pass a class"
+        )
+    return cls
+
+
+def _refuse(config: dict[str, Any], wanted: Wanted) -> None:
+    """Refuse what only the library's own loader does."""
+    for name in ("quantization_config", "device_map", "parallel_config"):
+        if config.get(name) is not None or wanted.kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} is for from_pretrained of diffusers itself, inside a block of "
+                "tensorizer.safetensors.tensorizer_safetensors()"
+            )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cast(tensors: dict[str, Any], dtype: torch.dtype, kept: list[str] | str | None) -> None:
+    """Cast floating-point tensors, and those of modules that need it to ``float32``.
+
+    Each replaces the one before it, so that there is one copy more at a time.
+    """
+    single = [kept] if isinstance(kept, str) else kept or []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            is_single = any(part in single for part in name.split("."))
+            tensors[name] = tensor.to(torch.float32 if is_single else dtype)
+
+
+def _report(wanted: Wanted, cls: Any, model: Any, found: Any) -> None:
+    """Warn of names that the model does not know, and refuse a model with weights missing.
+
+    Raises:
+        RuntimeError: A parameter is in no file: it would stay without memory.
+
+    """
+    ignored = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unknown = [
+        name
+        for name in found.unexpected_keys
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if unknown:
+        logger.warning(
+            "%s: not used by %s: %s", wanted.folder.shown, cls.__name__, ", ".join(unknown)
+        )
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"{wanted.folder.shown} lacks weights of {cls.__name__}: {', '.join(empty)}"
+        )
+    if found.missing_keys:
+        logger.warning(
+            "%s: not there, and as %s makes them: %s",
+            wanted.folder.shown,
+            cls.__name__,
+            ", ".join(found.missing_keys),
+        )

@@ -1,0 +1,187 @@
+"""Models of transformers, built by the library from a configuration and tensors by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..file.tensor_file import TensorFile
+from .libraries import library
+from .wanted import GENERATION_CONFIG, Wanted
+from .weights import Options, Weights
+
+#: Arguments with which the library looks at a tensor more than once.
+_LOOKED_AT = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh")
+
+
+def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
+    """Return the model of :func:`from_pretrained`, with the tensors of an open file.
+
+    The library is given no folder, and does not read one: the generation configuration is passed.
+
+    Raises:
+        ValueError: Neither the call nor the configuration names a class, or two arguments name a
+            device.
+        Exception: What the library raises, and :func:`tensorizer.load`.
+
+    """
+    kwargs = dict(wanted.kwargs)
+    cls = _class(wanted)
+    cls, config, kwargs = _configured(wanted, cls, kwargs)
+    device, device_map = _devices(wanted.device, kwargs.pop("device_map", None))
+    quantized = getattr(config, "quantization_config", None) is not None
+    looked_at = quantized or any(kwargs.get(name) is not None for name in _LOOKED_AT)
+    weights = Weights(file, options, device, once=not looked_at)
+    dtype = wanted.dtype
+    if dtype in (None, "auto"):
+        known = getattr(config, "dtype", None) is not None
+        dtype = "auto" if known else weights.floating_dtype
+    if "generation_config" not in kwargs and (found := _generation_config(wanted)) is not None:
+        kwargs["generation_config"] = found
+    result = cls.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        device_map=device_map,
+        trust_remote_code=wanted.trust_remote_code,
+        **kwargs,
+    )
+    model = result[0] if isinstance(result, tuple) else result
+    model.name_or_path = model.config.name_or_path = wanted.folder.shown
+    return result
+
+
+def _class(wanted: Wanted) -> Any:
+    """Return the class that the call names, or the configuration.
+
+    Raises:
+        ValueError: There is none, or it is in the folder and must not be run.
+
+    """
+    transformers = library("transformers")
+    if wanted.cls is not None and not hasattr(wanted.cls, "_model_mapping"):
+        return wanted.cls
+    said = wanted.said if wanted.said is not None else wanted.config
+    code = _remote_class(wanted, said)
+    if code is not None or wanted.cls is not None:
+        return code or wanted.cls
+    names = _entry(said, "architectures") or ()
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        named = f"names {names[0]!r}, which transformers lacks" if names else "names no class"
+        raise ValueError(
+            f"the configuration of {wanted.folder.shown} {named}: pass a class, such as "
+            "transformers.AutoModel, or trust_remote_code=True if the folder has its code"
+        )
+    return cls
+
+
+def _remote_class(wanted: Wanted, said: Any) -> Any:
+    """Return the class whose code is in the folder, if that may be run, or None."""
+    auto_map = _entry(said, "auto_map")
+    if not wanted.trust_remote_code or not isinstance(auto_map, dict):
+        return None
+    if wanted.cls is not None:
+        reference = auto_map.get(wanted.cls.__name__)
+    else:
+        names = _entry(said, "architectures") or ()
+        ends = [value for value in auto_map.values() if isinstance(value, str)]
+        reference = next((r for r in ends if r.rpartition(".")[2] in names), None)
+    if reference is None:
+        return None
+    library("transformers")
+    found = library("transformers.dynamic_module_utils").get_class_from_dynamic_module
+    return found(reference, wanted.files.path)
+
+
+def _configured(
+    wanted: Wanted, cls: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the class, the configuration, and the arguments that are left for the class.
+
+    Arguments that are attributes of the configuration change it, as in the library.
+    """
+    config = wanted.config
+    is_auto = hasattr(cls, "_model_mapping")
+    if config is None:
+        own = None if is_auto else getattr(cls, "config_class", None)
+        kind = own or library("transformers").AutoConfig
+        # Of the model only, as the library's auto classes have it.
+        of_model = ("quantization_config", "device_map")
+        kept: dict[str, Any] = {name: kwargs.pop(name) for name in of_model if name in kwargs}
+        if own is None:
+            kwargs["trust_remote_code"] = wanted.trust_remote_code
+        config, kwargs = kind.from_pretrained(
+            wanted.files.path, return_unused_kwargs=True, **kwargs
+        )
+        kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
+        kwargs.update(kept)
+    if is_auto:
+        cls, config = _concrete(cls, config)
+    return cls, config, kwargs
+
+
+def _concrete(cls: Any, config: Any) -> tuple[Any, Any]:
+    """Return the class that an auto class has for a configuration, and the part that it takes.
+
+    The auto class itself asks for a folder.
+
+    Raises:
+        ValueError: It has none.
+
+    """
+    if type(config) not in cls._model_mapping:
+        raise ValueError(f"{cls.__name__} has no model for {type(config).__name__}")
+    found = library("transformers.models.auto.auto_factory")._get_model_class(
+        config, cls._model_mapping
+    )
+    text = getattr(type(config), "sub_configs", {}).get("text_config")
+    if text is None or getattr(found, "config_class", None) is not text:
+        return found, config
+    part = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        part.quantization_config = config.quantization_config
+    return found, part
+
+
+def _devices(device: torch.device | str | None, device_map: Any) -> tuple[Any, Any]:
+    """Return where tensors are loaded to, and the ``device_map`` of the library.
+
+    Raises:
+        ValueError: Both arguments are given.
+
+    """
+    default = torch.get_default_device()
+    if device_map is not None:
+        if device is not None:
+            raise ValueError("device= and device_map= exclude each other")
+        return "cpu", device_map
+    wanted = torch.device(default if device is None else device)
+    if wanted.type == default.type == "cpu":
+        # The library's own default, which does not need accelerate.
+        return wanted, None
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    return wanted, {"": wanted}
+
+
+def _generation_config(wanted: Wanted) -> Any:
+    """Return the generation configuration of the folder, or None.
+
+    Without a file of its own it is in ``config.json``, as the library has it.
+    """
+    cls = library("transformers").GenerationConfig
+    if wanted.files.has(GENERATION_CONFIG):
+        return cls.from_pretrained(wanted.files.path)
+    if wanted.said is None:
+        return None
+    return cls.from_pretrained(
+        wanted.files.path, config_file_name="config.json", _from_model_config=True
+    )
+
+
+def _entry(said: Any, name: str) -> Any:
+    """Return an entry of a dictionary, or an attribute of a configuration, or None."""
+    return said.get(name) if isinstance(said, dict) else getattr(said, name, None)

@@ -1,0 +1,85 @@
+"""Python files of a model's folder, for models whose code is not part of the library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .fetching import Fetched
+
+#: A module by name, without folders: what a configuration may say.
+_MODULE = re.compile(r"[A-Za-z_]\w*")
+#: Imports of modules that lie beside, as transformers finds them.
+_RELATIVE = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))")
+#: Modules of one model.
+_MOST = 100
+
+
+def fetch_code(files: Fetched, configs: Iterable[str]) -> None:
+    """Fetch the modules that configurations name in ``auto_map``, and those that they import.
+
+    References to other repositories (``org/repo--module.Class``) are left to the library.
+
+    Args:
+        files: Where the configurations are.
+        configs: Their names.
+
+    Raises:
+        ValueError: A configuration is no JSON object, a module's name is none, or there are too
+            many.
+        OSError, FormatError: See :meth:`Fetched.fetch`.
+
+    """
+    found: set[str] = set()
+    for name in configs:
+        if files.has(name):
+            found |= _named(read_json(files.path / name).get("auto_map"), name)
+    left = set(found)
+    while left:
+        files.fetch(f"{module}.py" for module in sorted(left))
+        imported = {
+            first or second
+            for module in left
+            if files.has(f"{module}.py")
+            for first, second in _RELATIVE.findall(
+                (files.path / f"{module}.py").read_text("utf-8", "replace")
+            )
+        }
+        left = imported - found
+        found |= left
+        if len(found) > _MOST:
+            raise ValueError(f"the code of the model has more than {_MOST} modules")
+
+
+def _named(auto_map: Any, config: str) -> set[str]:
+    """Return the modules of an ``auto_map``, whose values are references or lists of them."""
+    found = set()
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    for value in values:
+        for reference in value if isinstance(value, (list, tuple)) else [value]:
+            if not isinstance(reference, str) or "--" in reference:
+                continue
+            module = reference.partition(".")[0]
+            if not _MODULE.fullmatch(module):
+                raise ValueError(f"expected module.Class in auto_map of {config}: {reference!r}")
+            found.add(module)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        ValueError: The file is no JSON object.
+
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name}: expected a JSON object, found {type(found).__name__}")
+    return found

@@ -1,0 +1,35 @@
+"""The arguments of a call that builds a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .fetching import Fetched
+from .folders import Folder
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Arguments of :func:`from_pretrained`, which says what they mean.
+
+    Attributes:
+        folder: The folder of the model.
+        files: Its small files.
+        said: The object in ``config.json``; None if ``config`` goes before it.
+
+    """
+
+    folder: Folder
+    files: Fetched
+    said: dict[str, Any] | None
+    cls: Any
+    config: Any
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    trust_remote_code: bool
+    kwargs: dict[str, Any]

@@ -1,0 +1,202 @@
+"""The weights of a folder: which file they are in, and their tensors when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import torch
+
+from .._native import model_files
+from ..file.arguments import resolve_device
+from ..file.choice import Choice
+from ..file.progress import Progress, ProgressType
+from ..file.tensor_file import TensorFile
+from ..tensors.exchange import dtype_of
+from .folders import Folder
+
+#: First parts of the names of weights, by what a folder holds.
+_STEMS = {
+    "transformers": ("model", "pytorch_model"),
+    "diffusers": ("diffusion_pytorch_model",),
+    "peft": ("adapter_model",),
+}
+#: The variant in the names that the native module knows.
+_KNOWN_VARIANT = ".fp16."
+
+
+def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
+    """Return the names that the weights of a folder may have, the preferred ones first.
+
+    Args:
+        kind: ``"transformers"``, ``"diffusers"`` or ``"peft"``.
+        variant: The infix of a variant, such as ``"fp16"`` in ``model.fp16.safetensors``.
+
+    Raises:
+        ValueError: The variant is more than an infix.
+
+    """
+    if variant is not None and (not variant or set(variant) & set("/\\?#%")):
+        raise ValueError(f"expected a variant such as 'fp16', found {variant!r}")
+    infix = "." if variant is None else f".{variant}."
+    names = [
+        name.replace(_KNOWN_VARIANT, infix)
+        for name in model_files()[0]
+        if name.partition(".")[0] in _STEMS[kind]
+        and (_KNOWN_VARIANT in name) == (variant is not None)
+    ]
+    # Saved with this package, beside the configuration of a library.
+    return [*names, f"{_STEMS[kind][0]}{infix}tensors"]
+
+
+def open_weights(
+    folder: Folder, kind: str, variant: str | None, opened: Callable[[str], TensorFile]
+) -> TensorFile:
+    """Open the file of a folder that holds its weights, or the index that names the files.
+
+    Args:
+        folder: The folder, or one of its files.
+        kind: ``"transformers"``, ``"diffusers"`` or ``"peft"``.
+        variant: The infix of a variant, or None.
+        opened: Opens a path or an address.
+
+    Raises:
+        FileNotFoundError: The folder has none of the names.
+        PermissionError: The server refuses all of them.
+        OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
+
+    """
+    if folder.file is not None:
+        return opened(folder.file)
+    names = names_of_weights(kind, variant)
+    if folder.path is not None:
+        there = [name for name in names if (folder.path / name).exists()]
+        if there:
+            return opened(folder.join(there[0]))
+        if variant is None and any(folder.path.glob("*.safetensors")):
+            # Those of other names, if one of them stands for the model.
+            return opened(str(folder.path))
+        raise FileNotFoundError(f"no weights in {folder.shown}: expected one of {', '.join(names)}")
+    refused: PermissionError | None = None
+    for name in names:
+        try:
+            return opened(folder.join(name))
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    raise FileNotFoundError(f"no weights at {folder.shown}: expected one of {', '.join(names)}")
+
+
+class Options:
+    """The options of a load, for :class:`TensorFile`."""
+
+    def __init__(self, progress: ProgressType, **options: Any) -> None:
+        self.progress = Progress(progress)
+        self._options = options
+
+    def open(self, uri: str | os.PathLike[Any]) -> TensorFile:
+        """Open a file with these options."""
+        return TensorFile(uri, progress=self.progress, **self._options)
+
+
+class Weights(Mapping[str, Any]):
+    """The tensors of an open file by name, all of which are loaded when the first is asked for.
+
+    A library asks when it has built the module, and has made room for it on the device.
+
+    Args:
+        file: The open file, which is closed when the tensors are loaded, or with this object.
+        options: How it was opened.
+        device: Where the tensors go; None for torch's default device.
+        once: Hand each tensor out once, as a :class:`Once`.
+
+    Raises:
+        ValueError: The file has names of a nested structure.
+
+    """
+
+    def __init__(
+        self,
+        file: TensorFile,
+        options: Options,
+        device: torch.device | str | None,
+        once: bool = False,
+    ) -> None:
+        self._file, self._told, self._once = file, options.progress, once
+        self.device = resolve_device(torch.get_default_device() if device is None else device)
+        names = file.reader.names(range(len(file)))
+        nested = [name for name in names if not isinstance(name, str)]
+        if nested:
+            raise ValueError(
+                f"{file.reader.uri} holds a nested structure, with {nested[0]!r}: expected the "
+                "tensors of a model by name"
+            )
+        self._names = [str(name).removeprefix(".") for name in names]
+        self._tensors: dict[str, Any] | None = None
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    @property
+    def floating_dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating-point tensor, which says that of the model, or None."""
+        for number in range(len(self._file)):
+            dtype = dtype_of(self._file.reader.describe(number)[0])
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
+        return None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._tensors is None:
+            what = Choice(None, None, {}, None, None, None, self.device)
+            with self._told, self._file as file:
+                loaded = what.load(file, self._told)
+            self._tensors = {
+                str(name).removeprefix("."): Once(tensor) if self._once else tensor
+                for name, tensor in loaded.items()
+            }
+        return self._tensors[name]
+
+
+class Once:
+    """A tensor that is handed out once, so that nothing keeps it when a library has converted it.
+
+    Libraries index all values with ``[...]``, as they do slices of safetensors files.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        tensor = self._held()
+        if index is Ellipsis:
+            self._tensor = None
+        return tensor[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held(), name)
+
+    def _held(self) -> torch.Tensor:
+        tensor: torch.Tensor | None = self.__dict__.get("_tensor")
+        if tensor is None:
+            raise RuntimeError("the tensor was handed out before")
+        return tensor

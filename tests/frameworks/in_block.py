@@ -1,0 +1,19 @@
+"""A plugin of pytest: tests run inside a block of ``tensorizer_safetensors``."""
+
+import gc
+
+import pytest
+import tensorizer.safetensors
+import torch
+
+_block = tensorizer.safetensors.tensorizer_safetensors()
+_block.__enter__()
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    """Give back what torch keeps of earlier tests: some compare the free memory of the device."""
+    yield
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

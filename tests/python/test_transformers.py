@@ -1,0 +1,411 @@
+"""``tensorizer.transformers``: from a folder or an address to a model, by the library's own code.
+
+diffusers and PEFT are stand-ins here; tests/frameworks has the libraries themselves.
+"""
+
+import json
+import sys
+import tempfile
+
+import libraries_stub
+import pytest
+import tensorizer
+import torch
+from conftest import assert_same, run_python
+from tensorizer import FormatError
+from tensorizer.transformers import (
+    configs,
+    fetching,
+    folders,
+    from_pretrained,
+    load_adapter,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    weights,
+)
+
+transformers = pytest.importorskip("transformers", "5")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_temporary_folder_stays(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    yield
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def served(nginx):
+    """Two models in folders of the server, one of them with tied weights."""
+    torch.manual_seed(1)
+    llama = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    mixtral = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    for name, model in {
+        "llama": transformers.LlamaForCausalLM(llama),
+        "mixtral": transformers.MixtralForCausalLM(mixtral),
+    }.items():
+        model.bfloat16().save_pretrained(nginx.root / name, max_shard_size="2KB")
+    return nginx
+
+
+def asked(nginx, since=0):
+    """Return the paths of the requests to a server, from a number on."""
+    return [line.split()[6] for line in nginx.requests()[since:]]
+
+
+def test_the_library_is_imported_by_the_calls_only():
+    code = """
+import sys, tensorizer
+assert "tensorizer.transformers" not in sys.modules
+print(tensorizer.transformers.from_pretrained.__module__, "transformers" in sys.modules)
+"""
+    done = run_python(code, fresh=True)
+    assert done.stdout == "tensorizer.transformers False\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_same_as_the_librarys_own(served, name):
+    folder = served.root / name
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[1, 5, 6, 7]])
+    auto = transformers.AutoModelForCausalLM
+    for address, cls in ((folder, None), (f"{served.http}/{name}", None), (str(folder), auto)):
+        ours = from_pretrained(address, cls, device="cpu")
+        assert type(ours) is type(theirs) and not ours.training
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        for key, tensor in theirs.state_dict().items():
+            assert_same(ours.state_dict()[key], tensor)
+        for key, tensor in theirs.named_buffers():
+            assert_same(dict(ours.named_buffers())[key], tensor)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+        assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+        assert ours.name_or_path == str(address)
+        tied = ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
+        assert tied == (name == "llama")
+
+
+def test_requests(served):
+    since = len(served.requests())
+    config = load_config(f"{served.http}/llama/")
+    assert asked(served, since) == ["/llama/config.json"]
+    assert config.hidden_size == 16 and config.name_or_path == f"{served.http}/llama/"
+    since = len(served.requests())
+    from_pretrained(f"{served.http}/llama", dtype=torch.float32)
+    files = sorted(path.name for path in (served.root / "llama").glob("*.safetensors"))
+    wanted = ["config.json", "generation_config.json", "model.safetensors"]
+    wanted += ["model.safetensors.index.json", *files]
+    assert sorted(asked(served, since)) == sorted(f"/llama/{name}" for name in wanted)
+
+
+def test_a_file_and_a_configuration_that_is_given(served, tmp_path):
+    config = load_config(served.root / "llama")
+    plain = tensorizer.load(served.root / "llama")
+    tensorizer.save(plain, tmp_path / "weights.tensors")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json at .*pass config="):
+        from_pretrained(tmp_path / "weights.tensors")
+    ours = from_pretrained(tmp_path / "weights.tensors", config=config, verify_hash=True)
+    assert_same(ours.model.norm.weight.data, plain["model.norm.weight"])
+    again = from_pretrained(served.root / "llama/model.safetensors.index.json", mmap=True)
+    assert_same(again.model.norm.weight.data, plain["model.norm.weight"])
+
+
+def test_nothing_is_there(served, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder of a model, and no file: .*nowhere"):
+        from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=f"no config.json at {served.http}/nowhere: pass"):
+        from_pretrained(f"{served.http}/nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*nowhere"):
+        load_tokenizer(f"{served.http}/nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no processor at .*nowhere"):
+        load_processor(f"{served.http}/nowhere")
+    (tmp_path / "config.json").write_text((served.root / "llama/config.json").read_text())
+    with pytest.raises(FileNotFoundError, match=r"no weights in .*model\.safetensors\.index"):
+        from_pretrained(tmp_path)
+    (served.root / "empty").mkdir(exist_ok=True)
+    (served.root / "empty/config.json").write_text((tmp_path / "config.json").read_text())
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*pytorch_model\.bin\.index"):
+        from_pretrained(f"{served.http}/empty")
+
+
+def test_passwords_and_queries_are_not_shown(served):
+    host = served.http.partition("://")[2]
+    for address in (
+        f"http://user:word-hu5hw0rd@{host}/nowhere",
+        f"http://{host}/nowhere/?signature=word-hu5hw0rd",
+    ):
+        for call in (from_pretrained, load_config, load_tokenizer):
+            with pytest.raises(FileNotFoundError) as raised:
+                call(address)
+            assert "hu5hw0rd" not in str(raised.value) and "nowhere" in str(raised.value)
+    model = from_pretrained(f"http://user:word-hu5hw0rd@{host}/auth/llama")
+    assert model.name_or_path == f"http://{host}/auth/llama"
+    with pytest.raises(PermissionError):
+        load_config(f"{served.http}/auth/llama")
+
+
+@pytest.mark.parametrize(
+    ("address", "folder", "shown", "is_file"),
+    [
+        ("http://h/m/?a=b", "http://h/m/x?a=b", "http://h/m/", False),
+        ("http://u:p@h/m/model.safetensors?a=b", "http://u:p@h/m/x?a=b",
+         "http://h/m/model.safetensors", True),
+        ("s3://b/k/model.tensors?versionId=1", "s3://b/k/x", "s3://b/k/model.tensors", True),
+        ("hf://org/model.bin", "hf://org/model.bin/x", "hf://org/model.bin", False),
+        ("hf://org/repo@v1/sub/model.bin", "hf://org/repo@v1/sub/x",
+         "hf://org/repo@v1/sub/model.bin", True),
+        ("abfss://c@account.dfs.core.windows.net/m", "abfss://c@account.dfs.core.windows.net/m/x",
+         "abfss://c@account.dfs.core.windows.net/m", False),
+    ],
+)  # fmt: skip
+def test_folders(address, folder, shown, is_file):
+    found = folders.Folder(address)
+    assert (found.join("x"), found.shown) == (folder, shown)
+    assert found.file == (address if is_file else None)
+
+
+def test_addresses_that_are_refused():
+    with pytest.raises(ValueError, match="redis:// has no folders: redis://h/prefix"):
+        from_pretrained("redis://u:p@h/prefix")
+    with pytest.raises(TypeError, match="expected an address or a path, found bytes"):
+        from_pretrained(b"folder")
+
+
+def test_one_commit_of_the_hub():
+    folder = folders.Folder("hf://org/repo/sub")
+    folder.pin("config.json", "hf://org/repo@main/sub/config.json")
+    assert folder.join("x") == "hf://org/repo/sub/x"
+    folder.pin("config.json", f"hf://org/repo@{'5a' * 20}/sub/config.json")
+    assert folder.join("x") == f"hf://org/repo@{'5a' * 20}/sub/x"
+
+
+def test_arguments_for_the_hub_are_refused(tmp_path):
+    for call in (from_pretrained, load_config, load_tokenizer, load_processor):
+        with pytest.raises(TypeError, match="revision= is for the hub of the library"):
+            call(tmp_path, revision="main")
+    with pytest.raises(TypeError, match="expected a class of transformers or diffusers"):
+        from_pretrained(tmp_path, torch.nn.Linear, config={})
+    with pytest.raises(ValueError, match="expected a variant such as 'fp16', found '../x'"):
+        weights.names_of_weights("transformers", "../x")
+
+
+def test_small_files_are_bounded(served, monkeypatch):
+    monkeypatch.setattr(fetching, "CONFIG_BYTES", 100)
+    with pytest.raises(FormatError, match=r"llama/config\.json is larger than 100 bytes"):
+        load_config(f"{served.http}/llama")
+
+
+def test_a_configuration_that_is_none(served):
+    (served.root / "damaged").mkdir()
+    for text, said in (("[", "is not JSON"), ("[]", "expected a JSON object, found list")):
+        (served.root / "damaged/config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            from_pretrained(f"{served.http}/damaged")
+    with pytest.raises(ValueError, match="names no class: pass a class"):
+        from_pretrained(served.root / "llama", config=transformers.LlamaConfig(**SMALL))
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from .parts import NAME
+class OwnConfig(LlamaConfig):
+    model_type = NAME
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_folder_is_run_when_that_is_said(served, monkeypatch, tmp_path):
+    dynamic = sys.modules["transformers.dynamic_module_utils"]
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = served.root / "own"
+    folder.mkdir()
+    said = json.loads((served.root / "llama/config.json").read_text())
+    said |= {"architectures": ["OwnModel"], "model_type": "own"}
+    said["auto_map"] = {
+        "AutoConfig": "code.OwnConfig",
+        "AutoModelForCausalLM": "code.OwnModel",
+        "AutoModel": "org/repo--code.OwnModel",
+    }
+    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "code.py").write_text(CODE)
+    (folder / "parts.py").write_text("NAME = 'own'")
+    tensorizer.save(tensorizer.load(served.root / "llama"), folder / "model.safetensors")
+    address = f"{served.http}/own"
+    since = len(served.requests())
+    for call in (from_pretrained, load_config):
+        with pytest.raises(ValueError, match="trust_remote_code|names 'OwnModel'"):
+            call(address)
+    assert not [path for path in asked(served, since) if path.endswith(".py")]
+    for cls in (None, transformers.AutoModelForCausalLM):
+        model = from_pretrained(address, cls, trust_remote_code=True)
+        assert type(model).__name__ == "OwnModel" and model.config.model_type == "own"
+    said["auto_map"]["AutoConfig"] = "../code.OwnConfig"
+    (folder / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"expected module\.Class in auto_map"):
+        load_config(address, trust_remote_code=True)
+
+
+def tokenizer(folder, **more):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    plain = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+    made.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_tokenizer(served):
+    # Old tokenizers name files of the machine that made them.
+    theirs = tokenizer(served.root / "words", special_tokens_map_file="/etc/passwd")
+    since = len(served.requests())
+    ours = load_tokenizer(f"{served.http}/words")
+    requests = asked(served, since)
+    assert len(requests) == len(set(requests)) <= 7
+    assert type(ours) is type(theirs)
+    expected = theirs("a word or two")["input_ids"]
+    assert ours("a word or two")["input_ids"] == expected == [1, 2, 0, 0]
+    assert "/etc/passwd" not in map(str, ours.init_kwargs.values())
+    assert ours.name_or_path == f"{served.http}/words"
+    kept = json.loads((served.root / "words/tokenizer_config.json").read_text())
+    assert load_tokenizer(served.root / "words")("a")["input_ids"] == [1]
+    assert json.loads((served.root / "words/tokenizer_config.json").read_text()) == kept
+    assert load_processor(f"{served.http}/words")("a")["input_ids"] == [1]
+
+
+def test_entries_that_name_files_of_the_machine():
+    assert configs._is_path("vocab_file", "/etc/passwd")
+    assert not configs._is_path("vocab_file", "vocab.txt")
+    assert not configs._is_path("chat_template", "a/b")
+
+
+# diffusers and PEFT
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    libraries_stub.install(monkeypatch)
+
+
+@pytest.fixture
+def diffusion(served):
+    """A folder of the server with a model of the stand-in, and its tensors."""
+    torch.manual_seed(2)
+    tensors = libraries_stub.TinyModel(4).state_dict()
+    tensors["norm.weight"] += torch.rand(4)
+    folder = served.root / "diffusion"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"_class_name": "TinyModel", "size": 4}')
+    tensorizer.save(tensors, folder / "diffusion_pytorch_model.safetensors")
+    return folder, tensors
+
+
+def test_a_model_of_diffusers(stubs, served, diffusion):
+    folder, tensors = diffusion
+    for address in (folder, f"{served.http}/diffusion"):
+        model = from_pretrained(address)
+        assert not model.training and model.config == {"_name_or_path": str(address)}
+        assert list(model.state_dict()) == list(tensors)
+        for name, tensor in tensors.items():
+            assert_same(model.state_dict()[name], tensor)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert_same(model.table, torch.linspace(0, 1, 4))
+    half = from_pretrained(folder, dtype="float16")
+    assert half.proj.weight.dtype == half.table.dtype == torch.float16
+    assert half.norm.weight.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+    assert load_config(folder) == {"_class_name": "TinyModel", "size": 4}
+
+
+def test_weights_that_do_not_fit_a_model_of_diffusers(stubs, diffusion, caplog):
+    folder, tensors = diffusion
+    path = folder / "diffusion_pytorch_model.safetensors"
+    tensorizer.save(tensors | {"ignored.x": torch.ones(1), "y": torch.ones(1)}, path)
+    from_pretrained(folder)
+    assert "not used by TinyModel: y" in caplog.text
+    with pytest.raises(RuntimeError, match=r"size mismatch for proj\.weight"):
+        from_pretrained(folder, size=5)
+    del tensors["proj.bias"]
+    tensorizer.save(tensors, path)
+    with pytest.raises(RuntimeError, match=r"lacks weights of TinyModel: proj\.bias"):
+        from_pretrained(folder)
+    with pytest.raises(NotImplementedError, match="device_map is for from_pretrained of diffusers"):
+        from_pretrained(folder, device_map="auto")
+    (folder / "config.json").write_text('{"_class_name": "PeftModel"}')
+    with pytest.raises(ValueError, match="names 'PeftModel': expected a model of diffusers"):
+        from_pretrained(folder)
+
+
+def test_an_adapter(stubs, served):
+    folder = served.root / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    tensorizer.save({"factor": torch.tensor([2.0, 3.0])}, folder / "adapter_model.safetensors")
+    base = torch.nn.Linear(2, 2)
+    for address in (folder, f"{served.http}/adapter"):
+        model = load_adapter(base, address)
+        assert type(model) is libraries_stub.PeftModelForCausalLM and model.base_model is base
+        assert not model.training and not model.factors["default"].requires_grad
+        assert_same(model.factors["default"].data, torch.tensor([2.0, 3.0]))
+    again = load_adapter(model, folder, adapter_name="more", is_trainable=True)
+    assert again is model and again.factors["more"].requires_grad
+    for address in (folder, f"{served.http}/adapter"):
+        with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, address\)"):
+            from_pretrained(address)
+    tensorizer.save(
+        {"factor": torch.ones(2), "x": torch.ones(1)}, folder / "adapter_model.safetensors"
+    )
+    with pytest.warns(UserWarning, match=r"adapter has, and nothing takes: x"):
+        load_adapter(base, folder)
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json at .*llama"):
+        load_adapter(base, f"{served.http}/llama")
+
+
+def test_a_library_that_is_missing_or_old(served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="needs the library peft: pip install peft"):
+        load_adapter(torch.nn.Linear(1, 1), served.root)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.0")
+    with pytest.raises(ImportError, match=r"needs transformers 5 or newer, found 4\.57\.0"):
+        load_config(served.root / "llama")
+
+
+# The parts
+
+
+def test_jobs_together():
+    assert fetching.together({}) == {}
+    jobs = {str(number): lambda number=number: number for number in range(20)}
+    assert list(fetching.together(jobs).values()) == list(range(20))
+
+    def fail():
+        raise KeyError("one")
+
+    with pytest.raises(KeyError, match="one"):
+        fetching.together(jobs | {"fails": fail})
+
+
+def test_tensors_that_are_handed_out_once():
+    once = weights.Once(torch.ones(2))
+    assert once.dtype == torch.float32 and once[0] == 1
+    assert_same(once[...], torch.ones(2))
+    with pytest.raises(RuntimeError, match="handed out before"):
+        once[...]
