@@ -298,11 +298,12 @@ def test_no_lock_of_a_process_is_inherited():
     sources = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.rs")]
     assert len(sources) > 100
     assert {path: found for path in sources if (found := lock.findall(path.read_text()))} == {}
-    # An iterator refuses another process before it takes its own.
+    # An iterator and a loader refuse another process before they take their own.
     plain = re.compile(r"threading\.(?:R?Lock|Condition|\w*Semaphore)\(")
     sources = {path.name: path for path in ROOT.glob("python/tensorizer*/**/*.py")}
     assert len(sources) > 50
     assert {name for name, path in sources.items() if plain.search(path.read_text())} == {
         "_locks.py",
         "iterate.py",
+        "prefetching.py",
     }

@@ -162,7 +162,7 @@ def test_passwords_and_queries_are_not_shown(served):
     ("address", "folder", "shown", "is_file"),
     [
         ("http://h/m/?a=b", "http://h/m/x?a=b", "http://h/m/", False),
-        ("http://u:p@h/m/model.safetensors?a=b", "http://u:p@h/m/x?a=b",
+        ("http://u:hu5hw0rd@h/m/model.safetensors?a=b", "http://u:hu5hw0rd@h/m/x?a=b",
          "http://h/m/model.safetensors", True),
         ("s3://b/k/model.tensors?versionId=1", "s3://b/k/x", "s3://b/k/model.tensors", True),
         ("hf://org/model.bin", "hf://org/model.bin/x", "hf://org/model.bin", False),
@@ -180,7 +180,7 @@ def test_folders(address, folder, shown, is_file):
 
 def test_addresses_that_are_refused():
     with pytest.raises(ValueError, match="redis:// has no folders: redis://h/prefix"):
-        from_pretrained("redis://u:p@h/prefix")
+        from_pretrained("redis://u:hu5hw0rd@h/prefix")
     with pytest.raises(TypeError, match="expected an address or a path, found bytes"):
         from_pretrained(b"folder")
 
