@@ -16,7 +16,8 @@ NAMES = re.compile(r"(?i)secret|password|(?<!max_)token|passphrase|account_?key|
 IN_ADDRESSES = re.compile(r"://[^/\s\"'{}]*:(?!\*\*\*@)[^/@\s\"'{}]+@")
 #: What is called so, or looks so, and is none.
 OTHERS = {
-    "token_type", "unk_token", "special_tokens_map_file", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH",
+    "token_type", "unk_token", "special_tokens_map_file",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH",
     # Of an example, which shows it to whoever reads it.
     "correct horse battery staple",
 }  # fmt: skip
