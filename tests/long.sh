@@ -22,7 +22,7 @@ try() {
   "$@" 2>&1 | tee "$log"
   if [ "${PIPESTATUS[0]}" != 0 ]; then verdict=FAILED failed=1; fi
   printf '%-50s %s in %d s: %s\n' "$name" "$verdict" $((SECONDS - begun)) \
-    "$(grep -v '^$' "$log" | tail -n 1)" >>"$record"
+    "$(grep -v '^$\|DeprecationWarning' "$log" | tail -n 1)" >>"$record"
   rm -f "$log"
 }
 
@@ -32,6 +32,8 @@ done
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
 try "200,000 tensors by every call" env TENSORS_OF_TESTS=200000 "$PYTHON" -m pytest tests/python/test_large_headers.py
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py
+libraries=$(grep -E '^(transformers|diffusers|peft|safetensors)==' tests/packaging/frameworks.txt | tr '=' ' ' | tr -s ' \n' ' ')
+try "models of ${libraries% }" make --no-print-directory test-frameworks
 for torch in $torches; do
   try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"
   rm -rf ".venv-$torch"
