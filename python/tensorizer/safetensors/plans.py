@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +13,7 @@ from .errors import SafetensorError
 from .opened import Opened
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A tensor that is to be loaded.
 
     Attributes:
@@ -46,16 +44,17 @@ def planned(opened: Opened, plan: Mapping[str, Any] | None) -> list[Planned]:
 
     """
     if plan is None:
-        chosen = {name: Planned(name, number) for name, number in opened.numbers.items()}
+        chosen = [Planned(name, number) for name, number in opened.numbers.items()]
     else:
         if not isinstance(plan, Mapping):
             raise TypeError(f"argument 'plan': expected a dict, found {type(plan).__name__}")
-        chosen = {name: _planned(opened, name, part) for name, part in plan.items()}
+        chosen = [_planned(opened, name, part) for name, part in plan.items()]
+        chosen.sort(key=lambda tensor: tensor.number)
         if not chosen:
             raise SafetensorError("prefetch plan selects no tensors")
-    for tensor in chosen.values():
+    for tensor in chosen:
         opened.check_dtype(tensor.number)
-    return sorted(chosen.values(), key=lambda tensor: tensor.number)
+    return chosen
 
 
 def _planned(opened: Opened, name: Any, part: Any) -> Planned:

@@ -23,6 +23,9 @@ from .plans import Planned
 #: Bytes that are read ahead of the caller if no budget is given: all.
 _UNLIMITED = (1 << 63) - 1
 
+#: A tensor, and the stream of CUDA for which it came.
+_Landed = tuple[torch.Tensor, "torch.cuda.Stream | None"]
+
 
 class PrefetchLoader:
     """Tensors of a file on their way to a device, which :meth:`safe_open.prefetch` returns.
@@ -44,14 +47,16 @@ class PrefetchLoader:
         self._device = device
         #: The file, which it keeps open.
         self._opened: Opened | None = opened
-        self._planned = planned
-        #: The place of each tensor in the plan; those that were handed out stay in it.
-        self._places = {tensor.name: place for place, tensor in enumerate(planned)}
-        #: Places of tensors that were not handed out.
-        self._left = set(range(len(planned)))
-        #: Tensors that have landed before they were asked for, by place, and the stream of CUDA for
-        #: which they came.
-        self._landed: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+        #: Names in the order of the plan, by which the native iterator counts.
+        self._names = [tensor.name for tensor in planned]
+        #: Indices into what is read of a tensor, by name.
+        self._rests = {tensor.name: tensor.rest for tensor in planned if tensor.rest}
+        #: The plan's tensors by name: True for those that were not handed out.
+        self._waiting = dict.fromkeys(self._names, True)
+        self._left = len(planned)
+        #: Tensors that have landed before they were asked for, and the stream of CUDA for which
+        #: they came.
+        self._landed: dict[str, _Landed] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
@@ -62,7 +67,9 @@ class PrefetchLoader:
             devices.number(device)
         except (AssertionError, RuntimeError) as error:
             raise SafetensorError(f"Error while prefetching to {device}: {error}") from error
-        parts = opened.file.sliced([(tensor.number, tensor.ranges) for tensor in planned])
+        parts = opened.file
+        if len(planned) < len(parts) or any(tensor.ranges for tensor in planned):
+            parts = parts.sliced([(tensor.number, tensor.ranges) for tensor in planned])
         #: The file with these parts as its tensors; None once the loader is closed.
         self._file: TensorFile | None = parts
         self._native: TensorIterator = parts.iterate(
@@ -77,10 +84,10 @@ class PrefetchLoader:
 
     def names(self) -> list[str]:
         """Return the names of the tensors, in the order of the file."""
-        return list(self._places)
+        return list(self._names)
 
     def __len__(self) -> int:
-        return len(self._planned)
+        return len(self._names)
 
     def take(self, name: str) -> torch.Tensor:
         """Return a tensor, or the part of it that was asked for. Waits until it has landed.
@@ -92,16 +99,18 @@ class PrefetchLoader:
                 read, or is damaged; or the loader is closed.
 
         """
-        place = self._places.get(name)
-        if place is None:
+        self._check_process()
+        if name not in self._waiting:
             raise SafetensorError(f"tensor {name} is not in the prefetch plan")
-        found = self._take(place)
-        if found is None:
-            raise SafetensorError(
-                f"{name}: tensor already delivered (each tensor is handed out once, by take or by "
-                "iteration)"
-            )
-        return found[1]
+        with self._changed:
+            while self._waiting[name]:
+                if name in self._landed:
+                    return self._hand_out(name)
+                self._wait()
+        raise SafetensorError(
+            f"{name}: tensor already delivered (each tensor is handed out once, by take or by "
+            "iteration)"
+        )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors in the order in which they land, without those that were taken.
@@ -114,30 +123,34 @@ class PrefetchLoader:
         return iter(self._take_any, None)
 
     def _take_any(self) -> tuple[str, torch.Tensor] | None:
-        found = self._take(None)
-        return None if found is None else (self._planned[found[0]].name, found[1])
+        """Take the tensor that has landed first. None if all were handed out."""
+        self._check_process()
+        with self._changed:
+            while self._left:
+                for name in self._landed:
+                    return name, self._hand_out(name)
+                self._wait()
+        return None
 
-    def _take(self, place: int | None) -> tuple[int, torch.Tensor] | None:
-        """Take the tensor of a place, or any. None if it was handed out, or all were."""
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise SafetensorError("this loader belongs to the process that made it")
-        with self._changed:
-            while self._left if place is None else place in self._left:
-                found = next(iter(self._landed), None) if place is None else place
-                if found in self._landed:
-                    return found, self._hand_out(found)
-                self._check()
-                if self._waits:
-                    self._changed.wait()
-                else:
-                    self._let_land()
-            return None
 
-    def _check(self) -> None:
+    def _wait(self) -> None:
+        """Wait until more tensors have landed.
+
+        Raises:
+            SafetensorError: None will: the loader is closed, or the load has failed.
+
+        """
         if self._closed:
             raise SafetensorError("prefetch loader closed")
         if self._error is not None:
             raise SafetensorError(f"the load has failed: {self._error}") from self._error
+        if self._waits:
+            self._changed.wait()
+        else:
+            self._let_land()
 
     def _let_land(self) -> None:
         """Wait for the next tensors, while other threads may take those that have landed."""
@@ -159,7 +172,7 @@ class PrefetchLoader:
             self._waits = False
             self._changed.notify_all()
 
-    def _next(self) -> dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]]:
+    def _next(self) -> dict[str, _Landed]:
         file = self._file
         with as_safetensor_errors("prefetching", OSError):
             found = self._native.next()
@@ -169,15 +182,17 @@ class PrefetchLoader:
         tensors = file.placed(take(handle), places, self._device)
         on_cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device) if on_cuda else None
-        return {place: (one, stream) for place, one in zip(places, tensors, strict=True)}
+        names = self._names
+        return {names[place]: (one, stream) for place, one in zip(places, tensors, strict=True)}
 
-    def _hand_out(self, place: int) -> torch.Tensor:
-        tensor, stream = self._landed.pop(place)
-        self._left.discard(place)
-        if stream is not None and tensor.is_cuda:
+    def _hand_out(self, name: str) -> torch.Tensor:
+        tensor, stream = self._landed.pop(name)
+        self._waiting[name] = False
+        self._left -= 1
+        if stream is not None:
             use_on_current_stream(tensor, stream)
-        rest = self._planned[place].rest
-        return tensor[rest] if rest else tensor
+        rest = self._rests.get(name)
+        return tensor if rest is None else tensor[rest]
 
     def close(self) -> None:
         """End the load, and let go the file and the tensors that were not handed out.
