@@ -28,6 +28,7 @@ __all__ = [
     "known_limit",
     "least_of_save",
     "local_path",
+    "model_files",
     "open",
     "release_pinned",
     "s3cfg",

@@ -3,11 +3,13 @@
 The library's own tests of it are run by ``make test-frameworks``.
 """
 
+import contextlib
 import json
 import os
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import safetensors
@@ -264,6 +266,68 @@ def test_closing_wakes_a_thread_that_waits(path):
         assert time.monotonic() - begun < 20
 
 
+def test_threads_that_wait_cost_nothing(path):
+    with FaultServer(path.read_bytes(), lambda n, *_: ("stall", 10) if n else None) as server:
+        loader = safe_open(server.url, "pt").prefetch()
+        threads = [threading.Thread(target=suppressed, args=(loader.take, name))
+                   for name in loader.names()[-4:]]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.25
+        loader.close()
+        for thread in threads:
+            thread.join()
+
+
+def suppressed(call, *args):
+    with contextlib.suppress(SafetensorError):
+        call(*args)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from tensorizer.safetensors import SafetensorError, safe_open
+loader = safe_open(sys.argv[1], "pt").prefetch()
+last = loader.names()[-1]
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    loader.take(last)
+except KeyboardInterrupt:
+    print("interrupted")
+try:
+    loader.take(last)
+except SafetensorError as error:
+    print(error)
+thread = threading.Thread(target=loader.close)
+thread.start()
+thread.join(20)
+print(thread.is_alive())
+"""
+
+
+def test_an_interrupt_ends_a_load_and_leaves_no_lock(path):
+    with FaultServer(path.read_bytes(), lambda n, *_: ("stall", 10) if n else None) as server:
+        done = run_python(INTERRUPTED, server.url)
+    expected = "interrupted\nthe load has failed: KeyboardInterrupt\nFalse\n"
+    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
+
+
+def test_a_closed_loader_keeps_no_tensors(tmp_path):
+    ours.save_file({f"{n}": torch.ones(4 << 20) for n in range(12)}, tmp_path / "f")
+    kept = []
+    held = Path("/proc/self/statm").read_text().split()
+    for pause in (0.001, 0.01, 0.03, 0.05):
+        loader = safe_open(tmp_path / "f", "pt", backend="pread").prefetch()
+        time.sleep(pause)
+        loader.close()
+        kept.append(loader)
+    now = Path("/proc/self/statm").read_text().split()
+    assert (int(now[1]) - int(held[1])) * os.sysconf("SC_PAGE_SIZE") < 100 << 20
+
+
 def test_a_lost_server_is_an_error_of_every_later_call(path, monkeypatch):
     monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
     data = path.read_bytes()
@@ -483,6 +547,22 @@ def test_wrong_raw_tensors_are_refused(tmp_path):
             ours.TensorSpec(
                 **{"dtype": "float32", "shape": [3], "data_ptr": 0, "data_len": 0} | options
             )
+    for options, error in [
+        ({"shape": [-2, -1]}, OverflowError),
+        ({"data_ptr": -1}, OverflowError),
+        ({"data_len": 1 << 64}, OverflowError),
+        ({"shape": "ab"}, TypeError),
+        ({"shape": [1.5]}, TypeError),
+        ({"dtype": 5}, TypeError),
+    ]:
+        with pytest.raises(error):
+            ours.TensorSpec(
+                **{"dtype": "float32", "shape": [3], "data_ptr": 0, "data_len": 0} | options
+            )
+    huge = ours.TensorSpec(dtype="float32", shape=[1 << 40, 1 << 40, 0], data_ptr=0, data_len=0)
+    for specs, error in [({"a": huge}, SafetensorError), (None, TypeError)]:
+        with pytest.raises(error):
+            ours.serialize(specs)
     wrong = ours.TensorSpec(dtype="float32", shape=[4], data_ptr=tensor.data_ptr(), data_len=12)
     with pytest.raises(SafetensorError, match="a: expected 16 bytes for F32 of shape"):
         ours.serialize({"a": wrong})

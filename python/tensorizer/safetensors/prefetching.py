@@ -60,9 +60,10 @@ class PrefetchLoader:
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
-        self._changed = threading.Condition()
-        #: True while a thread waits for the next tensors of the native iterator.
-        self._waits = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        #: Of the call that waits for the next tensors of the native iterator, or None.
+        self._puller: object | None = None
         try:
             devices.number(device)
         except (AssertionError, RuntimeError) as error:
@@ -99,18 +100,15 @@ class PrefetchLoader:
                 read, or is damaged; or the loader is closed.
 
         """
-        self._check_process()
         if name not in self._waiting:
             raise SafetensorError(f"tensor {name} is not in the prefetch plan")
-        with self._changed:
-            while self._waiting[name]:
-                if name in self._landed:
-                    return self._hand_out(name)
-                self._wait()
-        raise SafetensorError(
-            f"{name}: tensor already delivered (each tensor is handed out once, by take or by "
-            "iteration)"
-        )
+        found = self._take(name)
+        if found is None:
+            raise SafetensorError(
+                f"{name}: tensor already delivered (each tensor is handed out once, by take or by "
+                "iteration)"
+            )
+        return found[1]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors in the order in which they land, without those that were taken.
@@ -120,57 +118,63 @@ class PrefetchLoader:
 
         """
         # A generator would keep the last tensor while it waits for the next one.
-        return iter(self._take_any, None)
+        return iter(self._take, None)
 
-    def _take_any(self) -> tuple[str, torch.Tensor] | None:
-        """Take the tensor that has landed first. None if all were handed out."""
-        self._check_process()
-        with self._changed:
-            while self._left:
-                for name in self._landed:
-                    return name, self._hand_out(name)
-                self._wait()
-        return None
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise SafetensorError("this loader belongs to the process that made it")
-
-    def _wait(self) -> None:
-        """Wait until more tensors have landed.
+    def _take(self, wanted: str | None = None) -> tuple[str, torch.Tensor] | None:
+        """Take a tensor, or the one that has landed first. None if it, or all, were handed out.
 
         Raises:
-            SafetensorError: None will: the loader is closed, or the load has failed.
+            SafetensorError: It will not land: the loader is closed, or the load has failed.
 
         """
-        if self._closed:
-            raise SafetensorError("prefetch loader closed")
-        if self._error is not None:
-            raise SafetensorError(f"the load has failed: {self._error}") from self._error
-        if self._waits:
-            self._changed.wait()
-        else:
-            self._let_land()
+        if self._process != os.getpid():
+            raise SafetensorError("this loader belongs to the process that made it")
+        while True:
+            # Not by the condition: an interrupt on the way into it would leave the lock held.
+            with self._lock:
+                if not (self._left if wanted is None else self._waiting[wanted]):
+                    return None
+                name = next(iter(self._landed), None) if wanted is None else wanted
+                if name is not None and name in self._landed:
+                    return name, self._hand_out(name)
+                if self._closed:
+                    raise SafetensorError("prefetch loader closed")
+                if self._error is not None:
+                    said = str(self._error) or type(self._error).__name__
+                    raise SafetensorError(f"the load has failed: {said}") from self._error
+            self._let_land(wanted)
 
-    def _let_land(self) -> None:
-        """Wait for the next tensors, while other threads may take those that have landed."""
-        self._waits = True
-        self._changed.release()
+    def _let_land(self, wanted: str | None) -> None:
+        """Wait for the next tensors, while other threads may take those that have landed.
+
+        An interrupt ends the load, as tensors may be on their way to the caller.
+        """
+        call = object()
         try:
+            with self._lock:
+                there = self._landed if wanted is None else wanted in self._landed
+                if there or self._closed or self._error is not None or not self._left:
+                    return
+                if self._puller is not None:
+                    self._changed.wait()
+                    return
+                self._puller = call
             landed = self._next()
+            with self._lock:
+                if not self._closed:
+                    self._landed.update(landed)
         except BaseException as error:
+            if self._puller is not call:
+                raise
             self._native.close()
-            self._changed.acquire()
             if not (self._closed and isinstance(error, ClosedError)):
                 self._error = error
                 raise
-        else:
-            self._changed.acquire()
-            if not self._closed:
-                self._landed.update(landed)
         finally:
-            self._waits = False
-            self._changed.notify_all()
+            with self._lock:
+                if self._puller is call:
+                    self._puller = None
+                    self._changed.notify_all()
 
     def _next(self) -> dict[str, _Landed]:
         file = self._file
@@ -201,10 +205,9 @@ class PrefetchLoader:
         """
         if self._process != os.getpid():
             return
-        with self._changed:
-            self._closed = True
+        self._closed = True
         self._native.close()
-        with self._changed:
+        with self._lock:
             self._landed.clear()
             # The traceback of an error keeps the file too.
             self._opened = self._file = self._error = None

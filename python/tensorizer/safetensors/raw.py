@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,32 +33,64 @@ class TensorSpec:
 
     Raises:
         SafetensorError: There is no such dtype.
-
-    Attributes:
-        dtype: Safetensors' name of the dtype, such as ``"F32"``.
-        shape: Its shape, in elements of safetensors.
+        TypeError: An argument is of another type.
+        OverflowError: A number is negative, or has more than 64 bits.
 
     """
 
-    __slots__ = ("_packed", "data_len", "data_ptr", "dtype", "shape")
+    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        if not isinstance(dtype, str):
+            raise TypeError(f"argument 'dtype': expected a str, found {type(dtype).__name__}")
         supported = [name for name in DTYPES if name not in _NOT_WRITTEN]
         if dtype not in supported:
             raise SafetensorError(
                 f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(supported)}"
             )
-        self.dtype, self._packed = DTYPES[dtype]
-        self.shape = list(shape)
-        if self._packed > 1 and self.shape:
-            self.shape[-1] *= self._packed
-        self.data_ptr, self.data_len = data_ptr, data_len
+        if isinstance(shape, (str, bytes)):
+            raise TypeError(f"argument 'shape': expected numbers, found {type(shape).__name__}")
+        self._dtype, packed = DTYPES[dtype]
+        sizes = [_unsigned("shape", size) for size in shape]
+        if packed > 1 and sizes:
+            sizes[-1] *= packed
+        self._shape = tuple(sizes)
+        self._data_ptr = _unsigned("data_ptr", data_ptr)
+        self._data_len = _unsigned("data_len", data_len)
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the dtype, such as ``"F32"``."""
+        return self._dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape, in elements of safetensors."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """The address of the bytes."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """The number of bytes."""
+        return self._data_len
 
     def __repr__(self) -> str:
         return (
             f"TensorSpec(dtype={self.dtype!r}, shape={self.shape}, data_ptr={self.data_ptr}, "
             f"data_len={self.data_len})"
         )
+
+
+def _unsigned(argument: str, number: int) -> int:
+    """Return a number of at most 64 bits, as the library takes them."""
+    found = operator.index(number)
+    if not 0 <= found < 1 << 64:
+        raise OverflowError(f"argument {argument!r}: {found} is negative, or has more than 64 bits")
+    return found
 
 
 def serialize(
@@ -140,6 +173,8 @@ def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
 
 def _tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     """Return tensors in the memory that specs describe, those of the library included."""
+    if not isinstance(specs, Mapping):
+        raise TypeError(f"argument 'tensor_dict': expected a dict, found {type(specs).__name__}")
     return {name: _tensor(name, spec) for name, spec in specs.items()}
 
 
@@ -163,6 +198,10 @@ def _tensor(name: str, spec: Any) -> torch.Tensor:
         raise SafetensorError(
             f"Error while serializing: {name}: expected {expected} bytes for {spec.dtype} of shape "
             f"{list(spec.shape)}, found {spec.data_len}"
+        )
+    if math.prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
+        raise SafetensorError(
+            f"Error while serializing: {name}: a tensor of shape {list(spec.shape)} is too large"
         )
     if expected == 0:
         return torch.empty(shape, dtype=dtype)

@@ -213,6 +213,10 @@ impl Window {
     /// Hands tensors to the caller, which finds all of them when it wakes.
     pub fn land_together(&self, items: Vec<Item>) -> Result<()> {
         let mut state = self.state();
+        if state.closed {
+            // The caller has let go what would come.
+            return Ok(());
+        }
         let mut wanted = self.order == Order::Ready;
         for item in items {
             let tensor = item.tensor;

@@ -25,7 +25,8 @@ impl Returns {
     pub fn note(&mut self, buffers: usize, busy: bool) {
         if let Some(last) = self.last {
             let count = u32::try_from(buffers).unwrap_or(u32::MAX).max(1);
-            let found = last.elapsed() / count;
+            // Longer ones are pauses between loads.
+            let found = (last.elapsed() / count).min(LONGEST);
             self.interval = if self.interval.is_zero() {
                 found
             } else {
@@ -35,9 +36,10 @@ impl Returns {
         self.last = busy.then(Instant::now);
     }
 
-    /// True if a buffer has just come back, and the next one takes longer.
+    /// True if a buffer has just come back, and the next one takes longer: for half of [`LONGEST`] at
+    /// most.
     pub fn is_early(&self) -> bool {
-        self.last.is_some_and(|last| last.elapsed() < self.interval / 2)
+        self.last.is_some_and(|last| last.elapsed() < self.interval.min(LONGEST) / 2)
     }
 
     /// The sleep before looking for the next buffer.
@@ -54,6 +56,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_pause_between_loads_is_not_taken_for_a_slow_bus() {
+        let mut returns = Returns::default();
+        returns.note(1, true);
+        std::thread::sleep(20 * LONGEST);
+        returns.note(16, true);
+        std::thread::sleep(LONGEST);
+        assert!(!returns.is_early());
+        assert!(returns.rest() <= LONGEST);
+        assert!(returns.interval <= LONGEST);
+    }
+
+    #[test]
     fn sleeps_are_as_long_as_buffers_take_and_bounded() {
         let mut returns = Returns::default();
         assert_eq!(returns.rest(), POLL);
@@ -64,6 +78,9 @@ mod tests {
         returns.note(1, true);
         let rest = returns.rest();
         assert!(rest > POLL && rest <= LONGEST, "{rest:?}");
+        assert!(returns.is_early());
+        std::thread::sleep(LONGEST);
+        assert!(!returns.is_early());
         returns.note(1, false);
         assert_eq!(returns.rest(), POLL);
     }
