@@ -114,6 +114,7 @@ def test_dtype(build, tmp_path):
     model.save_pretrained(tmp_path)
     inputs = {n: v.bfloat16() if v.is_floating_point() else v for n, v in inputs.items()}
     ours = from_pretrained(tmp_path, dtype="bfloat16")
+    assert from_pretrained(tmp_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
     name = "torch_dtype" if build is models.unet else "dtype"
     assert_same_model(ours, theirs_of(model, tmp_path, **{name: torch.bfloat16}), inputs)
 
@@ -178,7 +179,10 @@ def test_missing_weights_of_diffusers(tmp_path, caplog):
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     tensors = tensorizer.load(path)
     tensorizer.save(tensors | {"other": torch.ones(2)}, path)
-    from_pretrained(tmp_path)
+    _, names = from_pretrained(tmp_path, output_loading_info=True)
+    _, expected = theirs_of(model, tmp_path, output_loading_info=True)
+    assert names.keys() == expected.keys()
+    assert set(names["unexpected_keys"]) == set(expected["unexpected_keys"]) == {"other"}
     assert "not used by UNet2DConditionModel: other" in caplog.text
     del tensors["conv_in.bias"]
     tensorizer.save(tensors, path)
@@ -212,6 +216,8 @@ def test_everywhere(where, tmp_path, nginx, request, monkeypatch):
             ours = from_pretrained("hf://org/repo")
             assert_same_model(ours, theirs, inputs)
             assert ours.config.name_or_path == "hf://org/repo"
+            of_file = from_pretrained("hf://org/repo/model.safetensors.index.json")
+            assert_same_model(of_file, theirs, inputs)
 
 
 def test_an_adapter(tmp_path, nginx):
@@ -227,8 +233,43 @@ def test_an_adapter(tmp_path, nginx):
             assert ours.peft_config["default"].to_dict() == theirs.peft_config["default"].to_dict()
     twice = load_adapter(ours, folder, adapter_name="second", is_trainable=True)
     assert twice is ours and set(ours.peft_config) == {"default", "second"}
+    # A further adapter that is trained.
+    theirs.load_adapter(folder, "second", is_trainable=True)
+    trained = {name for name, one in theirs.named_parameters() if one.requires_grad}
+    assert trained == {name for name, one in ours.named_parameters() if one.requires_grad} != set()
+    options = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
+    theirs, ours = (
+        load(models.made(models.llama, torch.bfloat16)[0], folder, **options)
+        for load in (peft.PeftModel.from_pretrained, load_adapter)
+    )
+    assert_same_model(ours, theirs, inputs)
     with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, address\)"):
         from_pretrained(f"{nginx.http}/adapter")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_an_adapter_that_is_complete_makes_no_warning(config, tmp_path, recwarn):
+    peft.get_peft_model(models.made(models.llama)[0], config).save_pretrained(tmp_path)
+    load_adapter(models.made(models.llama)[0], tmp_path)
+    assert not [one for one in recwarn if str(tmp_path) in str(one.message)]
+
+
+def test_an_adapter_beside_a_model_is_not_attached(tmp_path, caplog):
+    base, _ = models.made(models.llama)
+    base.save_pretrained(tmp_path)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path, transformers.AutoModelForCausalLM)
+    assert not any("lora" in name for name, _ in ours.named_parameters())
+    assert "holds an adapter too, which is not attached" in caplog.text
 
 
 def test_a_pipelines_folder(tmp_path):
@@ -242,6 +283,9 @@ def test_a_diffusers_auto_model_and_quantization(tmp_path):
     model.save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path, diffusers.AutoModel)
     assert_same_model(ours, theirs_of(model, tmp_path), inputs)
+    models.made(models.clip)[0].save_pretrained(tmp_path / "clip")
+    encoder = diffusers.AutoModel.from_pretrained(str(tmp_path / "clip"))
+    assert type(from_pretrained(tmp_path / "clip", diffusers.AutoModel)) is type(encoder)
     assert load_config(tmp_path)["_class_name"] == "DiTTransformer2DModel"
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(NotImplementedError, match="quantization_config is for from_pretrained"):

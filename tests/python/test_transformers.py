@@ -3,9 +3,12 @@
 diffusers and PEFT are stand-ins here; tests/frameworks has the libraries themselves.
 """
 
+import http.server
 import json
+import shutil
 import sys
 import tempfile
+import threading
 
 import libraries_stub
 import pytest
@@ -14,8 +17,8 @@ import torch
 from conftest import assert_same, run_python
 from tensorizer import FormatError
 from tensorizer.transformers import (
-    configs,
     fetching,
+    file_entries,
     folders,
     from_pretrained,
     load_adapter,
@@ -189,8 +192,14 @@ def test_one_commit_of_the_hub():
     folder = folders.Folder("hf://org/repo/sub")
     folder.pin("config.json", "hf://org/repo@main/sub/config.json")
     assert folder.join("x") == "hf://org/repo/sub/x"
-    folder.pin("config.json", f"hf://org/repo@{'5a' * 20}/sub/config.json")
-    assert folder.join("x") == f"hf://org/repo@{'5a' * 20}/sub/x"
+    assert folder.is_to_be_pinned
+    commit = "5a" * 20
+    folder.pin("config.json", f"hf://org/repo@{commit}/sub/config.json")
+    assert folder.join("x") == f"hf://org/repo@{commit}/sub/x" and not folder.is_to_be_pinned
+    folder = folders.Folder("hf://org/repo/sub/model.safetensors")
+    folder.pin("config.json", f"hf://org/repo@{commit}/sub/config.json")
+    assert folder.file == f"hf://org/repo@{commit}/sub/model.safetensors"
+    assert not folders.Folder("http://h/m").is_to_be_pinned
 
 
 def test_arguments_for_the_hub_are_refused(tmp_path):
@@ -255,6 +264,16 @@ def test_code_of_a_folder_is_run_when_that_is_said(served, monkeypatch, tmp_path
     for cls in (None, transformers.AutoModelForCausalLM):
         model = from_pretrained(address, cls, trust_remote_code=True)
         assert type(model).__name__ == "OwnModel" and model.config.model_type == "own"
+        assert "GenerationMixin" in str(type(model).__mro__)
+    config = load_config(address, trust_remote_code=True)
+    given = from_pretrained(address, config=config, trust_remote_code=True)
+    assert type(given).__name__ == "OwnModel"
+    # One place in the library's cache, however often it is loaded.
+    places = [path.name for path in (tmp_path / "modules/transformers_modules").iterdir()]
+    assert [name[:4] for name in places if name.startswith("own")] == ["own_"]
+    assert not [name for name in places if name.startswith("tensorizer")]
+    with pytest.raises(ValueError, match=f"{address} contains custom code"):
+        load_config(address)
     said["auto_map"]["AutoConfig"] = "../code.OwnConfig"
     (folder / "config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=r"expected module\.Class in auto_map"):
@@ -288,13 +307,111 @@ def test_a_tokenizer(served):
     kept = json.loads((served.root / "words/tokenizer_config.json").read_text())
     assert load_tokenizer(served.root / "words")("a")["input_ids"] == [1]
     assert json.loads((served.root / "words/tokenizer_config.json").read_text()) == kept
-    assert load_processor(f"{served.http}/words")("a")["input_ids"] == [1]
+    assert ours.init_kwargs["name_or_path"] == f"{served.http}/words"
+    processor = load_processor(f"{served.http}/words")
+    assert processor("a")["input_ids"] == [1]
+    assert processor.name_or_path == f"{served.http}/words"
 
 
-def test_entries_that_name_files_of_the_machine():
-    assert configs._is_path("vocab_file", "/etc/passwd")
-    assert not configs._is_path("vocab_file", "vocab.txt")
-    assert not configs._is_path("chat_template", "a/b")
+def test_a_remote_tokenizer_opens_no_file_of_the_machine(served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "private.txt").write_text("[UNK]\nsecret\n")
+    (served.root / "bert").mkdir()
+    (served.root / "bert/config.json").write_text('{"model_type": "bert"}')
+    kind = "BertTokenizer"
+    for said in (
+        {"vocab": str(tmp_path / "private.txt")},
+        {"vocab_file": "private.txt"},
+        {"init_inputs": [str(tmp_path / "private.txt")]},
+    ):
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            text = json.dumps(said | {"tokenizer_class": kind})
+            (served.root / "bert" / name).write_text(text)
+        assert "secret" not in load_tokenizer(f"{served.http}/bert").get_vocab()
+
+
+def test_entries_that_name_files_of_the_machine(tmp_path):
+    path = tmp_path / "config.json"
+    kept = {"vocab": ["a"], "vocab_size": 3, "chat_template": "a/b_file", "unk_token": "/"}
+    dropped = {"vocab": "x", "merges": "x", "source_spm": "x", "fast_tokenizer_files": ["x"]}
+    path.write_text(json.dumps(kept | {"sp_model_kwargs": {"model_file": "x", "nbest_size": 1}}))
+    file_entries.drop_tokenizer_files(path)
+    assert json.loads(path.read_text()) == kept | {"sp_model_kwargs": {"nbest_size": 1}}
+    path.write_text(json.dumps(dropped))
+    file_entries.drop_tokenizer_files(path)
+    assert json.loads(path.read_text()) == {}
+    hub = {"repo_path": "org/repo", "image_processor": {"class_info_file": "ade20k.json"}}
+    path.write_text(json.dumps(hub | {"part": {"class_info_file": str(path)}, "a_path": "../x"}))
+    file_entries.drop_processor_files(path)
+    assert json.loads(path.read_text()) == hub | {"part": {}}
+
+
+@pytest.mark.parametrize("config", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["pipeline", "Trainer", "AutoModel", {"a": 1}, 7])
+def test_a_tokenizer_class_that_is_none(tmp_path, config, name):
+    tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / config).write_text(json.dumps({"tokenizer_class": name}))
+    with pytest.raises(ValueError, match="expected the name of a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [["pipeline"], ["AutoConfig"], ["LlamaConfig"], ["AutoTokenizer"], [1], [None], {"a": 1}, 7],
+)
+def test_an_architecture_that_is_none(served, tmp_path, said):
+    config = json.loads((served.root / "llama/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": said}))
+    (tmp_path / "model.safetensors").write_bytes((b"\2" + bytes(7)) + b"{}")
+    with pytest.raises(ValueError, match=r"no model of transformers|list of names of classes"):
+        from_pretrained(tmp_path)
+
+
+def test_files_of_other_names_are_no_weights(served, tmp_path):
+    plain = tensorizer.load(served.root / "llama")
+    config = json.loads((served.root / "llama/config.json").read_text())
+    for name in ("adapter_model.safetensors", "consolidated.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        tensorizer.save(plain, folder / name)
+        with pytest.raises(FileNotFoundError, match="no weights in"):
+            from_pretrained(folder)
+    # A name that the configuration says is that of the weights.
+    path = folder / "config.json"
+    path.write_text(json.dumps(config | {"transformers_weights": "consolidated.safetensors"}))
+    assert_same(from_pretrained(folder).model.norm.weight.data, plain["model.norm.weight"])
+    for name in ("../x.safetensors", "/x.safetensors", "x.bin", "a?b.safetensors", 3):
+        path.write_text(json.dumps(config | {"transformers_weights": name}))
+        with pytest.raises(ValueError, match="expected transformers_weights to name"):
+            from_pretrained(folder)
+
+
+def test_a_missing_shard_is_named(served):
+    folder = served.root / "shards"
+    shutil.copytree(served.root / "llama", folder)
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    for address in (folder, f"{served.http}/shards"):
+        with pytest.raises(FileNotFoundError, match=shard.name):
+            from_pretrained(address)
+
+
+def test_arguments_and_blocks_of_the_library(served, tmp_path, caplog):
+    folder = served.root / "llama"
+    model = from_pretrained(folder, torch_dtype=torch.float16)
+    assert model.dtype == torch.float16
+    auto = transformers.AutoModelForCausalLM
+    assert from_pretrained(folder, auto, torch_dtype="auto").dtype == torch.bfloat16
+    with torch.device("meta"), pytest.raises(RuntimeError, match="default device is 'meta'"):
+        from_pretrained(folder)
+    shutil.copytree(folder, tmp_path / "damaged")
+    (tmp_path / "damaged/generation_config.json").write_text("{")
+    (tmp_path / "damaged/adapter_config.json").write_text("{}")
+    damaged = from_pretrained(tmp_path / "damaged")
+    assert damaged.generation_config.eos_token_id == 2
+    assert "holds an adapter too, which is not attached" in caplog.text
 
 
 # diffusers and PEFT
@@ -332,14 +449,27 @@ def test_a_model_of_diffusers(stubs, served, diffusion):
     assert half.proj.weight.dtype == half.table.dtype == torch.float16
     assert half.norm.weight.dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
+    assert from_pretrained(folder, torch_dtype="float16").proj.weight.dtype == torch.float16
     assert load_config(folder) == {"_class_name": "TinyModel", "size": 4}
+
+
+def test_models_of_diffusers_on_several_threads(stubs, diffusion):
+    folder, _ = diffusion
+    dtypes = [torch.float16, torch.bfloat16, torch.float64] * 4
+    jobs = {
+        str(number): lambda dtype=dtype: from_pretrained(folder, dtype=dtype).table.dtype
+        for number, dtype in enumerate(dtypes)
+    }
+    assert list(fetching.together(jobs).values()) == dtypes
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_weights_that_do_not_fit_a_model_of_diffusers(stubs, diffusion, caplog):
     folder, tensors = diffusion
     path = folder / "diffusion_pytorch_model.safetensors"
     tensorizer.save(tensors | {"ignored.x": torch.ones(1), "y": torch.ones(1)}, path)
-    from_pretrained(folder)
+    _, names = from_pretrained(folder, output_loading_info=True, low_cpu_mem_usage=True)
+    assert names["unexpected_keys"] == ["ignored.x", "y"] and names["missing_keys"] == []
     assert "not used by TinyModel: y" in caplog.text
     with pytest.raises(RuntimeError, match=r"size mismatch for proj\.weight"):
         from_pretrained(folder, size=5)
@@ -347,8 +477,9 @@ def test_weights_that_do_not_fit_a_model_of_diffusers(stubs, diffusion, caplog):
     tensorizer.save(tensors, path)
     with pytest.raises(RuntimeError, match=r"lacks weights of TinyModel: proj\.bias"):
         from_pretrained(folder)
-    with pytest.raises(NotImplementedError, match="device_map is for from_pretrained of diffusers"):
-        from_pretrained(folder, device_map="auto")
+    for name, value in {"device_map": "auto", "max_memory": {0: 1}, "offload_folder": "x"}.items():
+        with pytest.raises(NotImplementedError, match=f"{name} is for from_pretrained of diffuse"):
+            from_pretrained(folder, **{name: value})
     (folder / "config.json").write_text('{"_class_name": "PeftModel"}')
     with pytest.raises(ValueError, match="names 'PeftModel': expected a model of diffusers"):
         from_pretrained(folder)
@@ -375,6 +506,8 @@ def test_an_adapter(stubs, served):
     )
     with pytest.warns(UserWarning, match=r"adapter has, and nothing takes: x"):
         load_adapter(base, folder)
+    with pytest.raises(NotImplementedError, match="key_mapping is for PeftModel"):
+        load_adapter(base, folder, key_mapping={"a": "b"})
     with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json at .*llama"):
         load_adapter(base, f"{served.http}/llama")
 
@@ -389,6 +522,52 @@ def test_a_library_that_is_missing_or_old(served, monkeypatch):
 
 
 # The parts
+
+
+def test_a_folder_that_was_removed_is_not_made_again(served, tmp_path):
+    files = fetching.Fetched(folders.Folder(f"{served.http}/llama"), tmp_path / "gone")
+    ended = threading.Event()
+    files._one("config.json", ended)
+    ended.set()
+    files._one("generation_config.json", ended)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_files_of_the_hub_are_asked_for_alone_until_one_is_pinned(tmp_path, monkeypatch):
+    files = fetching.Fetched(folders.Folder("hf://org/repo"), tmp_path)
+    rounds = []
+
+    def note(names):
+        rounds.append(names)
+        if "b" in names:
+            files._folder.pin("b", f"hf://org/repo@{'5a' * 20}/b")
+
+    monkeypatch.setattr(files, "_together", note)
+    files.fetch(["a", "b", "c", "d"])
+    assert rounds == [["a"], ["b"], ["c", "d"]]
+
+
+def test_a_server_without_ranges_is_asked_twice(tmp_path):
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "9")
+            self.end_headers()
+            self.wfile.write(b'{"a": 12}')
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        fetching.Fetched(folders.Folder(address), tmp_path).fetch(["config.json"])
+        server.shutdown()
+    # Once to open it, and once to read it.
+    assert (tmp_path / "config.json").read_text() == '{"a": 12}' and len(requests) == 2
 
 
 def test_jobs_together():

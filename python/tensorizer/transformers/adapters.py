@@ -17,6 +17,13 @@ from .libraries import library
 from .weights import Options, Weights, open_weights
 
 _CONFIG = "adapter_config.json"
+#: Arguments that only PEFT's own loader has.
+_NOT_HERE = (
+    *("key_mapping", "ephemeral_gpu_offload", "adapters", "device_map", "max_memory"),
+    *("offload_folder", "offload_dir", "offload_index"),
+)
+#: Parts of the names of weights that an adapter has once, and each layer of it names.
+_SHARED = ("vblora_vector_bank", ".tinylora_v.", ".unilora_theta_d.")
 
 
 def load_adapter(
@@ -49,7 +56,7 @@ def load_adapter(
         cache_dir: A folder that keeps what a server sends of the weights.
         memory_limit: The most bytes that the load has in flight beside the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
-        kwargs: ``autocast_adapter_dtype`` and ``low_cpu_mem_usage`` of PEFT, and
+        kwargs: ``autocast_adapter_dtype``, ``low_cpu_mem_usage`` and ``torch_device`` of PEFT, and
             ``ignore_mismatched_sizes``.
 
     Returns:
@@ -59,6 +66,7 @@ def load_adapter(
         FileNotFoundError: The configuration or the weights are missing.
         ImportError: PEFT is not installed.
         TypeError: An argument is for the hub only.
+        NotImplementedError: An argument is for PEFT's own loader only, such as ``key_mapping``.
         RuntimeError: Weights do not fit the model.
         FormatError: The configuration is larger than 10 MiB.
         OSError, ValueError, HashMismatchError, CryptographyError: See
@@ -66,9 +74,11 @@ def load_adapter(
 
     """
     refuse_hub_arguments(kwargs)
+    _refuse(kwargs)
     peft = library("peft")
     folder = Folder(address)
     ignores = kwargs.pop("ignore_mismatched_sizes", False)
+    device = kwargs.pop("torch_device", None)
     options = Options(
         progress,
         num_readers=num_readers,
@@ -79,11 +89,17 @@ def load_adapter(
     )
     if config is None:
         config = _configuration(peft, folder)
+    if is_trainable and getattr(config, "is_prompt_learning", False):
+        raise ValueError("an adapter of learned prompts that is loaded cannot be trained further")
     config.inference_mode = not is_trainable
-    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), None)
     with open_weights(folder, "peft", None, options.open) as file:
         weights = dict(Weights(file, options, device))
     adapted = _adapted(peft, model, config, adapter_name, kwargs)
+    if is_trainable and adapted is model and hasattr(model, "set_requires_grad"):
+        # A further adapter is made frozen.
+        model.set_requires_grad(adapter_name)
     found = peft.set_peft_model_state_dict(
         adapted,
         weights,
@@ -91,7 +107,11 @@ def load_adapter(
         ignore_mismatched_sizes=ignores,
         low_cpu_mem_usage=kwargs.get("low_cpu_mem_usage", False),
     )
-    _warn(folder, adapter_name, found)
+    cast = getattr(getattr(adapted, "base_model", None), "_cast_adapter_dtype", None)
+    if cast is not None:
+        autocast = kwargs.get("autocast_adapter_dtype", True)
+        cast(adapter_name=adapter_name, autocast_adapter_dtype=autocast)
+    _warn(peft, folder, config, adapter_name, found)
     return adapted if is_trainable else adapted.eval()
 
 
@@ -117,9 +137,38 @@ def _adapted(
     return cls(model, config, adapter_name=name, **kwargs)
 
 
-def _warn(folder: Folder, name: str, found: Any) -> None:
-    """Warn of weights of the adapter that the file lacks, and of those that nothing takes."""
-    missing = [key for key in found.missing_keys if f".{name}." in key or key.endswith(f".{name}")]
-    for what, keys in (("lacks", missing), ("has, and nothing takes", found.unexpected_keys)):
+def _refuse(kwargs: dict[str, Any]) -> None:
+    """Refuse what only PEFT's own loader does.
+
+    Raises:
+        NotImplementedError: There is such an argument.
+
+    """
+    for name in _NOT_HERE:
+        if kwargs.pop(name, None):
+            raise NotImplementedError(
+                f"{name} is for PeftModel.from_pretrained itself, inside a block of "
+                "tensorizer.safetensors.tensorizer_safetensors()"
+            )
+
+
+def _warn(peft: Any, folder: Folder, config: Any, name: str, found: Any) -> None:
+    """Warn of weights of the adapter that the file lacks, and of those that nothing takes.
+
+    Those of learned prompts, and what adapters share, are not in the file by these names.
+    """
+    missing, unknown = found.missing_keys, found.unexpected_keys
+    if getattr(config, "is_prompt_learning", False):
+        missing, unknown = [], [key for key in unknown if key != "prompt_embeddings"]
+    prefixes = getattr(getattr(peft, "mapping", None), "PEFT_TYPE_TO_PREFIX_MAPPING", {})
+    prefix = prefixes.get(getattr(config, "peft_type", None), "")
+    missing = [
+        key
+        for key in missing
+        if (f".{name}." in key or key.endswith(f".{name}"))
+        and prefix in key
+        and not any(part in key for part in _SHARED)
+    ]
+    for what, keys in (("lacks", missing), ("has, and nothing takes", unknown)):
         if keys:
             warnings.warn(f"{folder.shown} {what}: {', '.join(keys)}", stacklevel=3)

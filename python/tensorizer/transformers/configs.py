@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from .fetching import Fetched, fetched
+from .file_entries import drop_processor_files, drop_tokenizer_files
 from .folders import Folder
 from .libraries import library
 from .remote_code import fetch_code, read_json
@@ -68,9 +69,10 @@ def load_config(
             return read_json(files.path / CONFIG)
         if trust_remote_code:
             fetch_code(files, [CONFIG])
-        config = library("transformers").AutoConfig.from_pretrained(
-            files.path, trust_remote_code=trust_remote_code, **kwargs
-        )
+        with naming(folder, files):
+            config = library("transformers").AutoConfig.from_pretrained(
+                files.path, trust_remote_code=trust_remote_code, **kwargs
+            )
     (config[0] if isinstance(config, tuple) else config).name_or_path = folder.shown
     return config
 
@@ -99,15 +101,16 @@ def load_tokenizer(
     refuse_hub_arguments(kwargs)
     folder = Folder(address)
     with fetched(folder) as files:
-        _fetch_tokenizer(files)
+        _fetch_tokenizer(folder, files)
         if not any(files.has(name) for name in (*_TOKENIZER, *_VOCABULARIES) if name != CONFIG):
             _refuse(folder, files, TOKENIZER_CONFIG, "no tokenizer")
         if trust_remote_code:
             fetch_code(files, [TOKENIZER_CONFIG, CONFIG])
-        with _named(folder, files):
+        with naming(folder, files):
             tokenizer = library("transformers").AutoTokenizer.from_pretrained(
                 files.path, trust_remote_code=trust_remote_code, **kwargs
             )
+        _show_address(tokenizer, folder, files)
     tokenizer.name_or_path = folder.shown
     return tokenizer
 
@@ -137,16 +140,22 @@ def load_processor(
     refuse_hub_arguments(kwargs)
     folder = Folder(address)
     with fetched(folder) as files:
-        _fetch_tokenizer(files, _PROCESSOR)
+        _fetch_tokenizer(folder, files, _PROCESSOR)
         there = (*_PROCESSOR, *_TOKENIZER, *_VOCABULARIES)
         if not any(files.has(name) for name in there if name != CONFIG):
             _refuse(folder, files, "processor_config.json", "no processor")
         if trust_remote_code:
             fetch_code(files, [*_PROCESSOR[:3], TOKENIZER_CONFIG, CONFIG])
-        with _named(folder, files):
-            return library("transformers").AutoProcessor.from_pretrained(
+        if not files.in_place:
+            for name in filter(files.has, _PROCESSOR):
+                if name.endswith("config.json"):
+                    drop_processor_files(files.path / name)
+        with naming(folder, files):
+            processor = library("transformers").AutoProcessor.from_pretrained(
                 files.path, trust_remote_code=trust_remote_code, **kwargs
             )
+        _show_address(processor, folder, files)
+    return processor
 
 
 def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
@@ -196,29 +205,54 @@ def _refuse(folder: Folder, files: Fetched, name: str, what: str, advice: str = 
     raise FileNotFoundError(f"{what} at {folder.shown}{advice}")
 
 
-def _fetch_tokenizer(files: Fetched, more: tuple[str, ...] = ()) -> None:
-    """Fetch what a tokenizer may need: its vocabularies in a second round."""
+def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ()) -> None:
+    """Fetch what a tokenizer may need: its vocabularies in a second round.
+
+    What comes from an address names no files of this machine afterwards.
+    """
     files.fetch([*more, *_TOKENIZER])
-    said = read_json(files.path / TOKENIZER_CONFIG) if files.has(TOKENIZER_CONFIG) else {}
-    name = said.get("tokenizer_class")
-    cls = getattr(library("transformers"), name, None) if isinstance(name, str) else None
+    cls = _tokenizer_class(folder, files)
     known = getattr(cls, "vocab_files_names", None)
     if isinstance(known, dict):
         files.fetch(name for name in known.values() if isinstance(name, str))
     elif not files.has("tokenizer.json"):
         files.fetch(_VOCABULARIES)
-    if said and not files.in_place:
-        kept = {key: value for key, value in said.items() if not _is_path(key, value)}
-        (files.path / TOKENIZER_CONFIG).write_text(json.dumps(kept), "utf-8")
+    if not files.in_place:
+        for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+            if files.has(name):
+                drop_tokenizer_files(files.path / name)
 
 
-def _is_path(key: str, value: Any) -> bool:
-    """Return True for entries that would have the library open a file of this machine."""
-    return key.endswith("_file") and isinstance(value, str) and "/" in value
+def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
+    """Return the class that the configuration of the tokenizer names, or None.
+
+    Without it the library takes the name in ``config.json``, which is checked too.
+
+    Raises:
+        ValueError: It is no name, or that of something else in the library.
+
+    """
+    transformers = library("transformers")
+    base = library("transformers.tokenization_utils_base").PreTrainedTokenizerBase
+    for config in (TOKENIZER_CONFIG, CONFIG):
+        said = read_json(files.path / config) if files.has(config) else {}
+        name = said.get("tokenizer_class")
+        if name is None:
+            continue
+        found = getattr(transformers, name, None) if isinstance(name, str) else name
+        is_tokenizer = isinstance(found, type) and issubclass(found, base)
+        # Stand-ins for classes whose libraries are not installed, and classes of remote code.
+        if not is_tokenizer and not hasattr(found, "_backends") and found is not None:
+            raise ValueError(
+                f"tokenizer_class in {config} of {folder.shown} is {name!r}: expected the name of "
+                "a tokenizer"
+            )
+        return found if config == TOKENIZER_CONFIG else None
+    return None
 
 
 @contextmanager
-def _named(folder: Folder, files: Fetched) -> Iterator[None]:
+def naming(folder: Folder, files: Fetched) -> Iterator[None]:
     """Have errors of the library name the address, and not a temporary folder."""
     try:
         yield
@@ -226,4 +260,21 @@ def _named(folder: Folder, files: Fetched) -> Iterator[None]:
         text = str(error)
         if folder.path is not None or str(files.path) not in text:
             raise
-        raise type(error)(text.replace(str(files.path), folder.shown)) from error
+        text = text.replace(str(files.path), folder.shown)
+        try:
+            renamed = type(error)(text)
+        except TypeError:
+            # Such as those of JSON and of UTF-8, which are made of more than a text.
+            renamed = OSError(text) if isinstance(error, OSError) else ValueError(text)
+        raise renamed from error
+
+
+def _show_address(made: Any, folder: Folder, files: Fetched) -> None:
+    """Have a tokenizer, or a processor and its parts, name the address as where they are from."""
+    for part in (made, *getattr(made, "__dict__", {}).values()):
+        attributes = getattr(part, "__dict__", {})
+        arguments = attributes.get("init_kwargs")
+        for holder in (attributes, arguments if isinstance(arguments, dict) else {}):
+            for name, value in holder.items():
+                if isinstance(value, (str, Path)) and str(value) == str(files.path):
+                    holder[name] = folder.shown

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import queue
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 from .._errors import FormatError
 from ..streams.open import open_stream
+from ..streams.remote import RemoteFile
 from .folders import Folder
 
 #: Bytes that a configuration may have, and any other small file.
@@ -21,7 +24,7 @@ FILE_BYTES = 200 << 20
 #: Requests at a time.
 _AT_ONCE = 6
 #: Bytes read at a time, between which a fetch can be given up.
-_CHUNK = 1 << 20
+_CHUNK = 8 << 20
 
 T = TypeVar("T")
 
@@ -46,11 +49,14 @@ class Fetched:
         self.in_place = folder.path is not None
         self.refused: dict[str, PermissionError] = {}
         self._asked: set[str] = set()
+        # Held while a file is created, so that none is when the temporary folder is removed.
+        self._creating = threading.Lock()
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetch files that were not asked for before, several at a time.
 
-        Those that are missing are left out. In a local folder nothing is done.
+        Those that are missing are left out. In a local folder nothing is done. Of the hub files are
+        fetched one by one until one of them has said the commit, which the others are then of.
 
         Args:
             names: Names of files of the folder, from this package or checked by it.
@@ -64,32 +70,53 @@ class Fetched:
         self._asked.update(wanted)
         if self._folder.path is not None:
             return
+        while wanted and self._folder.is_to_be_pinned:
+            self._together([wanted.pop(0)])
+        self._together(wanted)
+
+    def _together(self, names: list[str]) -> None:
         ended = threading.Event()
         try:
-            together({name: functools.partial(self._one, name, ended) for name in wanted})
+            together({name: functools.partial(self._one, name, ended) for name in names})
         finally:
-            ended.set()
+            with self._creating:
+                ended.set()
 
     def _one(self, name: str, ended: threading.Event) -> None:
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
-            with contextlib.closing(open_stream(self._folder.join(name))) as stream:
+            opened = open_stream(self._folder.join(name), buffer_size=_CHUNK)
+            with contextlib.closing(cast("RemoteFile", opened)) as stream:
                 self._folder.pin(name, stream.name)
-                target = self.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    while not ended.is_set() and (chunk := stream.read(_CHUNK)):
+                file = self._created(name, ended)
+                if file is None:
+                    return
+                with file:
+                    while not ended.is_set() and (chunk := stream.read1()):
                         if file.tell() + len(chunk) > bound:
                             raise FormatError(
                                 f"{self._folder.show(name)} is larger than {bound:,} bytes, "
                                 "the bound of such a file"
                             )
                         file.write(chunk)
+                        if len(chunk) < _CHUNK and not stream.seekable():
+                            # Without ranges, another read would be a request for the whole file.
+                            break
         except FileNotFoundError:
             pass
         except PermissionError as error:
             # Object stores refuse names that are missing to those that may not list them.
             self.refused[name] = error
+
+    def _created(self, name: str, ended: threading.Event) -> BinaryIO | None:
+        """Create a file of the temporary folder; None if the fetch was given up."""
+        with self._creating:
+            if ended.is_set():
+                return None
+            target = self.path / name
+            if target.parent != self.path:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            return target.open("wb")
 
     def has(self, name: str) -> bool:
         """Return True if a file is there."""
@@ -98,12 +125,24 @@ class Fetched:
 
 @contextlib.contextmanager
 def fetched(folder: Folder) -> Iterator[Fetched]:
-    """Lend the small files of a folder; the temporary folder of an address is removed."""
+    """Lend the small files of a folder; the temporary folder of an address is removed.
+
+    It is ``tensorizer-<random>/<folder>-<digest of the address>``. The library names modules of
+    remote code for the last part, so each load of an address uses the same place of its cache.
+    """
     if folder.path is not None:
         yield Fetched(folder, folder.path)
         return
     with tempfile.TemporaryDirectory(prefix="tensorizer-", ignore_cleanup_errors=True) as path:
-        yield Fetched(folder, Path(path))
+        inner = Path(path, _name_of(folder.shown))
+        inner.mkdir()
+        yield Fetched(folder, inner)
+
+
+def _name_of(shown: str) -> str:
+    """Return a name for an address that is the same each time, and that a module can have."""
+    last = re.sub(r"\W", "_", shown.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:40]
+    return f"{last or 'model'}_{hashlib.sha256(shown.encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
 def together(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:

@@ -87,8 +87,16 @@ class Folder:
             opened: The address that its stream has, which names the commit.
 
         """
-        if _COMMIT.match(opened) and opened.endswith(f"/{name}") and self.file is None:
-            self._base = opened.removesuffix(f"/{name}")
+        if _COMMIT.match(opened) and opened.endswith(f"/{name}"):
+            base = opened.removesuffix(f"/{name}")
+            if self.file is not None:
+                self.file = base + self.file[len(self._base) :]
+            self._base = base
+
+    @property
+    def is_to_be_pinned(self) -> bool:
+        """True for a folder of the hub whose commit is not known yet."""
+        return self._base.lower().startswith("hf://") and not _COMMIT.match(f"{self._base}/")
 
     def show(self, name: str) -> str:
         """Return the same for messages, without a password and a query."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
 from . import of_diffusers, of_transformers
-from .configs import CONFIG, read_config, refuse_hub_arguments
+from .configs import CONFIG, naming, read_config, refuse_hub_arguments
 from .fetching import fetched
 from .folders import Folder
-from .libraries import is_of
-from .remote_code import fetch_code
+from .libraries import is_of, library
+from .remote_code import entry, fetch_code
 from .wanted import GENERATION_CONFIG, Wanted
 from .weights import Options, open_weights
+
+logger = logging.getLogger("tensorizer")
 
 
 def from_pretrained(
@@ -53,7 +56,7 @@ def from_pretrained(
             None for the class that ``config.json`` names.
         device: Where the model goes; None for torch's default device.
         dtype: The dtype of floating-point weights. None for that of the configuration, or of the
-            first such tensor of the file.
+            first such tensor of the file. ``torch_dtype`` is another name of it.
         config: A configuration to use in the place of ``config.json``: an object of transformers,
             or a dictionary of diffusers.
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
@@ -78,15 +81,18 @@ def from_pretrained(
         FileNotFoundError: ``config.json`` or the weights are missing.
         ImportError: The library is not installed, or transformers is older than release 5.
         TypeError: An argument is for the hub only, or the class is none of the libraries'.
-        NotImplementedError: A model of diffusers is quantized.
-        RuntimeError: Weights do not fit the model. Of missing and unknown names transformers warns;
-            with diffusers a missing one is an error.
+        NotImplementedError: A model of diffusers is quantized, or an argument is for its own loader
+            only.
+        RuntimeError: Torch's default device is ``meta``, or weights do not fit the model. Of
+            missing and unknown names transformers warns; with diffusers a missing one is an error.
         FormatError: A configuration is larger than 10 MiB.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
     """
     refuse_hub_arguments(kwargs)
+    _refuse_meta(device)
+    dtype = _dtype(dtype, kwargs)
     folder = Folder(address)
     options = Options(
         progress,
@@ -100,18 +106,61 @@ def from_pretrained(
     with fetched(folder) as files:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
         said = read_config(folder, files) if config is None else None
-        if trust_remote_code and said is not None:
-            fetch_code(files, [CONFIG])
+        if trust_remote_code:
+            fetch_code(files, [CONFIG] if config is None else [], config)
+        cls = _without_auto_model(cls, config if said is None else said)
         wanted = Wanted(
             folder, files, said, cls, config, device, dtype, trust_remote_code is True, kwargs
         )
         kind = _library_of(wanted)
-        build = of_diffusers.build if kind == "diffusers" else of_transformers.build
-        file = open_weights(folder, kind, variant, options.open)
+        is_diffusers = kind == "diffusers"
+        explicit = None if is_diffusers else entry(wanted.configuration, "transformers_weights")
+        build = of_diffusers.build if is_diffusers else of_transformers.build
+        file = open_weights(folder, kind, variant, options.open, explicit)
+        if not is_diffusers:
+            _warn_of_adapter(folder)
         try:
-            return build(wanted, file, options)
+            with naming(folder, files):
+                return build(wanted, file, options)
         finally:
             file.close()
+
+
+def _dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the dtype of a call, which ``torch_dtype=`` names too, as in the libraries."""
+    old = kwargs.pop("torch_dtype", None)
+    return old if dtype is None else dtype
+
+
+def _refuse_meta(device: Any) -> None:
+    """Refuse to load inside a block that makes tensors without memory, as the library does.
+
+    Raises:
+        RuntimeError: torch's default device is ``meta``, and the call names no other.
+
+    """
+    if device is None and torch.get_default_device().type == "meta":
+        raise RuntimeError(
+            "from_pretrained loads weights, and torch's default device is 'meta': call it outside "
+            "of torch.device('meta'), or pass device="
+        )
+
+
+def _without_auto_model(cls: Any, said: Any) -> Any:
+    """Return ``AutoModel`` of transformers for that of diffusers, which takes both kinds."""
+    if not (isinstance(cls, type) and cls.__name__ == "AutoModel" and is_of(cls, "diffusers")):
+        return cls
+    is_transformers = entry(said, "_class_name") is None and entry(said, "model_type") is not None
+    return library("transformers").AutoModel if is_transformers else cls
+
+
+def _warn_of_adapter(folder: Folder) -> None:
+    """Warn of an adapter beside the weights of a local model, which the library would attach."""
+    if folder.path is not None and (folder.path / "adapter_config.json").is_file():
+        logger.warning(
+            "%s holds an adapter too, which is not attached: load_adapter(model, address) does it",
+            folder.shown,
+        )
 
 
 def _library_of(wanted: Wanted) -> str:
@@ -126,6 +175,6 @@ def _library_of(wanted: Wanted) -> str:
             if isinstance(wanted.cls, type) and is_of(wanted.cls, name):
                 return name
         raise TypeError(f"expected a class of transformers or diffusers, found {wanted.cls!r}")
-    said = wanted.said if wanted.said is not None else wanted.config
+    said = wanted.configuration
     is_diffusers = isinstance(said, Mapping) and "_class_name" in said
     return "diffusers" if is_diffusers else "transformers"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._locks import OwnLock
 from ..file.arguments import checked_dtype
 from ..file.tensor_file import TensorFile
 from ..modules.uninitialised import no_init_or_tensor
@@ -19,25 +20,39 @@ from .weights import Options, Weights
 
 logger = logging.getLogger("tensorizer")
 
+#: Torch's default dtype is of the process: one model is built at a time.
+_building = OwnLock()
+#: Arguments that only the library's own loader has, unless they are None or False.
+_NOT_HERE = frozenset(
+    {
+        *("quantization_config", "device_map", "parallel_config", "max_memory", "offload_folder"),
+        *("offload_state_dict", "use_flashpack", "flashpack_kwargs", "ignore_mismatched_sizes"),
+    }
+)
+#: Arguments of that loader that are always so here.
+_IMPLIED = ("low_cpu_mem_usage", "disable_mmap")
+
 
 def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
     """Return the model of :func:`from_pretrained`, with the tensors of an open file.
 
     Raises:
-        NotImplementedError: The model is quantized, or is to be on several devices.
+        NotImplementedError: The model is quantized, or is to be on several devices, or another
+            argument is for the library's own loader.
         ValueError: The library has no class of the name.
         RuntimeError: Weights do not fit the model, or one is missing.
         Exception: What the library raises, and :func:`tensorizer.load`.
 
     """
     cls = _class(wanted)
-    config = dict(wanted.said if wanted.said is not None else wanted.config)
-    _refuse(config, wanted)
+    config = dict(wanted.configuration)
+    changes = _changes(config, wanted)
+    says_names = changes.pop("output_loading_info", False)
     weights = Weights(file, options, wanted.device)
     dtype = checked_dtype(None if wanted.dtype == "auto" else wanted.dtype)
     dtype = dtype or weights.floating_dtype or torch.get_default_dtype()
     with torch.device("cpu"), _default_dtype(dtype), no_init_or_tensor():
-        model = cls.from_config(config, **wanted.kwargs)
+        model = cls.from_config(config, **changes)
     tensors = dict(weights)
     fix = getattr(model, "_fix_state_dict_keys_on_load", None)
     if fix is not None:
@@ -49,7 +64,21 @@ def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
     _report(wanted, cls, model, found)
     model.to(weights.device)  # buffers that no file has
     model.register_to_config(_name_or_path=wanted.folder.shown)
-    return model.eval()
+    model.eval()
+    return (model, _names(found)) if says_names else model
+
+
+def _names(found: Any) -> dict[str, Any]:
+    """Return what the library returns for ``output_loading_info=True``.
+
+    Shapes that do not fit are errors here.
+    """
+    return {
+        "missing_keys": list(found.missing_keys),
+        "unexpected_keys": list(found.unexpected_keys),
+        "mismatched_keys": [],
+        "error_msgs": [],
+    }
 
 
 def _class(wanted: Wanted) -> Any:
@@ -62,8 +91,7 @@ def _class(wanted: Wanted) -> Any:
     diffusers = library("diffusers")
     if wanted.cls is not None and wanted.cls is not getattr(diffusers, "AutoModel", None):
         return wanted.cls
-    said = wanted.said if wanted.said is not None else wanted.config
-    name = said.get("_class_name")
+    name = wanted.configuration.get("_class_name")
     cls = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
         raise ValueError(
@@ -73,24 +101,34 @@ def _class(wanted: Wanted) -> Any:
     return cls
 
 
-def _refuse(config: dict[str, Any], wanted: Wanted) -> None:
-    """Refuse what only the library's own loader does."""
-    for name in ("quantization_config", "device_map", "parallel_config"):
-        if config.get(name) is not None or wanted.kwargs.get(name) is not None:
+def _changes(config: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Return the arguments that change the configuration.
+
+    Raises:
+        NotImplementedError: The configuration or the call has what only the library's own loader
+            does.
+
+    """
+    quantizes = {name: config.get(name) for name in ("quantization_config", "parallel_config")}
+    for name, value in (*quantizes.items(), *wanted.kwargs.items()):
+        if name in _NOT_HERE and value is not None and value is not False:
             raise NotImplementedError(
                 f"{name} is for from_pretrained of diffusers itself, inside a block of "
                 "tensorizer.safetensors.tensorizer_safetensors()"
             )
+    left_out = (*_NOT_HERE, *_IMPLIED)
+    return {name: value for name, value in wanted.kwargs.items() if name not in left_out}
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with _building.here():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _cast(tensors: dict[str, Any], dtype: torch.dtype, kept: list[str] | str | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
 from ..file.tensor_file import TensorFile
 from .libraries import library
+from .remote_code import entry
 from .wanted import GENERATION_CONFIG, Wanted
 from .weights import Options, Weights
 
@@ -63,14 +65,17 @@ def _class(wanted: Wanted) -> Any:
     transformers = library("transformers")
     if wanted.cls is not None and not hasattr(wanted.cls, "_model_mapping"):
         return wanted.cls
-    said = wanted.said if wanted.said is not None else wanted.config
-    code = _remote_class(wanted, said)
+    code = _remote_class(wanted)
     if code is not None or wanted.cls is not None:
         return code or wanted.cls
-    names = _entry(said, "architectures") or ()
+    names = _architectures(wanted)
     cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
-        named = f"names {names[0]!r}, which transformers lacks" if names else "names no class"
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if not is_model and not hasattr(cls, "_model_mapping"):
+        named = "names no class"
+        if names:
+            what = "transformers lacks" if cls is None else "is no model of transformers"
+            named = f"names {names[0]!r}, which {what}"
         raise ValueError(
             f"the configuration of {wanted.folder.shown} {named}: pass a class, such as "
             "transformers.AutoModel, or trust_remote_code=True if the folder has its code"
@@ -78,22 +83,49 @@ def _class(wanted: Wanted) -> Any:
     return cls
 
 
-def _remote_class(wanted: Wanted, said: Any) -> Any:
+def _architectures(wanted: Wanted) -> list[str]:
+    """Return the names of classes in the configuration.
+
+    Raises:
+        ValueError: They are no list of strings.
+
+    """
+    names = entry(wanted.configuration, "architectures")
+    if names is None:
+        return []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"architectures in the configuration of {wanted.folder.shown} is {names!r}: expected a "
+            "list of names of classes"
+        )
+    return list(names)
+
+
+def _remote_class(wanted: Wanted) -> Any:
     """Return the class whose code is in the folder, if that may be run, or None."""
-    auto_map = _entry(said, "auto_map")
+    auto_map = entry(wanted.configuration, "auto_map")
     if not wanted.trust_remote_code or not isinstance(auto_map, dict):
         return None
+    references = {name: value for name, value in auto_map.items() if isinstance(value, str)}
     if wanted.cls is not None:
-        reference = auto_map.get(wanted.cls.__name__)
+        auto = wanted.cls.__name__
     else:
-        names = _entry(said, "architectures") or ()
-        ends = [value for value in auto_map.values() if isinstance(value, str)]
-        reference = next((r for r in ends if r.rpartition(".")[2] in names), None)
+        names = _architectures(wanted)
+        found = (name for name, at in references.items() if at.rpartition(".")[2] in names)
+        auto = next(found, "")
+    reference = references.get(auto)
     if reference is None:
         return None
     library("transformers")
-    found = library("transformers.dynamic_module_utils").get_class_from_dynamic_module
-    return found(reference, wanted.files.path)
+    cls = library("transformers.dynamic_module_utils").get_class_from_dynamic_module(
+        reference, wanted.files.path
+    )
+    if hasattr(cls, "register_for_auto_class"):
+        # As auto classes do, so that save_pretrained writes the code too.
+        cls.register_for_auto_class(auto)
+    return library("transformers.models.auto.auto_factory").add_generation_mixin_to_remote_model(
+        cls
+    )
 
 
 def _configured(
@@ -170,18 +202,15 @@ def _devices(device: torch.device | str | None, device_map: Any) -> tuple[Any, A
 def _generation_config(wanted: Wanted) -> Any:
     """Return the generation configuration of the folder, or None.
 
-    Without a file of its own it is in ``config.json``, as the library has it.
+    Without a file of its own, or if that is damaged, it is in ``config.json``, as the library has
+    it.
     """
     cls = library("transformers").GenerationConfig
     if wanted.files.has(GENERATION_CONFIG):
-        return cls.from_pretrained(wanted.files.path)
+        with contextlib.suppress(OSError):
+            return cls.from_pretrained(wanted.files.path)
     if wanted.said is None:
         return None
     return cls.from_pretrained(
         wanted.files.path, config_file_name="config.json", _from_model_config=True
     )
-
-
-def _entry(said: Any, name: str) -> Any:
-    """Return an entry of a dictionary, or an attribute of a configuration, or None."""
-    return said.get(name) if isinstance(said, dict) else getattr(said, name, None)

@@ -18,7 +18,7 @@ _RELATIVE = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))")
 _MOST = 100
 
 
-def fetch_code(files: Fetched, configs: Iterable[str]) -> None:
+def fetch_code(files: Fetched, configs: Iterable[str], given: Any = None) -> None:
     """Fetch the modules that configurations name in ``auto_map``, and those that they import.
 
     References to other repositories (``org/repo--module.Class``) are left to the library.
@@ -26,6 +26,7 @@ def fetch_code(files: Fetched, configs: Iterable[str]) -> None:
     Args:
         files: Where the configurations are.
         configs: Their names.
+        given: A configuration that the program gives, or None: an object, or a dictionary.
 
     Raises:
         ValueError: A configuration is no JSON object, a module's name is none, or there are too
@@ -33,7 +34,7 @@ def fetch_code(files: Fetched, configs: Iterable[str]) -> None:
         OSError, FormatError: See :meth:`Fetched.fetch`.
 
     """
-    found: set[str] = set()
+    found = _named(entry(given, "auto_map"), "config=")
     for name in configs:
         if files.has(name):
             found |= _named(read_json(files.path / name).get("auto_map"), name)
@@ -56,7 +57,7 @@ def fetch_code(files: Fetched, configs: Iterable[str]) -> None:
 
 def _named(auto_map: Any, config: str) -> set[str]:
     """Return the modules of an ``auto_map``, whose values are references or lists of them."""
-    found = set()
+    found: set[str] = set()
     values = auto_map.values() if isinstance(auto_map, dict) else ()
     for value in values:
         for reference in value if isinstance(value, (list, tuple)) else [value]:
@@ -67,6 +68,11 @@ def _named(auto_map: Any, config: str) -> set[str]:
                 raise ValueError(f"expected module.Class in auto_map of {config}: {reference!r}")
             found.add(module)
     return found
+
+
+def entry(said: Any, name: str) -> Any:
+    """Return an entry of a dictionary, or an attribute of a configuration, or None."""
+    return said.get(name) if isinstance(said, dict) else getattr(said, name, None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -33,3 +33,8 @@ class Wanted:
     dtype: torch.dtype | str | None
     trust_remote_code: bool
     kwargs: dict[str, Any]
+
+    @property
+    def configuration(self) -> Any:
+        """The object in ``config.json``, or the configuration that goes before it."""
+        return self.config if self.said is None else self.said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import EllipsisType, TracebackType
 from typing import Any
@@ -25,6 +26,8 @@ _STEMS = {
 }
 #: The variant in the names that the native module knows.
 _KNOWN_VARIANT = ".fp16."
+#: Names of files of weights, in the message of an error.
+_WEIGHTS = re.compile(r"\.(?:safetensors|bin)\b")
 
 
 def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
@@ -52,7 +55,11 @@ def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
 
 
 def open_weights(
-    folder: Folder, kind: str, variant: str | None, opened: Callable[[str], TensorFile]
+    folder: Folder,
+    kind: str,
+    variant: str | None,
+    opened: Callable[[str], TensorFile],
+    explicit: Any = None,
 ) -> TensorFile:
     """Open the file of a folder that holds its weights, or the index that names the files.
 
@@ -61,35 +68,60 @@ def open_weights(
         kind: ``"transformers"``, ``"diffusers"`` or ``"peft"``.
         variant: The infix of a variant, or None.
         opened: Opens a path or an address.
+        explicit: The one file that the configuration names (``transformers_weights``), or None.
 
     Raises:
-        FileNotFoundError: The folder has none of the names.
+        FileNotFoundError: The folder has none of the names, or an index names a missing shard.
         PermissionError: The server refuses all of them.
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
     if folder.file is not None:
         return opened(folder.file)
-    names = names_of_weights(kind, variant)
+    names = names_of_weights(kind, variant) if explicit is None else [_checked(explicit)]
     if folder.path is not None:
         there = [name for name in names if (folder.path / name).exists()]
         if there:
             return opened(folder.join(there[0]))
-        if variant is None and any(folder.path.glob("*.safetensors")):
-            # Those of other names, if one of them stands for the model.
-            return opened(str(folder.path))
         raise FileNotFoundError(f"no weights in {folder.shown}: expected one of {', '.join(names)}")
     refused: PermissionError | None = None
     for name in names:
         try:
             return opened(folder.join(name))
-        except FileNotFoundError:
-            continue
+        except FileNotFoundError as error:
+            if _is_of_a_shard(error, name):
+                raise
         except PermissionError as error:
             refused = refused or error
     if refused is not None:
         raise refused
     raise FileNotFoundError(f"no weights at {folder.shown}: expected one of {', '.join(names)}")
+
+
+def _checked(explicit: Any) -> str:
+    """Return the name of the file that a configuration names.
+
+    Raises:
+        ValueError: It is no safetensors file or index inside the folder.
+
+    """
+    if (
+        not isinstance(explicit, str)
+        or not explicit.endswith((".safetensors", ".safetensors.index.json"))
+        or not set(explicit.split("/")).isdisjoint({"", ".", ".."})
+        or set(explicit) & set("\\?#%:")
+    ):
+        raise ValueError(
+            "expected transformers_weights to name a .safetensors file or index in the folder, "
+            f"found {explicit!r}"
+        )
+    return explicit
+
+
+def _is_of_a_shard(error: FileNotFoundError, name: str) -> bool:
+    """Return True if a file is missing that an index names, and not the index itself."""
+    text = str(error)
+    return name.endswith(".index.json") and name not in text and bool(_WEIGHTS.search(text))
 
 
 class Options:

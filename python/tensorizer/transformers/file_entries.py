@@ -1,0 +1,84 @@
+"""Entries of configurations that would have a library open files of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .remote_code import read_json
+
+#: Names of entries of a tokenizer that are paths, if they are strings: tokenizers open them.
+_VOCABULARY = re.compile(r"vocab|merges|spm|sp_model|_files?$|_path$|_dir$|_dic$")
+#: Names of such entries of a processor.
+_PROCESSOR = re.compile(r"_file$|_path$|_dir$")
+
+
+def drop_tokenizer_files(path: Path) -> None:
+    """Remove from a configuration of a tokenizer what names files.
+
+    The library finds the files of the folder by itself. Positional arguments (``init_inputs``) go
+    too: they are the same files without a name.
+
+    Args:
+        path: ``tokenizer_config.json`` or ``special_tokens_map.json``, which is rewritten.
+
+    Raises:
+        ValueError: The file is no JSON object.
+
+    """
+    _rewrite(path, lambda said: _without_vocabularies(said, ("init_inputs",)))
+
+
+def drop_processor_files(path: Path) -> None:
+    """Remove from a configuration of a processor what names files that are on this machine.
+
+    Other names are those of the hub, such as the ``repo_path`` of OneFormer.
+
+    Args:
+        path: ``preprocessor_config.json`` or one like it, which is rewritten.
+
+    Raises:
+        ValueError: The file is no JSON object.
+
+    """
+    _rewrite(path, _without_paths)
+
+
+def _rewrite(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    said = read_json(path)
+    kept = changed(said)
+    if kept != said:
+        path.write_text(json.dumps(kept), "utf-8")
+
+
+def _without_vocabularies(said: dict[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
+    kept = {}
+    for key, value in said.items():
+        names_files = bool(_VOCABULARY.search(key)) and (
+            isinstance(value, str) or (isinstance(value, list) and key.endswith("files"))
+        )
+        if not names_files and key not in more:
+            is_options = key.endswith("_kwargs") and isinstance(value, dict)
+            kept[key] = _without_vocabularies(value) if is_options else value
+    return kept
+
+
+def _without_paths(said: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in said.items():
+        if isinstance(value, dict):
+            kept[key] = _without_paths(value)
+        elif not (isinstance(value, str) and _PROCESSOR.search(key) and _is_here(value)):
+            kept[key] = value
+    return kept
+
+
+def _is_here(value: str) -> bool:
+    """Return True for a path of this machine; a name of the hub is relative, and not there."""
+    try:
+        return value.startswith(("/", "~", "\\", ".")) or Path(value).exists()
+    except (OSError, ValueError):
+        return False
