@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
 from .._errors import FormatError
+from .._locks import OwnLock
 from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
 from .folders import Folder
@@ -50,7 +51,7 @@ class Fetched:
         self.refused: dict[str, PermissionError] = {}
         self._asked: set[str] = set()
         # Held while a file is created, so that none is when the temporary folder is removed.
-        self._creating = threading.Lock()
+        self._creating = OwnLock()
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetch files that were not asked for before, several at a time.
@@ -79,7 +80,7 @@ class Fetched:
         try:
             together({name: functools.partial(self._one, name, ended) for name in names})
         finally:
-            with self._creating:
+            with self._creating.here():
                 ended.set()
 
     def _one(self, name: str, ended: threading.Event) -> None:
@@ -99,9 +100,6 @@ class Fetched:
                                 "the bound of such a file"
                             )
                         file.write(chunk)
-                        if len(chunk) < _CHUNK and not stream.seekable():
-                            # Without ranges, another read would be a request for the whole file.
-                            break
         except FileNotFoundError:
             pass
         except PermissionError as error:
@@ -110,7 +108,7 @@ class Fetched:
 
     def _created(self, name: str, ended: threading.Event) -> BinaryIO | None:
         """Create a file of the temporary folder; None if the fetch was given up."""
-        with self._creating:
+        with self._creating.here():
             if ended.is_set():
                 return None
             target = self.path / name
