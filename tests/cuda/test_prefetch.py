@@ -95,7 +95,7 @@ assert other.take("t02").device == torch.device("cuda:0")
     passes(code, path)
 
 
-@pytest.mark.parametrize("fault", ["copy=719@9", "cuEventSynchronize=719@3", "cudaMalloc=2@2-"])
+@pytest.mark.parametrize("fault", ["copy=719@9", "cuEventQuery=719@30", "cudaMalloc=2@2-"])
 def test_faults_of_a_device_are_errors_and_no_hang(path, fault):
     code = """
 import os

@@ -213,6 +213,17 @@ def test_threads_share_a_loader(path, tensors):
     assert_all(found, tensors)
 
 
+def test_a_tensor_that_another_thread_takes_meanwhile_is_no_error(path, tensors):
+    loader = safe_open(path, "pt").prefetch()
+    for name in loader.names():
+        while not loader._is_settled(name):
+            loader._let_land(name)
+    taken = loader.take("half")
+    # A call that has not seen this yet: all have landed, and nothing more will.
+    loader._let_land("half")
+    assert_all({"half": taken, **dict(loader)}, tensors)
+
+
 def test_closing(path):
     loader = safe_open(path, "pt").prefetch(buffer_bytes=1 << 20)
     stream = iter(loader)

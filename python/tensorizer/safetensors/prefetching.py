@@ -152,8 +152,7 @@ class PrefetchLoader:
         call = object()
         try:
             with self._lock:
-                there = self._landed if wanted is None else wanted in self._landed
-                if there or self._closed or self._error is not None or not self._left:
+                if self._is_settled(wanted):
                     return
                 if self._puller is not None:
                     self._changed.wait()
@@ -175,6 +174,14 @@ class PrefetchLoader:
                 if self._puller is call:
                     self._puller = None
                     self._changed.notify_all()
+
+    def _is_settled(self, wanted: str | None) -> bool:
+        """Return True if a tensor, or any, can be taken or refused without others landing."""
+        if self._closed or self._error is not None:
+            return True
+        if wanted is None:
+            return bool(self._landed) or not self._left
+        return wanted in self._landed or not self._waiting[wanted]
 
     def _next(self) -> dict[str, _Landed]:
         file = self._file

@@ -16,6 +16,8 @@ from .remote_code import fetch_code, read_json
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+#: The argument that has Python files of a folder run.
+_TRUST = "trust_remote_code"
 #: Files that any tokenizer may have.
 _TOKENIZER = (
     *(TOKENIZER_CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
@@ -98,19 +100,9 @@ def load_tokenizer(
         OSError, ValueError: The folder cannot be read, or the library refuses what is there.
 
     """
-    refuse_hub_arguments(kwargs)
     folder = Folder(address)
     with fetched(folder) as files:
-        _fetch_tokenizer(folder, files)
-        if not any(files.has(name) for name in (*_TOKENIZER, *_VOCABULARIES) if name != CONFIG):
-            _refuse(folder, files, TOKENIZER_CONFIG, "no tokenizer")
-        if trust_remote_code:
-            fetch_code(files, [TOKENIZER_CONFIG, CONFIG])
-        with naming(folder, files):
-            tokenizer = library("transformers").AutoTokenizer.from_pretrained(
-                files.path, trust_remote_code=trust_remote_code, **kwargs
-            )
-        _show_address(tokenizer, folder, files)
+        tokenizer = _made(folder, files, "AutoTokenizer", (), kwargs | {_TRUST: trust_remote_code})
     tokenizer.name_or_path = folder.shown
     return tokenizer
 
@@ -137,25 +129,32 @@ def load_processor(
         OSError, ValueError: The folder cannot be read, or the library refuses what is there.
 
     """
-    refuse_hub_arguments(kwargs)
     folder = Folder(address)
     with fetched(folder) as files:
-        _fetch_tokenizer(folder, files, _PROCESSOR)
-        there = (*_PROCESSOR, *_TOKENIZER, *_VOCABULARIES)
-        if not any(files.has(name) for name in there if name != CONFIG):
-            _refuse(folder, files, "processor_config.json", "no processor")
-        if trust_remote_code:
-            fetch_code(files, [*_PROCESSOR[:3], TOKENIZER_CONFIG, CONFIG])
-        if not files.in_place:
-            for name in filter(files.has, _PROCESSOR):
-                if name.endswith("config.json"):
-                    drop_processor_files(files.path / name)
-        with naming(folder, files):
-            processor = library("transformers").AutoProcessor.from_pretrained(
-                files.path, trust_remote_code=trust_remote_code, **kwargs
-            )
-        _show_address(processor, folder, files)
-    return processor
+        kwargs |= {_TRUST: trust_remote_code}
+        return _made(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
+
+
+def _made(
+    folder: Folder, files: Fetched, auto: str, more: tuple[str, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what an auto class makes of a tokenizer's files, and of more."""
+    refuse_hub_arguments(kwargs)
+    _fetch_tokenizer(folder, files, more)
+    names = [name for name in (*more, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
+    if not any(map(files.has, names)):
+        what = auto.removeprefix("Auto").lower()
+        raise _refusal(folder, files, names[0], f"no {what}")
+    if kwargs[_TRUST]:
+        fetch_code(files, [*more[:3], TOKENIZER_CONFIG, CONFIG])
+    if not files.in_place:
+        for name in filter(files.has, more):
+            if name.endswith("config.json"):
+                drop_processor_files(files.path / name)
+    with naming(folder, files):
+        made = getattr(library("transformers"), auto).from_pretrained(files.path, **kwargs)
+    _show_address(made, folder, files)
+    return made
 
 
 def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
@@ -180,8 +179,9 @@ def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
             f"no {CONFIG} at {folder.shown}, which is the folder of a pipeline: load each of its "
             "models by its own folder, and give them to the pipeline"
         )
-    _refuse(folder, files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it")
-    raise AssertionError
+    raise _refusal(
+        folder, files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it"
+    )
 
 
 def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
@@ -199,10 +199,11 @@ def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _refuse(folder: Folder, files: Fetched, name: str, what: str, advice: str = "") -> None:
+def _refusal(folder: Folder, files: Fetched, name: str, what: str, advice: str = "") -> OSError:
+    """Return the error of a file that the server refuses, or that is missing."""
     if name in files.refused:
-        raise files.refused[name]
-    raise FileNotFoundError(f"{what} at {folder.shown}{advice}")
+        return files.refused[name]
+    return FileNotFoundError(f"{what} at {folder.shown}{advice}")
 
 
 def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ()) -> None:

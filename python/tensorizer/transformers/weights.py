@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -170,17 +170,6 @@ class Weights(Mapping[str, Any]):
             )
         self._names = [str(name).removeprefix(".") for name in names]
         self._tensors: dict[str, Any] | None = None
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
 
     @property
     def floating_dtype(self) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use super::options::IterateOptions;
 use super::run;
@@ -11,7 +12,7 @@ use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
 use crate::api::slices::held_len;
-use crate::cancel::{Cancel, POLL};
+use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
@@ -119,7 +120,7 @@ impl TensorIterator {
             match self.shared.window.take(POLL)? {
                 Taken::Items(items) => {
                     let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
-                    return self.handed_out(items, consumer);
+                    return self.handed_out(items, consumer, cancel);
                 }
                 Taken::Nothing => {}
                 Taken::End => {
@@ -130,8 +131,13 @@ impl TensorIterator {
         }
     }
 
-    /// Has the caller's stream wait for the tensors that it gets.
-    fn handed_out(&mut self, items: Vec<Item>, consumer: Option<Consumer>) -> Result<Vec<Landed>> {
+    /// Waits for the tensors that the caller gets, or has its stream wait for them.
+    fn handed_out(
+        &mut self,
+        items: Vec<Item>,
+        consumer: Option<Consumer>,
+        cancel: &dyn Cancel,
+    ) -> Result<Vec<Landed>> {
         let shared = &**self.shared;
         let device = shared.device.as_ref().map(|(to, _)| &to.device);
         let _entered = device.map(|device| device.enter()).transpose()?;
@@ -142,10 +148,10 @@ impl TensorIterator {
                     *stream == consumer && Arc::ptr_eq(known, &mark)
                 });
                 if !known {
-                    if self.shared.complete {
-                        mark.wait()?
+                    if shared.complete {
+                        wait(&*mark, cancel)?;
                     } else {
-                        mark.hold_back(consumer.0)?
+                        mark.hold_back(consumer.0)?;
                     }
                     *self.waits = Some((consumer, mark));
                 }
@@ -211,6 +217,17 @@ impl TensorIterator {
         let device = shared.device.as_ref().map_or("cpu", |(to, _)| to.device.name());
         shared.counters.publish("load", shared.file.uri(), device, shared.numbers.len());
     }
+}
+
+/// Waits until everything before an event has ended. The first sleep is of 50 µs, and each other one
+/// twice as long as the one before it, up to 2 ms.
+fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
+    let mut rest = Duration::from_micros(50);
+    while !event.passed()? {
+        cancel::sleep(rest, cancel)?;
+        rest = (rest * 2).min(Duration::from_millis(2));
+    }
+    Ok(())
 }
 
 /// The bytes that are read ahead, and the options of the load, which has the rest of a memory limit.

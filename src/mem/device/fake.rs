@@ -280,10 +280,6 @@ impl Event for FakeEvent {
 
     /// Carries the copies out now: the consumer is the CPU, which cannot be made to wait later.
     fn hold_back(&self, _: usize) -> Result<()> {
-        self.wait()
-    }
-
-    fn wait(&self) -> Result<()> {
         let mut state = self.device.state();
         if let Some(queue) = state.streams.get_mut(self.stream) {
             queue.run(self.after.saturating_sub(queue.done));

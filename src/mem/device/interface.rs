@@ -130,7 +130,4 @@ pub trait Event: Send + Sync {
     /// Has everything that is put on a stream of the device from now on wait for this event. `stream`:
     /// a stream as the driver knows it, see [`Stream::handle`] and [`Consumer`].
     fn hold_back(&self, stream: usize) -> Result<()>;
-
-    /// Blocks the thread until everything before the event has ended.
-    fn wait(&self) -> Result<()>;
 }

@@ -189,8 +189,8 @@ impl State {
         let mut outcome = Ok(());
         for _ in 0..self.in_flight.len() {
             let Some(flight) = self.in_flight.pop_front() else { break };
-            // What was begun later on a stream ends later. Streams share a bus: where one has ended a
-            // copy and begun another, the others are hardly ahead, and a look is a call of the driver.
+            // Copies of a stream end in their order. Streams share a bus: if one of them has a copy under
+            // way, the others are hardly ahead, and to ask them would be a call of the driver each.
             let has_some = self.free.len() > free && !waiting.is_empty();
             if has_some || waiting.contains(&flight.stream) {
                 self.in_flight.push_back(flight);

@@ -31,9 +31,8 @@ pub const CAPTURE_RELAXED: c_int =
 pub const NOT_CAPTURING: c_int = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int;
 /// How a stream is made.
 pub const NON_BLOCKING: c_uint = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
-/// Flags of events: without timing, and threads that wait for one sleep instead of spinning.
-pub const EVENT_FLAGS: c_uint = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint
-    | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint;
+/// How an event is made.
+pub const WITHOUT_TIMING: c_uint = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
 /// How memory is pinned.
 pub const FOR_ALL_DEVICES: c_uint = sys::CU_MEMHOSTREGISTER_PORTABLE;
 
@@ -168,7 +167,6 @@ functions! {
     create_event = "cuEventCreate" (*mut Event, c_uint);
     record_event = "cuEventRecord" (Event, Stream);
     query_event = "cuEventQuery" (Event);
-    wait_on_host = "cuEventSynchronize" (Event);
     destroy_event = "cuEventDestroy_v2" (Event);
 }
 

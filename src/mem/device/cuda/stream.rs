@@ -58,7 +58,7 @@ impl OwnStreams {
         let mut raw = ptr::null_mut();
         let create = self.context.driver().create_event;
         // SAFETY: the new event is written to the variable.
-        let code = unsafe { create(&mut raw, driver::EVENT_FLAGS) };
+        let code = unsafe { create(&mut raw, driver::WITHOUT_TIMING) };
         self.context.check("creating an event", code)?;
         Ok(CudaEvent::new(self, RawEvent(raw)))
     }
@@ -283,19 +283,6 @@ impl Event for CudaEvent {
         // beyond its end.
         let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
         context.check("ordering streams", code)
-    }
-
-    fn wait(&self) -> Result<()> {
-        if self.over.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let context = &self.streams.context;
-        let _entered = context.enter()?;
-        // SAFETY: the event is open.
-        let code = unsafe { (context.driver().wait_on_host)(self.raw.0) };
-        context.check("copying", code)?;
-        self.over.store(true, Ordering::Release);
-        Ok(())
     }
 }
 
