@@ -83,9 +83,14 @@ MUTATIONS = [
         STREAMS + "a_save_that_fails_has_ended_its_copies",
     ),
     Mutation(
-        "cuFile reads into memory that is still in use",
-        "cuStreamSynchronize:wait",
+        "cuFile reads into new memory that is still in use",
+        "cuEventQuery",
         STORAGE + "memory_is_not_read_into_while_it_is_used",
+    ),
+    Mutation(
+        "cuFile reads into memory of the caller that is still in use",
+        "cuStreamSynchronize:wait",
+        STORAGE + "memory_of_the_caller_is_not_read_into_while_it_is_used",
     ),
     Mutation(
         "a load goes on within the capture of a graph",
@@ -105,7 +110,7 @@ MUTATIONS = [
     Mutation(
         "events are not destroyed",
         "cuEventDestroy",
-        STREAMS + "a_call_leaves_nothing_behind",
+        STREAMS + "events_that_are_given_up_are_destroyed",
     ),
     Mutation(
         "memory is unmapped while it is pinned",

@@ -61,6 +61,18 @@ def test_memory_is_not_read_into_while_it_is_used(path, emulator):
         assert load(path) == (True, [])
 
 
+def test_memory_of_the_caller_is_not_read_into_while_it_is_used(path, emulator):
+    given = {name: torch.empty_like(tensor, device="cuda") for name, tensor in TENSORS.items()}
+    for _ in range(2):
+        before = reads()
+        emulator.pause(torch.cuda.current_stream(), 0.2)
+        given["large"].fill_(7)
+        tensorizer.load(path, out=given)
+        assert reads() > before
+        for name, tensor in TENSORS.items():
+            assert torch.equal(given[name].cpu(), tensor), name
+
+
 def test_what_reads_wrong_bytes_is_not_used(path, monkeypatch):
     monkeypatch.setenv("FAKE_CUFILE_WRONG", "1")
     _, fallbacks = load(path)

@@ -133,6 +133,15 @@ def test_a_call_leaves_nothing_behind(path, tensors, tmp_path, emulator):
     assert emulator.stat("events") <= 256
 
 
+def test_events_that_are_given_up_are_destroyed(path, tensors, emulator):
+    for _ in range(60):
+        # The events of memory that is still in use have not passed when the load lets them go.
+        emulator.pause(torch.cuda.current_stream(), 0.02)
+        loaded = tensorizer.load(path, "cuda")
+    assert same(loaded, tensors)
+    assert emulator.stat("events") <= 256
+
+
 def test_copies_are_those_of_pinned_memory(path, tensors, tmp_path, emulator):
     loaded = tensorizer.load(path, "cuda")
     tensorizer.save(loaded, tmp_path / "g")
