@@ -7,7 +7,7 @@ torches=${LONG_TORCHES-2.10 2.12 2.13 2.14}
 record=tests/long.txt
 failed=0
 {
-  echo "commit $(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes')"
+  echo "commit $(git rev-parse --short HEAD)$(git diff --quiet HEAD -- . ":!$record" || echo ' with changes')"
   echo "date $(date -u +%F)"
   echo "machine $(nproc) cores, $(uname -m), $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
   echo
