@@ -15,16 +15,21 @@ use std::sync::Arc;
 
 use memmap2::{Advice, MmapMut, MmapOptions};
 
+use super::DISK_BLOCK;
 use super::mapped::InUse;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, listed, repeated};
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
-const HUGE_PAGE: usize = 2 << 20;
+pub const HUGE_PAGE: usize = 2 << 20;
 /// Tensors are aligned like those of torch's own allocator.
 pub const ALIGNMENT: usize = 64;
-/// Smaller pieces are not worth a system call when they are freed, nor smaller blocks a mapping.
+/// Smaller pieces are not worth a system call when they are freed.
 const RELEASE_FROM: usize = 1 << 20;
+/// Smaller blocks come from the heap. They hold no huge page, and the heap has pages that were used
+/// before: each page of a fresh mapping costs a fault, which for such a block takes longer than to read
+/// it.
+const MAPPED_FROM: usize = HUGE_PAGE;
 
 /// A block of memory under construction: exclusively ours until it is frozen.
 pub struct Arena {
@@ -64,7 +69,7 @@ impl Arena {
     pub fn new(len: usize) -> Result<Self> {
         let out_of_memory =
             |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
-        if len < RELEASE_FROM {
+        if len < MAPPED_FROM {
             let blocks = repeated(Block([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
             return Ok(Arena { memory: Memory::Heap(blocks), start: 0, len });
         }
@@ -82,7 +87,8 @@ impl Arena {
     }
 
     /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
-    /// bytes that the file no longer has ends the process.
+    /// bytes that the file no longer has ends the process. No memory is reserved for pages that may be
+    /// written to, so that a file may be larger than memory.
     pub fn map_file(file: &std::fs::File, len: u64, uri: &str) -> Result<Self> {
         let len = usize::try_from(len).map_err(|_| {
             Error::InvalidArgument(format!(
@@ -92,7 +98,7 @@ impl Arena {
         // SAFETY: the mapping is private, so that nobody sees our writes. Others may change the
         // file's bytes under it; that is the documented condition of asking for a mapping, and
         // the bytes are only ever treated as plain numbers.
-        let map = unsafe { MmapOptions::new().len(len).map_copy(file) }
+        let map = unsafe { MmapOptions::new().len(len).no_reserve_swap().map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
         let in_use = InUse::note(file).map_err(|e| Error::io("examining", uri, e))?;
         Ok(Arena { memory: Memory::Mapped(map, Some(in_use)), start: 0, len })
@@ -105,6 +111,16 @@ impl Arena {
             // A refusal costs a child its copies of the pages, and nothing else.
             let _ = map.advise(Advice::DontFork);
         }
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// All of the bytes.
@@ -201,9 +217,15 @@ pub struct Unfilled {
 }
 
 impl Unfilled {
-    /// `len` zeroed bytes.
-    pub fn new(len: usize) -> Result<Self> {
-        Ok(Unfilled { buffer: HostBuffer::zeroed(len)?, next: 0 })
+    /// `len` zeroed bytes, which lie in a block of memory as those from `position` on lie in a block of
+    /// their file, so that direct reads can go straight there; but aligned as tensors are.
+    pub fn new(len: usize, position: usize) -> Result<Self> {
+        let skip = position % DISK_BLOCK;
+        let skip = if len >= MAPPED_FROM && skip.is_multiple_of(ALIGNMENT) { skip } else { 0 };
+        let mut whole = Arena::new(len.saturating_add(skip))?.freeze(&[(skip, len)])?;
+        let buffer =
+            whole.pop().ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))?;
+        Ok(Unfilled { buffer, next: 0 })
     }
 
     /// The bytes from `at` on; pieces come in rising order and do not overlap.
@@ -257,7 +279,9 @@ impl AsRef<[u8]> for Piece {
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        if self.len < RELEASE_FROM {
+        let is_mapped =
+            self.owner.as_ref().is_some_and(|owner| matches!(owner.0, Memory::Mapped(..)));
+        if self.len < RELEASE_FROM || !is_mapped {
             return;
         }
         let page = crate::sys::page_size();
@@ -265,8 +289,8 @@ impl Drop for HostBuffer {
         let skip = address.next_multiple_of(page) - address;
         let whole = self.len.saturating_sub(skip) / page * page;
         if whole > 0 {
-            // SAFETY: whole pages inside our exclusive range of a private mapping (blocks on the
-            // heap are shorter than `RELEASE_FROM`), and this value, the only way to them, is going away.
+            // SAFETY: whole pages inside our exclusive range of a private mapping, as checked above, and
+            // this value, the only way to them, is going away.
             unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), whole) };
         }
     }
@@ -291,7 +315,7 @@ mod tests {
 
     #[test]
     fn pieces_are_disjoint_and_keep_their_buffer_from_being_used() {
-        let mut unfilled = Unfilled::new(100).unwrap();
+        let mut unfilled = Unfilled::new(100, 5000).unwrap();
         let (mut first, mut last) =
             (unfilled.piece(0, 30).unwrap(), unfilled.piece(50, 50).unwrap());
         assert!(unfilled.piece(99, 1).is_err() && unfilled.piece(100, 1).is_err());
@@ -299,7 +323,7 @@ mod tests {
         last.bytes_mut().fill(2);
         drop(last);
         assert!(unfilled.filled().is_err());
-        let mut unfilled = Unfilled::new(3).unwrap();
+        let mut unfilled = Unfilled::new(3, 0).unwrap();
         unfilled.piece(1, 2).unwrap().bytes_mut().fill(7);
         let filled = unfilled.filled().unwrap();
         assert_eq!(

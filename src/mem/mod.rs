@@ -8,7 +8,7 @@ mod rest;
 
 pub(crate) use crate::sys::to_fill;
 pub use crate::sys::{Buffers, Filled, Lent, Progress, filled, zero_filled};
-pub use arena::{ALIGNMENT, Arena, HostBuffer, Piece, Unfilled};
+pub use arena::{ALIGNMENT, Arena, HUGE_PAGE, HostBuffer, Piece, Unfilled};
 pub use rest::Rest;
 
 /// Positions and lengths of direct reads are multiples of this, and files of the cache have their parts
