@@ -11,7 +11,8 @@ const SILENCE: Duration = Duration::from_millis(10);
 const WINDOW: Duration = Duration::from_millis(50);
 /// Arrivals for each worker without which a rate is chance.
 const ARRIVALS: u64 = 4;
-/// How long new workers are waited for before a rate is measured without some of them.
+/// The longest wait for new workers before a rate is measured without some of them. A call that ends by
+/// then gets no more.
 const SETTLE: Duration = Duration::from_millis(200);
 /// A rate must grow by this for twice the workers to be worth it, in percent. Rates over a window
 /// vary by less from one to the next.
@@ -63,6 +64,8 @@ pub struct ConcurrencyController {
     wanted: usize,
     most: usize,
     cores: usize,
+    /// Bytes of the call; the most there can be where that is unknown.
+    total: u64,
     phase: Phase,
     /// What half as many brought, while more are tried.
     before: Option<Level>,
@@ -77,10 +80,16 @@ impl ConcurrencyController {
             wanted: first.clamp(1, most),
             most,
             cores: cores.max(1),
+            total: u64::MAX,
             phase: Phase::Silent(Duration::ZERO),
             before: None,
             rest: REST,
         }
+    }
+
+    /// The same for a call of so many bytes, if that is known.
+    pub fn of_bytes(self, total: Option<u64>) -> Self {
+        ConcurrencyController { total: total.unwrap_or(u64::MAX), ..self }
     }
 
     /// Takes note of a sample, and says how many workers there should be.
@@ -127,7 +136,10 @@ impl ConcurrencyController {
             self.wanted = before.workers;
             return self.rest(now.at);
         }
-        if busy || self.wanted == self.most {
+        // The rest comes before more workers have brought much.
+        let left = u128::from(self.total.saturating_sub(now.bytes));
+        let ending = left * 1_000_000 < u128::from(rate) * SETTLE.as_micros();
+        if busy || ending || self.wanted == self.most {
             return self.rest(now.at);
         }
         self.before = Some(Level { workers: self.wanted, rate });
@@ -186,6 +198,16 @@ mod tests {
     fn usual(found: &[usize]) -> usize {
         let count = |number| found.iter().filter(|&&other| other == number).count();
         found.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
+    }
+
+    #[test]
+    fn a_call_that_is_about_to_end_gets_no_more_workers() {
+        // 10 MB/s of each worker: after the first window there is half a second left, or a tenth of one.
+        let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e7, busy: 0.0 };
+        for (total, most) in [(20_000_000, 8), (6_000_000, 4)] {
+            let mut controller = ConcurrencyController::new(4, 64, 2).of_bytes(Some(total));
+            assert_eq!(world.run(&mut controller, 1).into_iter().take(40).max(), Some(most));
+        }
     }
 
     #[test]

@@ -26,12 +26,14 @@ pub struct WorkerRange {
     pub first: usize,
     /// At most.
     pub most: usize,
+    /// Bytes that they are to move, if that is known.
+    pub bytes: Option<u64>,
 }
 
 impl WorkerRange {
     /// Always the same number.
     pub fn fixed(workers: usize) -> Self {
-        WorkerRange { first: workers, most: workers }
+        WorkerRange { first: workers, most: workers, bytes: None }
     }
 
     /// As many as the caller has asked for, or as suits the source.
@@ -42,6 +44,7 @@ impl WorkerRange {
             None => WorkerRange {
                 first: allowed(traits.first_readers.min(traits.most_readers)),
                 most: allowed(traits.most_readers),
+                bytes: None,
             },
         }
     }
@@ -54,7 +57,7 @@ impl WorkerRange {
 
     /// The same, but no more than there is work for.
     pub fn at_most(self, work: usize) -> Self {
-        WorkerRange { first: self.first.min(work), most: self.most.min(work) }
+        WorkerRange { first: self.first.min(work), most: self.most.min(work), ..self }
     }
 }
 
@@ -342,8 +345,8 @@ struct Watch<'s, 'c> {
 impl<'s, 'c> Watch<'s, 'c> {
     fn new(range: WorkerRange, shared: &'s Shared<'c>) -> Self {
         let now = Instant::now();
-        let controller = (range.first < range.most)
-            .then(|| ConcurrencyController::new(range.first, range.most, crate::cpu_count()));
+        let new = || ConcurrencyController::new(range.first, range.most, crate::cpu_count());
+        let controller = (range.first < range.most).then(|| new().of_bytes(range.bytes));
         Watch { shared, begun: now, asked: now, controller }
     }
 
@@ -395,13 +398,13 @@ mod tests {
             }
             Ok(())
         };
-        run_adapting(WorkerRange { first: 2, most }, &Never, work).unwrap();
+        run_adapting(WorkerRange { first: 2, most, bytes: None }, &Never, work).unwrap();
         assert_eq!(started.into_inner(), most);
     }
 
     #[test]
     fn the_last_worker_is_never_too_many() {
-        let shared = Shared::new(WorkerRange { first: 3, most: 8 }, &Never, false);
+        let shared = Shared::new(WorkerRange { first: 3, most: 8, bytes: None }, &Never, false);
         *shared.count() = Count { running: 3, wanted: 0 };
         let workers = [shared.control(), shared.control(), shared.control()];
         workers.iter().for_each(|worker| worker.arrived(1));
@@ -413,7 +416,7 @@ mod tests {
 
     #[test]
     fn nobody_is_started_when_there_is_no_more_work_or_it_is_time_to_stop() {
-        let range = WorkerRange { first: 2, most: 64 };
+        let range = WorkerRange { first: 2, most: 64, bytes: None };
         for (ending, stopped, missing) in [(false, false, 4), (true, false, 0), (false, true, 0)] {
             let shared = Shared::new(range, &Never, false);
             let mut watch = Watch::new(range, &shared);
@@ -427,7 +430,7 @@ mod tests {
 
     #[test]
     fn the_first_error_ends_all_and_is_told() {
-        let range = WorkerRange { first: 3, most: 6 };
+        let range = WorkerRange { first: 3, most: 6, bytes: None };
         let work = |control: &Control<'_>, number| {
             if number == 1 {
                 return Err(Error::Closed("on purpose".to_owned()));

@@ -14,7 +14,7 @@ use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
 fn any_crew() -> WorkerRange {
     let most = thread_rng().gen_range(1..=4);
-    WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most }
+    WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most, bytes: None }
 }
 
 /// The number of workers adapts by the clock of the model, in which any wait may take long.
