@@ -182,6 +182,15 @@ def test_iterators_of_a_local_file_do_not_wait_for_each_other(ranks, folder):
     ranks.run("one_by_one.local_files", 2, folder)
 
 
+def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
+    tensorizer.save({"a": torch.ones(3), "b": torch.zeros(5)}, tmp_path / "tiny.tensors")
+    few, many = (ranks.run("groups.collectives", size, tmp_path) for size in (2, 8))
+    # Everything is fetched in one batch, by one rank.
+    assert few == [few[0]] * 2 and many == [few[0]] * 8
+    of_load, of_answers = few[0]
+    assert of_load <= 12 and of_answers == [1, 2, 2]
+
+
 def test_other_collectives_of_the_group_go_on(ranks, folder):
     assert min(ranks.run("groups.beside_others", 4, folder)) > 0
 

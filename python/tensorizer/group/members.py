@@ -58,6 +58,8 @@ class _Calls:
 _CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = (
     weakref.WeakKeyDictionary()
 )
+#: Bytes of what every member tells at once, and of the length in front of it.
+_TOLD_AT_ONCE, _LENGTH = 512, 8
 #: Seconds that a member waits for others beyond the group's timeout, which they see first.
 _GRACE = 10.0
 
@@ -226,18 +228,26 @@ class Members:
             del error
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what every member tells."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        lengths[self.rank][0] = data.numel()
-        for rank, length in enumerate(lengths):
-            self.wait(self.broadcast(length, rank))
-        answers = []
-        for rank, length in enumerate(lengths):
-            empty = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            sent = data if rank == self.rank else empty
-            self.wait(self.broadcast(sent, rank))
-            answers.append(value if rank == self.rank else pickle.loads(sent.numpy().tobytes()))
+        """Return what every member tells: in two collectives at most, for any number of members.
+
+        The first one has the length of each answer and its first bytes, as a rule all of it. What
+        is longer comes from its member, or, of several members, padded to the longest.
+        """
+        data = pickle.dumps(value)
+        begun = self._gather(len(data).to_bytes(_LENGTH, "little") + data, _TOLD_AT_ONCE)
+        lengths = [int.from_bytes(one[:_LENGTH], "little") for one in begun]
+        begun = [one[_LENGTH:] for one in begun]
+        room = _TOLD_AT_ONCE - _LENGTH
+        longer = [rank for rank, length in enumerate(lengths) if length > room]
+        rest = [b""] * self.size
+        if len(longer) > 1:
+            rest = self._gather(data[room:], max(lengths) - room)
+        for rank in longer if len(longer) == 1 else ():
+            rest[rank] = self._from_one(data[room:], rank, lengths[rank] - room)
+        answers = [
+            value if rank == self.rank else pickle.loads((first + more)[:length])
+            for rank, (first, more, length) in enumerate(zip(begun, rest, lengths, strict=True))
+        ]
         interrupt = self.interrupted()
         if interrupt is not None:
             # The others go on, and would wait for this one.
@@ -249,16 +259,41 @@ class Members:
                 del interrupt
         return answers
 
+    def _gather(self, data: bytes, length: int) -> list[bytes]:
+        """Return so many bytes of every member; those of shorter ones have zeros behind them."""
+        mine = torch.frombuffer(bytearray(data[:length].ljust(length, b"\0")), dtype=torch.uint8)
+        every = torch.empty(self.size, length, dtype=torch.uint8, device="cpu")
+        self.wait(self._allgather(list(every), mine))
+        return [one.numpy().tobytes() for one in every]
+
+    def _from_one(self, data: bytes, rank: int, length: int) -> bytes:
+        """Return the bytes of one member, which it gives to all."""
+        mine = bytearray(data if rank == self.rank else length)
+        sent = torch.frombuffer(mine, dtype=torch.uint8)
+        self.wait(self.broadcast(sent, rank))
+        return sent.numpy().tobytes()
+
     # One exchange
 
-    def broadcast(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Check that there are connections, to begin an exchange."""
         self._check_process()
-        options = dist.BroadcastOptions()
-        options.rootRank = rank
         with self._or_lost():
             if self._among_hosts is None:
                 raise RuntimeError("the connections were given up")
+            yield
+
+    def _allgather(self, every: list[torch.Tensor], mine: torch.Tensor) -> Any:
+        """Begin to send a tensor of each member to all."""
+        with self._collective():
+            return self._among_hosts.allgather([every], [mine])
+
+    def broadcast(self, data: torch.Tensor, rank: int) -> Any:
+        """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        with self._collective():
             # No frame of a traceback may have the group: see leave.
             if data.is_cuda and self.on_device:
                 return self._of_devices().broadcast([data], options)

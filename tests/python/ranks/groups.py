@@ -18,6 +18,7 @@ from ranks.common import (
     torch,
 )
 from ranks.dtensors import of_format
+from tensorizer.group import members
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -378,3 +379,33 @@ def limited(path, limit):
             return str(error)
         same(found, expected)
     return "the same"
+
+
+def collectives(folder):
+    """Count the collectives of a load of tiny tensors, and of answers of some lengths."""
+    counts = []
+
+    def counted(begin):
+        def counting(*args):
+            counts.append(args)
+            return begin(*args)
+
+        return counting
+
+    for name in ("broadcast", "_allgather"):
+        setattr(members.Members, name, counted(getattr(members.Members, name)))
+    fetch_together(BATCH)
+    with group() as (_, size):
+        tensorizer.load(f"{folder}/tiny.tensors", group=dist.group.WORLD)
+        of_load = len(counts)
+        some = members.Members.of(dist.group.WORLD)
+        with some:
+            # Short answers, a long one of one member, and long ones of all.
+            found = []
+            for value in ("x", "x" * 5000 * (dist.get_rank() == 0), "x" * (1000 + dist.get_rank())):
+                before = len(counts)
+                told = some.tell((dist.get_rank(), value))
+                assert [rank for rank, _ in told] == list(range(size))
+                assert told[dist.get_rank()][1] == value and len(told[0][1]) >= 1
+                found.append(len(counts) - before)
+    return of_load, found
