@@ -197,6 +197,8 @@ texts! {
     OLD_TOKEN = "HUGGING_FACE_HUB_TOKEN", "none", "the same as `HF_TOKEN`, where that is not set";
     OLD_CACHE = "HUGGINGFACE_HUB_CACHE", "none", "the same as `HF_HUB_CACHE`, where that is not set";
     OLD_OFFLINE = "TRANSFORMERS_OFFLINE", "0", "the same as `HF_HUB_OFFLINE`, where that is not set";
+    LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE", "1",
+        "set by launchers such as `torchrun`: how many processes of one job this machine runs, which load the same files as a rule";
     XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "where `huggingface` is the default of `HF_HOME`";
 }
 
@@ -257,7 +259,7 @@ variables! {
     READERS = "TENSORIZER_READERS", 0,
         "readers of a local file unless their number is given; 0: as many as help";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
-        "whether loads to CUDA read files around the page cache that are not in it: 1 or 0";
+        "whether loads read files around the page cache that are not in it: 1, but not where `LOCAL_WORLD_SIZE` or `group=` say that several processes of this machine load; 2, there too; 0, never";
     GDS = "TENSORIZER_GDS", 0,
         "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
 }

@@ -53,6 +53,8 @@ pub struct Counters {
     threads: AtomicUsize,
     most_threads: AtomicUsize,
     reading: Mutex<&'static str>,
+    in_flight: AtomicU64,
+    most_in_flight: AtomicU64,
     fallbacks: Mutex<Vec<String>>,
 }
 
@@ -65,6 +67,8 @@ impl Default for Counters {
             threads: AtomicUsize::new(0),
             most_threads: AtomicUsize::new(0),
             reading: Mutex::default(),
+            in_flight: AtomicU64::new(0),
+            most_in_flight: AtomicU64::new(0),
             fallbacks: Mutex::default(),
         }
     }
@@ -108,6 +112,13 @@ impl Counters {
         *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
     }
 
+    /// Bytes of direct reads that were under way, on average, and that might have been. Of several
+    /// parts of a call the one with the most counts.
+    pub fn in_flight(&self, bytes: u64, most: u64) {
+        self.in_flight.fetch_max(bytes, Ordering::Relaxed);
+        self.most_in_flight.fetch_max(most, Ordering::Relaxed);
+    }
+
     /// Says that something went a slower way than it could have.
     pub fn fallback(&self, why: &str) {
         let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -135,6 +146,8 @@ impl Counters {
                 Duration::from_nanos(nanos)
             }),
             reading: *self.reading.lock().unwrap_or_else(PoisonError::into_inner),
+            in_flight: self.in_flight.load(Ordering::Relaxed),
+            most_in_flight: self.most_in_flight.load(Ordering::Relaxed),
             fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         };
         OWN.set(Some(report.clone()));
@@ -172,6 +185,10 @@ pub struct Report {
     pub stages: [Duration; Stage::ALL.len()],
     /// How the source was read, where there is more than one way; else nothing.
     pub reading: &'static str,
+    /// Bytes of direct reads that were under way, on average.
+    pub in_flight: u64,
+    /// Bytes of direct reads that might have been under way.
+    pub most_in_flight: u64,
     /// Slower ways that were taken, and why.
     pub fallbacks: Vec<String>,
 }

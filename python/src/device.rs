@@ -49,6 +49,8 @@ fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
         elapsed,
         stages,
         reading,
+        in_flight,
+        most_in_flight,
         fallbacks,
     } = report;
     let ended = ended.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
@@ -71,6 +73,8 @@ fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
     out.set_item("seconds", elapsed.as_secs_f64())?;
     out.set_item("stages", stages)?;
     out.set_item("reading", reading)?;
+    out.set_item("in_flight", in_flight)?;
+    out.set_item("most_in_flight", most_in_flight)?;
     out.set_item("fallbacks", fallbacks)?;
     out.set_item("pinned_bytes", pinned)?;
     Ok(out)

@@ -108,6 +108,12 @@ impl Reader {
         self.loads.set_memory(MemoryLimit::of(limit).without(beside));
     }
 
+    /// Has its loads read cold files through the page cache: other processes of this machine load the
+    /// same file at the same time.
+    fn share_cache(&self) {
+        self.loads.share_cache();
+    }
+
     /// The least that a load has in flight, of `parts` of tensors, or through staging memory.
     fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
         Ok(self.file.least(parts, staged)?)

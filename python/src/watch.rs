@@ -56,6 +56,7 @@ pub struct Loads {
     stopped: AtomicBool,
     pub watch: Watch,
     memory: Brief<MemoryLimit>,
+    shares_cache: AtomicBool,
 }
 
 impl Loads {
@@ -67,7 +68,14 @@ impl Loads {
     /// How each of them loads.
     pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
         let memory = *self.memory.lock();
-        LoadOptions { readers, verify: verification(verify), map, memory }
+        let shares_cache = self.shares_cache.load(Ordering::Relaxed);
+        LoadOptions { readers, verify: verification(verify), map, memory, shares_cache }
+    }
+
+    /// Has those that begin from here on read cold files through the page cache, as other processes of
+    /// this machine load them too.
+    pub fn share_cache(&self) {
+        self.shares_cache.store(true, Ordering::Relaxed);
     }
 
     /// Bounds what those have in flight that begin from here on.

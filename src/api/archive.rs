@@ -132,6 +132,7 @@ fn read_headers(
         decrypts: false,
         readers,
         memory: MemoryLimit::default(),
+        shares_cache: false,
         receiver: None,
     };
     read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;

@@ -7,17 +7,19 @@ use super::headers::{Headers, try_key};
 use super::load::{load_counted, no_headers};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slices::{HELD, Plain, direct_runs, held_len};
+use super::slice_rules::RunRules;
+use super::slices::{HELD, Plain, ROUND, are_plain, direct_runs, extent, held_len, runs_of};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
 use crate::codec::hash::Verify;
-use crate::engine::cold;
 use crate::engine::plan::{Block, Extent, Large, Layout, Place};
 use crate::engine::read::{Reading, read, read_while};
 use crate::engine::target::device::ToDevice;
 use crate::engine::target::direct::Direct;
+use crate::engine::target::gather_to_device::{DeviceSpan, GatherToDevice};
 use crate::error::Result;
-use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
+use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
+use crate::format::catalog::Entry;
 use crate::io::{MemorySource, ReadAt, borrowed};
 use crate::mem::device::{Blocks, Consumer, Device, Streams};
 use crate::mem::pinned::Pool;
@@ -145,14 +147,16 @@ impl<'f> DeviceLoad<'f> {
         Ok((headers, streams))
     }
 
-    /// Loads slices: those of long runs as they come, others by way of host memory, some at a time.
+    /// Loads slices: those of long contiguous ranges as they come, and those of short ones gathered. What
+    /// is verified or encrypted comes by way of host memory, some at a time.
     fn slices(&self, upload: &Upload<'_>) -> Result<()> {
         let file = self.selection.file;
+        let rules = RunRules::of(&self.selection, upload.options)?;
         let (mut extents, mut places) = (Vec::new(), Vec::new());
         let mut others: Vec<usize> = Vec::new();
         let tensors = self.selection.entries.iter().zip(&self.layout.places).enumerate();
         for (tensor, (entry, place)) in tensors {
-            if let Some(runs) = direct_runs(file, entry, upload.options.verify)? {
+            if let Some(runs) = direct_runs(file, entry, upload.options.verify, &rules)? {
                 for (extent, start) in runs {
                     push(&mut extents, extent, LISTS)?;
                     let offset = place.offset + start;
@@ -164,7 +168,14 @@ impl<'f> DeviceLoad<'f> {
         }
         let sources = file.sources();
         upload.copy(&borrowed(&sources), &extents, &places)?;
-        self.parts_through_host(&others, upload)
+        if !are_plain(file, upload.options.verify) {
+            return self.parts_through_host(&others, upload);
+        }
+        let slice = |&tensor: &usize| {
+            let entry = self.selection.entries.get(tensor);
+            entry.copied().zip(self.layout.places.get(tensor).copied())
+        };
+        upload.gather(file, &listed(others.iter().filter_map(slice), LISTS)?, &rules)
     }
 
     /// Brings tensors to host memory and from there to the device, some at a time.
@@ -213,6 +224,7 @@ impl<'f> DeviceLoad<'f> {
             decrypts: headers.decrypts(),
             readers: upload.options.readers,
             memory: upload.options.memory,
+            shares_cache: upload.options.shares_cache,
             receiver: None,
         };
         upload.read(&what, (&self.layout.blocks, &self.layout.places), allocate)
@@ -259,20 +271,12 @@ impl Upload<'_> {
             counters.fallback("GPUDirect Storage neither verifies nor decrypts");
             None
         };
-        if direct.is_none() {
-            counters.reading(if local { "page cache" } else { "" });
-        }
-        let around = cold::wants_direct_reads(files, extents)?;
         let mut target = ToDevice {
             memory: to.memory,
             blocks,
             places,
             streams,
             pool: to.pool,
-            around_the_cache: &|source| {
-                if around { cold::around_the_cache(source, counters) } else { None }
-            },
-            reader_memory: if around { cold::READER_MEMORY } else { 0 },
             direct: direct.as_ref(),
             share: None,
         };
@@ -281,18 +285,33 @@ impl Upload<'_> {
 
     /// Reads bytes as they are to places of their own.
     fn copy(&self, files: &[&dyn ReadAt], extents: &[Extent], places: &[Place]) -> Result<()> {
-        let mut target = ToDevice {
+        if extents.is_empty() {
+            return Ok(());
+        }
+        let reading = self.plain_reading(files, extents);
+        read(&reading, &mut self.plain_target(places), self.counters, self.cancel).map(drop)
+    }
+
+    /// The device as a target of bytes without headers.
+    fn plain_target<'t>(&'t self, places: &'t [Place]) -> ToDevice<'t> {
+        ToDevice {
             memory: self.to.memory,
             blocks: &[],
             places,
             streams: self.streams,
             pool: self.to.pool,
-            around_the_cache: &|_| None,
-            reader_memory: 0,
             direct: None,
             share: None,
-        };
-        let reading = Reading {
+        }
+    }
+
+    /// A read of bytes as they are.
+    fn plain_reading<'t>(
+        &'t self,
+        files: &'t [&'t dyn ReadAt],
+        extents: &'t [Extent],
+    ) -> Reading<'t> {
+        Reading {
             files,
             extents,
             codec: &Plain,
@@ -300,9 +319,52 @@ impl Upload<'_> {
             decrypts: false,
             readers: self.options.readers,
             memory: self.options.memory,
+            shares_cache: self.options.shares_cache,
             receiver: None,
-        };
-        read(&reading, &mut target, self.counters, self.cancel).map(drop)
+        }
+    }
+
+    /// Gathers slices of a file on their way to their places, some at a time.
+    pub fn gather(
+        &self,
+        file: &TensorFile,
+        slices: &[(&Entry, Place)],
+        rules: &RunRules,
+    ) -> Result<()> {
+        let all = collected(slices.iter().map(|(entry, _)| runs_of(entry)), LISTS)?;
+        let sources = file.sources();
+        let files = borrowed(&sources);
+        let (mut extents, mut places, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        for (&(entry, place), runs) in slices.iter().zip(&all) {
+            for range in rules.spans(runs) {
+                push(&mut extents, extent(entry, &range), LISTS)?;
+                push(&mut places, place, LISTS)?;
+                push(&mut spans, DeviceSpan { start: range.start, runs }, LISTS)?;
+                if spans.len() == ROUND {
+                    self.gather_round(&files, &extents, &places, &spans)?;
+                    extents.clear();
+                    places.clear();
+                    spans.clear();
+                }
+            }
+        }
+        self.gather_round(&files, &extents, &places, &spans)
+    }
+
+    /// The same for ranges that are planned together.
+    fn gather_round(
+        &self,
+        files: &[&dyn ReadAt],
+        extents: &[Extent],
+        places: &[Place],
+        spans: &[DeviceSpan<'_>],
+    ) -> Result<()> {
+        self.cancel.check()?;
+        if extents.is_empty() {
+            return Ok(());
+        }
+        let mut target = GatherToDevice::new(self.plain_target(places), spans);
+        read(&self.plain_reading(files, extents), &mut target, self.counters, self.cancel).map(drop)
     }
 
     /// Brings tensors, given by number in the order of the file, to host memory, and from there to

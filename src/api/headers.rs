@@ -153,6 +153,7 @@ pub fn see_headers(
             decrypts: false,
             readers: None,
             memory: MemoryLimit::default(),
+            shares_cache: false,
             receiver: None,
         };
         read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;

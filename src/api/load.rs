@@ -196,6 +196,7 @@ fn run<'s>(
         decrypts: headers.decrypts(),
         readers: options.readers,
         memory: options.memory,
+        shares_cache: options.shares_cache,
         receiver: None,
     };
     let left = read(&reading, &mut target, counters, cancel)?;

@@ -20,4 +20,7 @@ pub struct LoadOptions {
     /// Bytes that the load may have in flight beside its tensors: what connections hold, staging
     /// buffers, and what is read over. None for what `TENSORIZER_MEMORY_MB` says.
     pub memory: MemoryLimit,
+    /// True if other processes of this machine load the same file at the same time: what is not in the
+    /// page cache is read through it then, once for all of them, and not around it.
+    pub shares_cache: bool,
 }

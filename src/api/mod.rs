@@ -19,6 +19,7 @@ pub mod save;
 pub mod save_options;
 mod save_safetensors;
 mod selection;
+pub mod slice_rules;
 pub mod slices;
 pub mod snapshot;
 pub mod tensor;

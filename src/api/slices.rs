@@ -13,6 +13,7 @@ use super::file::TensorFile;
 use super::headers::see_headers;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
+use super::slice_rules::{ROUND_LEN, RunRules};
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, PIECE_LEN};
@@ -25,12 +26,9 @@ use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::{Entry, Whole};
-use crate::io::{Capabilities, ReadAt, borrowed};
+use crate::io::{ReadAt, borrowed};
 use crate::stats::Counters;
 
-/// Shorter runs are read together with what lies between them: what is planned for each is then small
-/// beside its bytes.
-const SHORT: u64 = 16 << 10;
 /// Bytes of tensors that are held as a whole while they are cut.
 pub const HELD: u64 = 256 << 20;
 
@@ -40,8 +38,6 @@ pub type LoadWhole<'l> =
 
 /// Ranges that are planned and read together, at most.
 pub const ROUND: usize = 64 << 10;
-/// Bytes that are planned and read together, about: a source may promise any number of them.
-const ROUND_LEN: u64 = 16 << 30;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -80,7 +76,7 @@ impl TensorFile {
 }
 
 /// The runs of an entry that is a slice; none if the tensor has no data.
-fn runs_of(entry: &Entry) -> Result<Runs> {
+pub fn runs_of(entry: &Entry) -> Result<Runs> {
     let runs = match &entry.whole {
         Some(_) if entry.is_meta() => Runs::new(1, &[0], std::slice::from_ref(&(0..0))),
         Some(whole) => Runs::new(entry.dtype.size(), &whole.shape, &whole.slice),
@@ -132,14 +128,14 @@ impl SliceLoad<'_> {
         let file = selection.file;
         let sources = file.sources();
         let files = borrowed(&sources);
-        let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
+        let rules = RunRules::of(selection, options)?;
         let mut round = Round::default();
         let read_round = |round: Round<'_>| {
             cancel.check()?;
             round.read(&files, options, counters, cancel)
         };
         for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-            if runs.run() >= SHORT && file.is_seekable() {
+            if rules.are_long(runs) {
                 for start in runs.starts() {
                     round.direct.push(extent(entry, &(start..start + runs.run())));
                     round.to_direct.push(cut(&mut rest, runs.run())?);
@@ -149,20 +145,13 @@ impl SliceLoad<'_> {
                 }
                 continue;
             }
-            // A stream is read once, from front to back, so that all of it comes.
-            let gap = if file.is_seekable() { gap } else { u64::MAX };
-            for span in runs.spans(gap).filter(|_| runs.total() > 0) {
-                let mut start = span.start;
-                while start < span.end {
-                    let end = span.end.min(start.saturating_add(ROUND_LEN));
-                    let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
-                    round.gathered.push(extent(entry, &(start..end)));
-                    round.spans.push(Span { start, runs, to });
-                    round.len += end - start;
-                    start = end;
-                    if round.is_full() {
-                        read_round(std::mem::take(&mut round))?;
-                    }
+            for Range { start, end } in rules.spans(runs) {
+                let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
+                round.gathered.push(extent(entry, &(start..end)));
+                round.spans.push(Span { start, runs, to });
+                round.len += end - start;
+                if round.is_full() {
+                    read_round(std::mem::take(&mut round))?;
                 }
             }
         }
@@ -210,6 +199,7 @@ impl SliceLoad<'_> {
             decrypts: true,
             readers: options.readers,
             memory: options.memory,
+            shares_cache: options.shares_cache,
             receiver: None,
         };
         read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
@@ -289,6 +279,7 @@ impl Round<'_> {
             decrypts: false,
             readers: options.readers,
             memory: options.memory,
+            shares_cache: options.shares_cache,
             receiver: None,
         };
         if !self.direct.is_empty() {
@@ -311,17 +302,22 @@ fn cut<'a>(rest: &mut &'a mut [MaybeUninit<u8>], len: u64) -> Result<&'a mut [Ma
     Ok(now)
 }
 
-/// The runs of a slice that are read by themselves to where they go, each as an extent and its place
-/// in the slice. None where it has to be brought together in host memory.
+/// True if slices are cut from the bytes of the file as they are.
+pub fn are_plain(file: &TensorFile, verify: Verify) -> bool {
+    verify == Verify::Nothing && file.decryption().is_none() && file.is_seekable()
+}
+
+/// The contiguous ranges of a slice that are read by themselves to where they go, each as an extent and
+/// its place in the slice. None where they have to be gathered.
 pub fn direct_runs(
     file: &TensorFile,
     entry: &Entry,
     verify: Verify,
+    rules: &RunRules,
 ) -> Result<Option<Vec<(Extent, u64)>>> {
     let runs = runs_of(entry)?;
-    let plain = verify == Verify::Nothing && file.decryption().is_none() && file.is_seekable();
     let few = runs.total().checked_div(runs.run()).is_some_and(|count| count <= ROUND as u64);
-    if !plain || runs.run() < SHORT || !few {
+    if !are_plain(file, verify) || !rules.are_long(&runs) || !few {
         return Ok(None);
     }
     let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
@@ -330,7 +326,7 @@ pub fn direct_runs(
 }
 
 /// A range of a tensor's data.
-fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
+pub fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
     let data_offset = entry.data_offset + range.start;
     let data_len = range.end - range.start;
     Extent { file: entry.file, header_offset: data_offset, data_offset, data_len }

@@ -1,25 +1,35 @@
-//! Files that are not in the page cache.
+//! Files that are not in the page cache, and direct reads of them.
+
+use std::sync::Arc;
 
 use crate::engine::plan::Extent;
-use crate::environment::DIRECT_IO;
+use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
 use crate::io::ReadAt;
+use crate::io::local::{DIRECT_READ, DirectReader, InFlight, READS_FOR_EACH};
+use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// What a reader that goes around the page cache takes.
+/// Memory that a reader takes for direct reads.
 pub use crate::io::local::DIRECT_MEMORY as READER_MEMORY;
 
-/// Whether a load goes around the page cache.
-pub fn wants_direct_reads(files: &[&dyn ReadAt], extents: &[Extent]) -> Result<bool> {
-    Ok(DIRECT_IO.value()? != 0 && cached(files, extents) == Cached::Little)
-}
+/// Bytes between two ranges of a cold file that are cheaper to read than to skip: a separate read takes
+/// the time in which a disk of 2 GB/s reads as much, and more CPU time than this takes.
+pub const DIRECT_GAP: u64 = 128 << 10;
+/// With less memory than for so many readers, files are read through the page cache, which takes none.
+const READERS_AT_LEAST: u64 = 4;
 
-/// How much of what is to be read is in the page cache.
+/// Values of `TENSORIZER_DIRECT_IO`: by the page cache always, and around it also where several
+/// processes of this machine load.
+const NEVER: u64 = 0;
+const ALWAYS: u64 = 2;
+
+/// The share of the data of a load that is in the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cached {
     /// All of it, as far as samples tell.
     All,
-    /// Something between, or nobody can tell.
+    /// Something between, or it is unknown.
     Some,
     /// Less than half.
     Little,
@@ -55,13 +65,57 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
     }
 }
 
-/// A reader that goes around the page cache, where there can be one.
-pub fn around_the_cache(source: &dyn ReadAt, counters: &Counters) -> Option<Box<dyn ReadAt>> {
-    if let Some(reader) = crate::io::local::DirectReader::open(source) {
-        counters.reading(reader.name());
-        return Some(Box::new(reader));
+/// True if cold files of a load are read around the page cache. `shared`: other processes of this
+/// machine load them at the same time, and the page cache has each byte once for all.
+pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: bool) -> Result<bool> {
+    let wanted = match DIRECT_IO.value()? {
+        NEVER => false,
+        ALWAYS => true,
+        _ => !shared && !has_local_ranks(),
+    };
+    let room = memory.bytes().is_none_or(|bytes| bytes >= READERS_AT_LEAST * READER_MEMORY);
+    Ok(wanted && room && files.iter().all(|source| source.file().is_some()))
+}
+
+/// True if a launcher says that this process is one of several on this machine, which load the same
+/// files as a rule.
+fn has_local_ranks() -> bool {
+    let size = LOCAL_WORLD_SIZE.value().and_then(|text| text.into_string().ok());
+    size.and_then(|text| text.trim().parse().ok()).is_some_and(|size: u64| size > 1)
+}
+
+/// Direct reads of the readers of one load.
+pub struct DirectReads<'c> {
+    in_flight: Arc<InFlight>,
+    counters: &'c Counters,
+}
+
+impl<'c> DirectReads<'c> {
+    /// For so many readers.
+    pub fn new(readers: usize, counters: &'c Counters) -> Self {
+        let in_flight = Arc::new(InFlight::new(readers.saturating_mul(READS_FOR_EACH)));
+        DirectReads { in_flight, counters }
     }
-    counters
-        .fallback("the file system has no direct reads: a cold file goes through the page cache");
-    None
+
+    /// A handle of one reader to a file; None where its file system has no direct reads.
+    pub fn open(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
+        let Some(reader) = DirectReader::open(source, &self.in_flight) else {
+            self.counters.fallback(
+                "the file system has no direct reads: a cold file goes through the page cache",
+            );
+            return None;
+        };
+        self.counters.reading(reader.name());
+        Some(Box::new(reader))
+    }
+}
+
+impl Drop for DirectReads<'_> {
+    fn drop(&mut self) {
+        let (mean, most) = self.in_flight.mean();
+        if let Some(mean) = mean {
+            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ as u64);
+            self.counters.in_flight(bytes(mean) / 1000, bytes(most as u64));
+        }
+    }
 }

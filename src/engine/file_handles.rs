@@ -1,35 +1,45 @@
 //! The file handles of one reader.
 
-use super::target::Target;
+use super::cold::DirectReads;
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
-/// Handles of a reader to the files of a load: its own where those are faster, otherwise the shared
-/// ones.
-pub struct FileHandles<'r, T> {
-    target: &'r T,
+/// The kind of handles that a reader has to the files of a load.
+#[derive(Clone, Copy)]
+pub enum Access<'r> {
+    /// Handles that all readers share.
+    Shared,
+    /// Its own, where those are faster.
+    Own,
+    /// Its own, for direct reads where the file system has them.
+    Direct(&'r DirectReads<'r>),
+}
+
+/// Handles of a reader to the files of a load.
+pub struct FileHandles<'r> {
     files: &'r [&'r dyn ReadAt],
-    /// True if the reader opens handles of its own.
-    alone: bool,
+    access: Access<'r>,
     /// The file that was read last, and the reader's own handle to it, if there is one.
     open: Option<(usize, Option<Box<dyn ReadAt>>)>,
 }
 
-impl<'r, T: Target> FileHandles<'r, T> {
+impl<'r> FileHandles<'r> {
     /// None are open yet.
-    pub fn new(target: &'r T, files: &'r [&'r dyn ReadAt], alone: bool) -> Self {
-        FileHandles { target, files, alone, open: None }
+    pub fn new(files: &'r [&'r dyn ReadAt], access: Access<'r>) -> Self {
+        FileHandles { files, access, open: None }
     }
 
     /// The handle to a file.
     pub fn of(&mut self, file: usize) -> Result<&dyn ReadAt> {
         let shared = self.files.get(file).copied();
         let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
-        if !self.alone {
-            return Ok(shared);
-        }
         if self.open.as_ref().is_none_or(|(open, _)| *open != file) {
-            self.open = Some((file, self.target.reader(shared)));
+            let own = match self.access {
+                Access::Shared => return Ok(shared),
+                Access::Own => shared.own_handle(),
+                Access::Direct(reads) => reads.open(shared).or_else(|| shared.own_handle()),
+            };
+            self.open = Some((file, own));
         }
         let own = self.open.as_ref().and_then(|(_, own)| own.as_deref());
         Ok(own.unwrap_or(shared))

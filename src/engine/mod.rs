@@ -13,6 +13,7 @@ pub mod plan;
 pub mod read;
 mod read_task;
 mod reading;
+mod sources;
 pub mod target;
 pub mod worker_range;
 pub mod workers;

@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use super::file_handles::FileHandles;
+use super::file_handles::{Access, FileHandles};
 use super::landing::Landing;
 use super::order::{LARGE, jobs};
 use super::plan::{Extent, Limits, PLAN, WorkQueue, partition};
 use super::read_task::ReadTask;
 pub use super::reading::{Begun, Codec, Reading};
+use super::sources::{Sources, access};
 use super::target::Target;
 use super::worker_range;
 use super::workers::{self, Control, WorkerRange};
@@ -19,11 +20,14 @@ use crate::codec::hash::{self, Verify};
 use crate::error::{Error, Result};
 use crate::fallible::listed;
 use crate::io::Capabilities;
+use crate::mem::DISK_BLOCK;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
-/// Less than this is read on the calling thread.
-const INLINE_LEN: u64 = 1 << 20;
+/// Less than this is read on the calling thread: until a second one runs, the first has read as much.
+const INLINE_LEN: u64 = 4 << 20;
+/// The same where bytes are decrypted or hashed.
+const INLINE_HASHED: u64 = 1 << 20;
 /// When hashes are verified, a step of reading: a part of the second-level cache of a core.
 const STEP: u64 = 512 << 10;
 /// Bytes of a batch at least, however little may be read ahead.
@@ -51,16 +55,21 @@ pub fn read_while<T: Target>(
 ) -> Result<Vec<usize>> {
     let begun = Instant::now();
     let memory = worker_range::limit(what.memory, what.files)?;
-    let Some(traits) = Capabilities::of_all(what.files) else {
+    let total = total(what)?;
+    let Some(sources) = Sources::of(what, total, memory)? else {
         while meanwhile()? {}
         return Ok(Vec::new());
     };
-    let range = worker_range::range(&traits, what.files, what.extents, what.readers)?;
+    if sources.are_local() && target.direct().is_none() {
+        counters.reading("page cache");
+    }
+    let traits = sources.traits;
+    let range = worker_range::range(&traits, sources.cached, what.readers)?;
     let (range, passing) = worker_range::share(memory, range, &traits, what.decrypts, target)?;
-    let total = total(what)?;
     let limits = target.limits(&traits, range, total, what.decrypts);
-    let mut limits = bounded(Limits { passing, ..limits }, what);
-    let step = if target.takes_steps() { step(what, &traits) } else { u64::MAX };
+    let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
+    let mut limits = bounded(Limits { passing, block, ..limits }, what);
+    let step = if target.takes_steps() { step(what, &sources) } else { u64::MAX };
     // Tensors that come in one chunk are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
     let sha = what.verify == Verify::All;
@@ -70,19 +79,15 @@ pub fn read_while<T: Target>(
     if room.is_some() {
         limits.apart = LARGE;
     }
-    // Where bytes stay for their hash without being waited for, neither by others who need the memory
-    // nor for the header to decrypt them, which may come later then.
-    let large_first =
-        sha && traits.max_readers > 1 && !what.decrypts && target.takes_steps() && !in_order;
+    let large_first = begins_with_large(what, &traits, target);
     let jobs =
         jobs(what.extents, partition(what.extents, &limits)?, target, (step, whole), large_first)?;
-    // Many answers that are waited for take longer than their bytes, however few.
-    let inline = total < INLINE_LEN && !traits.has_long_requests();
-    let range = range.at_most(if inline { 1 } else { jobs.len() });
+    let range = range.at_most(if is_inline(what, &traits, total) { 1 } else { jobs.len() });
+    let range = WorkerRange { bytes: Some(total), ..range };
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
     let any_order = !sha && !what.decrypts && !in_order;
-    let own = any_order && range.most > 1 && what.files.iter().all(|file| file.file().is_some());
+    let own = any_order && range.most > 1 && sources.are_local();
     let task = ReadTask {
         what,
         target: &*target,
@@ -96,20 +101,22 @@ pub fn read_while<T: Target>(
         landing: landing(what)?,
     };
     counters.since(Stage::Plan, begun);
-    carry_out(&task, range, cancel, meanwhile)
+    let reads = sources.direct_reads(range.most, counters);
+    carry_out(&task, range, access(reads.as_ref(), range.most), cancel, meanwhile)
 }
 
 /// Has readers do the work. Returns the tensors that could not be decrypted in chunks.
 fn carry_out<T: Target>(
     task: &ReadTask<'_, T>,
     range: WorkerRange,
+    access: Access<'_>,
     cancel: &dyn Cancel,
     meanwhile: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<Vec<usize>> {
     let started = AtomicUsize::new(1);
     let work = |control: &Control<'_>, number: usize| {
         started.fetch_max(number + 1, Ordering::Relaxed);
-        let handles = FileHandles::new(task.target, task.what.files, range.most > 1);
+        let handles = FileHandles::new(task.what.files, access);
         task.work(number, handles, control)
     };
     workers::run_while(range, cancel, work, meanwhile)?;
@@ -143,11 +150,27 @@ fn total(what: &Reading<'_>) -> Result<u64> {
     Ok(lens.fold(0, u64::saturating_add))
 }
 
+/// True if large tensors are read first: where bytes stay for their hash without being waited for, neither
+/// by readers that need the memory nor for the header to decrypt them, which may come later then.
+fn begins_with_large<T: Target>(what: &Reading<'_>, source: &Capabilities, target: &T) -> bool {
+    let any_order = !what.decrypts && what.receiver.is_none();
+    what.verify == Verify::All && source.max_readers > 1 && any_order && target.takes_steps()
+}
+
+/// True if the calling thread reads everything. Many answers that are waited for take longer than their
+/// bytes, however few.
+fn is_inline(what: &Reading<'_>, source: &Capabilities, total: u64) -> bool {
+    let hashed = what.decrypts || what.verify != Verify::Nothing;
+    let most = if hashed { INLINE_HASHED } else { INLINE_LEN };
+    total < most && !source.has_long_requests()
+}
+
 /// Bytes that are read at a time.
-fn step(what: &Reading<'_>, source: &Capabilities) -> u64 {
+fn step(what: &Reading<'_>, sources: &Sources) -> u64 {
     match (what.decrypts, what.verify) {
-        // Long requests are not cut: each one waits for its answer.
-        _ if source.has_long_requests() => u64::MAX,
+        // Long requests are not cut: each one waits for its answer. Direct reads of a batch are under
+        // way together.
+        _ if sources.traits.has_long_requests() || sources.direct => u64::MAX,
         (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,
         (false, _) => STEP,

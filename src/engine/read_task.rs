@@ -75,7 +75,7 @@ impl<T: Target> ReadTask<'_, T> {
     pub fn work(
         &self,
         number: usize,
-        mut handles: FileHandles<'_, T>,
+        mut handles: FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
         while !control.stopped() && !control.is_retired() {
@@ -150,7 +150,7 @@ impl<T: Target> ReadTask<'_, T> {
         &'t self,
         job: Job<T>,
         turn: T::Turn<'t>,
-        handles: &mut FileHandles<'_, T>,
+        handles: &mut FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
         let mut turn = Some(turn);

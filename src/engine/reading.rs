@@ -50,6 +50,8 @@ pub struct Reading<'r> {
     pub readers: Option<usize>,
     /// The limit of bytes in flight beside the memory of the tensors.
     pub memory: MemoryLimit,
+    /// True if other processes of this machine load the same files at the same time.
+    pub shares_cache: bool,
     /// The receiver of tensors as they land, if they are handed out one by one, and for each extent the
     /// tensor that it is a part of.
     pub receiver: Option<(&'r dyn Receiver, &'r [usize])>,

@@ -1,7 +1,6 @@
 //! The number of readers of a load, and what they may have in memory.
 
-use super::cold::{self, Cached};
-use super::plan::Extent;
+use super::cold::Cached;
 use super::target::Target;
 use super::workers::WorkerRange;
 use crate::environment::READERS;
@@ -10,16 +9,14 @@ use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
 /// The number of readers to begin with, and the most there may be; `wanted` if the caller asks for a
-/// number.
+/// number. `cached`: what is in the page cache, if all files are local.
 pub fn range(
     traits: &Capabilities,
-    files: &[&dyn ReadAt],
-    extents: &[Extent],
+    cached: Option<Cached>,
     wanted: Option<usize>,
 ) -> Result<WorkerRange> {
-    let local = files.iter().all(|source| source.file().is_some());
-    let of_files = || match (local, READERS.value()?) {
-        (false, _) | (_, 0) => Ok(None),
+    let of_files = || match (cached, READERS.value()?) {
+        (None, _) | (_, 0) => Ok(None),
         (_, number) => Ok(usize::try_from(number).ok()),
     };
     let asked = wanted.map_or_else(of_files, |number| Ok(Some(number)))?;
@@ -27,12 +24,12 @@ pub fn range(
     if range.first == range.most {
         return Ok(range);
     }
-    Ok(match cold::cached(files, extents) {
+    Ok(match cached {
         // Memory gets no faster by more readers than cores.
-        Cached::All => WorkerRange::fixed(crate::cpu_count().clamp(range.first, range.most)),
-        Cached::Some => range,
+        Some(Cached::All) => WorkerRange::fixed(crate::cpu_count().clamp(range.first, range.most)),
+        Some(Cached::Some) | None => range,
         // A disk is kept busy by all of them from the first byte on.
-        Cached::Little => WorkerRange::fixed(range.most),
+        Some(Cached::Little) => WorkerRange::fixed(range.most),
     })
 }
 

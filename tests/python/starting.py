@@ -20,9 +20,9 @@ from servers import free_port
 TIMEOUT = 60
 #: What all of them need, and the programs.
 MODULES = (
-    *("tensorizer", "torch._dynamo", "ranks.being", "ranks.common", "ranks.dcp_failures"),
-    *("ranks.dcp_jobs", "ranks.dcp_meshes", "ranks.groups", "ranks.lost", "ranks.modules"),
-    "ranks.saving",
+    *("tensorizer", "torch._dynamo", "ranks.being", "ranks.cold", "ranks.common"),
+    *("ranks.dcp_failures", "ranks.dcp_jobs", "ranks.dcp_meshes", "ranks.groups", "ranks.lost"),
+    *("ranks.modules", "ranks.saving"),
 )
 CODE = f"""
 import json, sys

@@ -31,8 +31,10 @@ proptest! {
         tapers in any::<bool>(),
         apart in prop_oneof![Just(u64::MAX), 1u64..50_000],
         passing in prop_oneof![Just(u64::MAX), 1u64..5000],
+        block in prop_oneof![Just(1u64), Just(512u64)],
     ) {
-        let limits = Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, apart, passing };
+        let limits =
+            Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, block, apart, passing };
         let parts = partition(&extents, &limits).unwrap();
         let mut end = 0;
         let mut headers = Vec::new();
@@ -54,6 +56,8 @@ proptest! {
                         prop_assert_eq!(at, extents[tensor].data_offset + start);
                         prop_assert_eq!(start, data[tensor], "without holes");
                         prop_assert_eq!(start % unit, 0, "cut at units");
+                        let cut = start + piece.len < extents[tensor].data_len;
+                        prop_assert!(unit > 1 || !cut || piece.len < block || (at + piece.len) % block == 0);
                         data[tensor] += piece.len;
                     }
                 }
@@ -212,6 +216,14 @@ proptest! {
             prop_assert!(block.image.is_none() || (gap == 0 && inside.len() > 1));
             prop_assert!(small > 0 || large == Large::Together || inside.len() == 1);
         }
+        // In host memory, bytes lie in blocks as in those of the disk, so that direct reads can go there.
+        let together = |_: &_| large == Large::Together;
+        for (place, (extent, len)) in layout.places.iter().zip(&tensors).filter(together) {
+            let block = layout.blocks[place.block];
+            if *len >= 1 << 20 || (block.image.is_some() && block.len > (1 << 20) + 4096) {
+                prop_assert_eq!(place.offset % 4096, extent.data_offset % 4096);
+            }
+        }
         for ((place, len), (extent, _)) in layout.places.iter().zip(&lens).zip(&tensors) {
             let block = layout.blocks[place.block];
             prop_assert!(place.offset % 64 == 0 && place.offset + len <= block.len);
@@ -255,6 +267,7 @@ fn limits(len: u64, merge_gap: u64) -> Limits {
         merge_gap,
         segments: 1000,
         unit: 1,
+        block: 1,
         apart: u64::MAX,
         passing: u64::MAX,
     }

@@ -53,6 +53,7 @@ def open_for_group(
 
             def begin() -> None:
                 if by_each:
+                    file.reader.share_cache()
                     ahead = ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=False)
                     made.append(ahead)
                 else:

@@ -55,6 +55,7 @@ class Choice:
 
         what, _ = members.together(lambda: self.of(file, progress))
         if is_read_by_each(members, file):
+            file.reader.share_cache()
             return members.together(what.load)[0]
         file.keeps_shared = False
         places, _ = members.together(lambda: what.places() or made_for(what.wanted, what.device_of))

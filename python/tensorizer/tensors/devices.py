@@ -51,7 +51,9 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | N
         way on the device), ``stages`` (seconds by stage, summed over the threads: ``plan``,
         ``memory`` waiting for staging memory, ``read``, ``decrypt``, ``hash``, ``copy`` and
         ``write``),
-        ``reading`` (how a file was read: the page cache, direct reads; else nothing),
+        ``reading`` (how a local file was read: the page cache, direct reads; else nothing),
+        ``in_flight`` and ``most_in_flight`` (bytes of direct reads by io_uring that were under
+        way, on average, and that might have been),
         ``fallbacks`` (slower ways that were taken, and why) and ``pinned_bytes`` (staging memory
         that the process keeps).
 

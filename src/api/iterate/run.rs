@@ -13,7 +13,8 @@ use crate::api::headers::{Headers, try_key};
 use crate::api::load::load_counted;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
-use crate::api::slices::direct_runs;
+use crate::api::slice_rules::RunRules;
+use crate::api::slices::{are_plain, direct_runs};
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::landing::{Marks, Receiver};
@@ -39,8 +40,9 @@ pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
     };
     let verify = shared.file.prove(&shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
+    let rules = RunRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
     shared.file.with_sound_copies(&cancel, || {
-        let run = Run { shared, options: &options, cancel: &cancel };
+        let run = Run { shared, options: &options, rules, cancel: &cancel };
         // After damage to a copy in a cache, tensors that have landed are not read again.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
@@ -53,6 +55,7 @@ pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
 struct Run<'r> {
     shared: &'r Shared,
     options: &'r LoadOptions,
+    rules: RunRules,
     cancel: &'r dyn Cancel,
 }
 
@@ -143,7 +146,7 @@ impl Run<'_> {
     fn is_direct(&self, entry: &Entry, on_device: bool) -> Result<bool> {
         let file = &self.shared.file;
         if entry.whole.is_some() {
-            return Ok(direct_runs(file, entry, self.options.verify)?.is_some());
+            return Ok(direct_runs(file, entry, self.options.verify, &self.rules)?.is_some());
         }
         // A stream is read once, so that nothing may turn out to be impossible later.
         Ok(!on_device || file.decryption().is_none() || file.is_seekable())
@@ -155,7 +158,7 @@ impl Run<'_> {
         let (file, window) = (&shared.file, &shared.window);
         let numbers = listed(tensors.iter().map(|&(_, number)| number), LISTS)?;
         let selection = Selection::new(file, &numbers)?;
-        let plan = Plan::new(&selection, tensors, options.verify)?;
+        let plan = Plan::new(&selection, tensors, options.verify, &self.rules)?;
         for &tensor in &plan.unread {
             window.land(tensor, without_data(window, tensor, upload.is_some())?, Marks::new())?;
         }
@@ -179,6 +182,7 @@ impl Run<'_> {
             decrypts: headers.decrypts(),
             readers: options.readers,
             memory: options.memory,
+            shares_cache: options.shares_cache,
             receiver: Some((&receiver, &plan.tensors)),
         };
         let Some(upload) = upload else {
@@ -232,7 +236,7 @@ impl Run<'_> {
     }
 
     fn group_to_host(&self, tensors: &[(usize, usize)], numbers: &[usize]) -> Result<()> {
-        let Run { shared, options, cancel } = *self;
+        let Run { shared, options, cancel, .. } = *self;
         let loaded = load_counted(&shared.file, numbers, options, &shared.counters, cancel)?;
         for (&(tensor, _), loaded) in tensors.iter().zip(loaded) {
             // Small ones come in blocks, which one that is kept would keep.
@@ -250,8 +254,15 @@ impl Run<'_> {
         upload: &Upload<'_>,
     ) -> Result<()> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let places = tensors.iter().map(|&(block, _)| Place { block, offset: 0 });
-        upload.through_host(file, numbers, &listed(places, LISTS)?)?;
+        let places = listed(tensors.iter().map(|&(block, _)| Place { block, offset: 0 }), LISTS)?;
+        let entries = collected(numbers.iter().map(|&number| file.entry(number)), LISTS)?;
+        let sliced = entries.iter().all(|entry| entry.whole.is_some());
+        if sliced && are_plain(file, upload.options.verify) {
+            let slices = listed(entries.into_iter().zip(places), LISTS)?;
+            upload.gather(file, &slices, &self.rules)?;
+        } else {
+            upload.through_host(file, numbers, &places)?;
+        }
         let marks = upload.streams.marks()?;
         for &(tensor, number) in tensors {
             let zeros = file.entry(number)?.is_meta();
@@ -293,7 +304,12 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(selection: &Selection<'_>, tensors: &[(usize, usize)], verify: Verify) -> Result<Self> {
+    fn new(
+        selection: &Selection<'_>,
+        tensors: &[(usize, usize)],
+        verify: Verify,
+        rules: &RunRules,
+    ) -> Result<Self> {
         let mut plan = Plan::default();
         let extents = selection.extents()?;
         for (at, (entry, whole)) in selection.entries.iter().zip(extents).enumerate() {
@@ -302,11 +318,12 @@ impl Plan {
                 if whole.data_len == 0 {
                     plan.without_data.insert(tensor);
                 }
-                plan.add(at, whole, Location { tensor, offset: 0 })?;
+                let like = whole.data_offset;
+                plan.add(at, whole, Location { tensor, offset: 0, like })?;
                 continue;
             }
             let runs = match entry.whole {
-                Some(_) => direct_runs(selection.file, entry, verify)?,
+                Some(_) => direct_runs(selection.file, entry, verify, rules)?,
                 None => None,
             };
             let runs = runs.unwrap_or(Vec::new());
@@ -314,7 +331,8 @@ impl Plan {
                 push(&mut plan.unread, tensor, LISTS)?;
             }
             for (extent, offset) in runs {
-                plan.add(at, extent, Location { tensor, offset })?;
+                let like = extent.data_offset.wrapping_sub(offset);
+                plan.add(at, extent, Location { tensor, offset, like })?;
             }
         }
         Ok(plan)

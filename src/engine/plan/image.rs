@@ -5,7 +5,7 @@
 //! kept alive by something small: blocks end after 64 MiB, and large tensors are in none of them.
 
 use super::Extent;
-use crate::mem::ALIGNMENT;
+use crate::mem::{ALIGNMENT, DISK_BLOCK};
 
 /// Tensors below this share blocks.
 pub const SMALL: u64 = 1 << 20;
@@ -57,7 +57,8 @@ impl Block {
 /// Where tensors lie that share no block with small ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Large {
-    /// In one block, which gives the memory of each back as it goes.
+    /// In one block of host memory, which gives the memory of each back as it goes. Their bytes, and
+    /// those of long images, lie in blocks of memory as they lie in blocks of the disk.
     Together,
     /// In a block each.
     Apart,
@@ -90,8 +91,8 @@ impl Layout {
             }
             match now {
                 [(_, len)] if *len < SMALL => layout.small(*len)?,
-                [(_, len)] => layout.large(*len, large)?,
-                image => layout.image(image)?,
+                [(extent, len)] => layout.large(extent, *len, large)?,
+                image => layout.image(image, large)?,
             }
             rest = later;
         }
@@ -121,11 +122,25 @@ impl Layout {
         Some(block)
     }
 
-    fn large(&mut self, len: u64, large: Large) -> Option<()> {
-        match self.large.filter(|_| large == Large::Together) {
-            Some(block) => self.behind(block, len)?,
-            None => self.large = Some(self.alone(len)?),
+    fn large(&mut self, extent: &Extent, len: u64, large: Large) -> Option<()> {
+        if large == Large::Apart {
+            self.alone(len)?;
+            return Some(());
         }
+        let block = match self.large {
+            Some(block) => block,
+            None => {
+                let block = self.blocks.len();
+                self.blocks.try_reserve(1).ok()?;
+                self.blocks.push(Block { len: 0, image: None });
+                *self.large.insert(block)
+            }
+        };
+        let end = &mut self.blocks.get_mut(block)?.len;
+        let aligned = end.checked_next_multiple_of(ALIGNMENT as u64)?;
+        let offset = like_file(aligned, extent.data_offset)?;
+        *end = offset.checked_add(len)?;
+        self.places.push(Place { block, offset });
         Some(())
     }
 
@@ -148,9 +163,12 @@ impl Layout {
         Some(())
     }
 
-    fn image(&mut self, tensors: &[(Extent, u64)]) -> Option<()> {
+    fn image(&mut self, tensors: &[(Extent, u64)], large: Large) -> Option<()> {
         let ((first, _), (last, _)) = tensors.first().zip(tensors.last())?;
-        let (start, skip) = (first.header_offset, first.header_offset % ALIGNMENT as u64);
+        let start = first.header_offset;
+        let blocks = large == Large::Together && last.end().checked_sub(start)? >= SMALL;
+        let unit = if blocks { DISK_BLOCK } else { ALIGNMENT };
+        let skip = start % unit as u64;
         let block = self.blocks.len();
         let len = last.end().checked_sub(start)?.checked_add(skip)?;
         self.blocks.try_reserve(1).ok()?;
@@ -160,6 +178,17 @@ impl Layout {
         self.places.extend(places);
         Some(())
     }
+}
+
+/// The first position from an aligned one on that lies in a block of memory as `offset` lies in a block
+/// of its file, so that direct reads can go straight there; the same position where no such one is
+/// aligned.
+fn like_file(position: u64, offset: u64) -> Option<u64> {
+    let block = DISK_BLOCK as u64;
+    if !offset.is_multiple_of(ALIGNMENT as u64) {
+        return Some(position);
+    }
+    position.checked_add((offset % block + block - position % block) % block)
 }
 
 /// How many of the first tensors can be in one image; at least one. What those before them have of

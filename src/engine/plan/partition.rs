@@ -146,6 +146,9 @@ pub struct Limits {
     pub segments: usize,
     /// Data are cut at multiples of this, which may make batches longer.
     pub unit: u64,
+    /// Block of the file, in bytes. With a `unit` of 1, data are cut at the end of one, which may make
+    /// batches shorter: direct reads of both parts would read the block.
+    pub block: u64,
     /// Tensors with so many bytes of data share no batch with others.
     pub apart: u64,
     /// Bytes of headers and gaps in a batch of more than one tensor, at most.
@@ -180,6 +183,7 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Result<Vec<Batch>> {
                 extent.data_len,
                 extent.data_len - start,
             );
+            let len = making.limits.whole_blocks(position, len, extent.data_len - start);
             open.push(SegmentKind::Data { tensor, start }, len)?;
             start += len;
             if start < extent.data_len {
@@ -246,6 +250,12 @@ impl Limits {
         // The last cut must not leave crumbs, and short tensors stay whole.
         let whole = all <= most && all < CUT_LEN;
         if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
+    }
+
+    /// The same bytes from a position on, or fewer, so that they end with a block where the data go on.
+    fn whole_blocks(&self, position: u64, len: u64, rest: u64) -> u64 {
+        let over = position.saturating_add(len) % self.block.max(1);
+        if self.unit == 1 && len < rest && over < len { len - over } else { len }
     }
 }
 

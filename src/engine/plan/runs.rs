@@ -58,6 +58,11 @@ impl Runs {
         self.run
     }
 
+    /// Bytes between a run and the next; None if there is no next one.
+    pub fn gap(&self) -> Option<u64> {
+        self.loops.last().map(|(stride, _)| stride - self.run)
+    }
+
     /// How many runs there are.
     fn count(&self) -> u64 {
         self.total.checked_div(self.run).unwrap_or(0)

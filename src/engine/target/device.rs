@@ -16,14 +16,11 @@ use crate::engine::plan::{
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
-use crate::io::{Capabilities, ReadAt};
+use crate::io::Capabilities;
 use crate::mem::device::{Blocks, Event, Streams};
 use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
-
-/// Opens a source once more, for one reader.
-pub type Reopen<'r> = dyn Fn(&dyn ReadAt) -> Option<Box<dyn ReadAt>> + Sync + 'r;
 
 /// Where on a device the tensors of a load go.
 pub struct ToDevice<'d> {
@@ -37,10 +34,6 @@ pub struct ToDevice<'d> {
     pub streams: &'d Streams,
     /// The device's staging buffers.
     pub pool: &'d Pool,
-    /// How a reader goes around the page cache, if it is to.
-    pub around_the_cache: &'d Reopen<'d>,
-    /// Bytes that each reader takes for that.
-    pub reader_memory: u64,
     /// A file that the device reads by itself.
     pub direct: Option<&'d Direct<'d>>,
     /// How many staging buffers the load may have, if that is bounded.
@@ -116,9 +109,8 @@ impl<'d> Target for ToDevice<'d> {
     fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
         let buffer = self.pool.buffer_len() as u64;
         let fewest = pinned::fewest(buffer);
-        let reader = source.reader_memory + self.reader_memory;
         let staging = Some((buffer, fewest, self.pool.limit() as u64));
-        LoadNeeds { readers, reader, gathers: 0, staging }
+        LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging }
     }
 
     fn bound(&mut self, shares: &LoadShares) {
@@ -141,10 +133,6 @@ impl<'d> Target for ToDevice<'d> {
 
     fn plan(&mut self, _batch: &Batch) -> Result<()> {
         Ok(())
-    }
-
-    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        (self.around_the_cache)(source).or_else(|| source.own_handle())
     }
 
     fn enter(&self) -> Ticket<'d> {
@@ -234,7 +222,7 @@ pub struct Buffered<'d> {
 
 impl Buffered<'_> {
     /// The memory of everything staged, in order.
-    fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
+    pub(super) fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
         let mut buffers: Vec<Rest<'_>> = self.lease.buffers().into_iter().map(Rest::of).collect();
         let (mut passing, mut passed) = (Rest::of(&mut self.passing), 0);

@@ -3,21 +3,20 @@
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
+use super::scratch::{Scratch, ScratchPool};
 use super::{Chunk, Committed, Lease, Target, batches_of};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::zeroed;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The most bytes of a batch: each reader has one in memory.
-const MOST: u64 = 16 << 20;
+pub const MOST: u64 = 16 << 20;
 /// What its most is at least.
 const LEAST: u64 = 1 << 20;
 
@@ -27,6 +26,11 @@ const LONGER: u64 = 2;
 /// The least that a reader has in memory to gather from.
 pub fn least(decrypts: bool) -> u64 {
     LONGER * if decrypts { PIECE_LEN } else { LEAST }
+}
+
+/// The most bytes of a batch where memory is bounded.
+pub fn most(shares: &LoadShares) -> u64 {
+    (shares.gathers / LONGER).min(MOST)
 }
 
 /// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
@@ -42,8 +46,7 @@ pub struct Span<'a> {
 /// Memory for slices.
 pub struct Gather<'a> {
     spans: Vec<Span<'a>>,
-    /// Memory of batches that were read.
-    free: Mutex<Vec<Box<[u8]>>>,
+    scratch: ScratchPool,
     /// The most bytes of a batch.
     most: u64,
 }
@@ -51,16 +54,35 @@ pub struct Gather<'a> {
 impl<'a> Gather<'a> {
     /// For spans, as the engine numbers them.
     pub fn new(spans: Vec<Span<'a>>) -> Self {
-        Gather { spans, free: Mutex::default(), most: MOST }
+        Gather { spans, scratch: ScratchPool::default(), most: MOST }
     }
 }
 
-/// Bytes of a batch that are wanted.
-pub struct Wanted<'a> {
+/// A range of a tensor in a batch, of which some bytes are wanted.
+pub struct Part<'a> {
     /// Position in the batch of the byte at `range.start` of the tensor.
-    at: u64,
-    range: Range<u64>,
-    runs: &'a Runs,
+    pub at: u64,
+    /// The range.
+    pub range: Range<u64>,
+    /// The bytes of the tensor that are wanted.
+    pub runs: &'a Runs,
+}
+
+impl Part<'_> {
+    /// The bytes of the batch that are wanted, in rising order.
+    pub fn of<'b>(&self, batch: &'b [u8]) -> impl Iterator<Item = Result<&'b [u8]>> {
+        self.runs.within(&self.range).map(|(position, len)| {
+            let bug = || Error::Bug("a run beyond its batch".to_owned());
+            let from = usize::try_from(self.at + position - self.range.start).map_err(|_| bug())?;
+            let len = usize::try_from(len).map_err(|_| bug())?;
+            batch.get(from..).and_then(|bytes| bytes.get(..len)).ok_or_else(bug)
+        })
+    }
+}
+
+/// Bytes of a batch that are wanted, and the memory that they go to.
+pub struct Wanted<'a> {
+    part: Part<'a>,
     to: &'a mut [MaybeUninit<u8>],
 }
 
@@ -71,7 +93,7 @@ impl<'a> Target for Gather<'a> {
     where
         Self: 't;
     type Lease<'t>
-        = Scratch<'a>
+        = Gathered<'a>
     where
         Self: 't;
     type Bytes = &'static [u8];
@@ -93,7 +115,7 @@ impl<'a> Target for Gather<'a> {
     }
 
     fn bound(&mut self, shares: &LoadShares) {
-        self.most = (shares.gathers / LONGER).min(MOST);
+        self.most = most(shares);
     }
 
     fn unit(&self) -> u64 {
@@ -113,7 +135,7 @@ impl<'a> Target for Gather<'a> {
                 let len = usize::try_from(len).map_err(|_| bug())?;
                 let (now, later) = std::mem::take(to).split_at_mut_checked(len).ok_or_else(bug)?;
                 *to = later;
-                wanted.push(Wanted { at, range, runs, to: now });
+                wanted.push(Wanted { part: Part { at, range, runs }, to: now });
             }
             at += segment.len;
         }
@@ -129,67 +151,52 @@ impl<'a> Target for Gather<'a> {
         wanted: Vec<Wanted<'a>>,
         _idle: &dyn Fn() -> Result<bool>,
         _cancel: &dyn Cancel,
-    ) -> Result<Scratch<'a>> {
+    ) -> Result<Gathered<'a>> {
         let bug = |_| Error::Bug("a batch beyond memory".to_owned());
         let len = usize::try_from(batch.len()).map_err(bug)?;
-        let known = {
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let found = free.iter().position(|bytes| bytes.len() >= len);
-            let known = found.map(|at| free.swap_remove(at));
-            if known.is_none() {
-                // A longer one takes its place: there are no more than readers.
-                drop(free.pop());
-            }
-            known
-        };
-        let bytes = match known {
-            Some(bytes) => bytes,
-            None => zeroed(len, || "parts of tensors".to_owned())?,
-        };
-        Ok(Scratch { segments: batch.segments, wanted, bytes, len })
+        let scratch = self.scratch.take(batch.offset, len)?;
+        Ok(Gathered { segments: batch.segments, wanted, scratch })
     }
 
     fn commit(
         &self,
-        lease: Scratch<'a>,
+        mut lease: Gathered<'a>,
         _keep: bool,
         _cancel: &dyn Cancel,
     ) -> Result<Committed<&'static [u8]>> {
-        let bug = || Error::Bug("a run beyond its batch".to_owned());
-        for Wanted { at, range, runs, to } in lease.wanted {
+        let bug = || Error::Bug("a run beyond its memory".to_owned());
+        let all = lease.scratch.bytes();
+        for Wanted { part, to } in lease.wanted {
             let mut rest = to;
-            for (position, len) in runs.within(&range) {
-                let from = usize::try_from(at + position - range.start).map_err(|_| bug())?;
-                let len = usize::try_from(len).map_err(|_| bug())?;
-                let bytes = lease.bytes.get(from..).and_then(|bytes| bytes.get(..len));
-                let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
+            for bytes in part.of(all) {
+                let bytes = bytes?;
+                let cut = std::mem::take(&mut rest).split_at_mut_checked(bytes.len());
                 let (now, later) = cut.ok_or_else(bug)?;
-                for (slot, byte) in now.iter_mut().zip(bytes.ok_or_else(bug)?) {
+                for (slot, byte) in now.iter_mut().zip(bytes) {
                     slot.write(*byte);
                 }
                 rest = later;
             }
         }
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(lease.bytes);
+        self.scratch.give_back(lease.scratch);
         Ok(Committed::in_host(Vec::new()))
     }
 }
 
 /// Memory for one batch.
-pub struct Scratch<'a> {
+pub struct Gathered<'a> {
     segments: Vec<Segment>,
     wanted: Vec<Wanted<'a>>,
-    bytes: Box<[u8]>,
-    len: usize,
+    scratch: Scratch,
 }
 
-impl Lease for Scratch<'_> {
+impl Lease for Gathered<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.bytes.get_mut(..self.len).unwrap_or(&mut [])))
+        read(0, &mut Buffers::of(self.scratch.bytes()))
     }
 
     fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
-        let mut rest = &mut *self.bytes;
+        let mut rest = self.scratch.bytes();
         let mut chunks = Vec::with_capacity(self.segments.len());
         for segment in &self.segments {
             let len = usize::try_from(segment.len).unwrap_or(usize::MAX);
@@ -199,26 +206,5 @@ impl Lease for Scratch<'_> {
             chunks.push(Chunk { kind: segment.kind, bytes });
         }
         Ok(chunks)
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::cancel::Never;
-
-    #[test]
-    fn longer_memory_takes_the_place_of_shorter() {
-        let gather = Gather::new(Vec::new());
-        for len in 1..20 {
-            let segments = vec![Segment { kind: SegmentKind::Gap, len }];
-            let batch = Batch { file: 0, offset: 0, segments };
-            let lease = gather.acquire((), batch, Vec::new(), &|| Ok(false), &Never).unwrap();
-            gather.commit(lease, false, &Never).unwrap();
-            let lens: Vec<usize> =
-                gather.free.lock().unwrap().iter().map(|one| one.len()).collect();
-            assert_eq!(lens, [usize::try_from(len).unwrap()]);
-        }
     }
 }

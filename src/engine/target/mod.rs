@@ -3,8 +3,10 @@
 pub mod device;
 pub mod direct;
 pub mod gather;
+pub mod gather_to_device;
 pub mod host;
 pub mod owned;
+mod scratch;
 
 use std::sync::Arc;
 
@@ -13,7 +15,7 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, Limits, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::Result;
-use crate::io::{Capabilities, ReadAt};
+use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::memory_limit::{LoadNeeds, LoadShares};
@@ -74,11 +76,6 @@ pub trait Target: Sync {
         Ok(())
     }
 
-    /// A file handle of a source for one reader, where that is faster.
-    fn reader(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        source.own_handle()
-    }
-
     /// Takes a place in the queue for memory.
     fn enter(&self) -> Self::Turn<'_>;
 
@@ -135,6 +132,7 @@ fn batches_of(len: u64, source: &Capabilities, decrypts: bool) -> Limits {
         merge_gap: source.merge_gap,
         segments: MAX_SEGMENTS,
         unit: if decrypts { PIECE_LEN } else { 1 },
+        block: 1,
         apart: u64::MAX,
         passing: u64::MAX,
     }

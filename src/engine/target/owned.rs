@@ -21,6 +21,8 @@ pub struct Location {
     pub tensor: usize,
     /// Position in its memory.
     pub offset: u64,
+    /// The position in the file that the first byte of that memory has, or would have.
+    pub like: u64,
 }
 
 /// Memory of tensors that are being filled.
@@ -60,7 +62,7 @@ impl<'p> Owned<'p> {
             std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
             std::collections::hash_map::Entry::Vacant(new) => {
                 let len = self.lens.get(location.tensor).copied().ok_or_else(bug)?;
-                new.insert(Unfilled::new(size(len)?)?)
+                new.insert(Unfilled::new(size(len)?, size(location.like)?)?)
             }
         };
         tensor.piece(size(location.offset + start)?, size(len)?)
@@ -138,7 +140,7 @@ impl Target for Owned<'_> {
     ) -> Result<Committed<Piece>> {
         let mut bytes = Vec::new();
         for piece in lease.pieces.into_iter().filter(|_| keep) {
-            let piece = piece.map_or_else(|| Unfilled::new(0)?.piece(0, 0), Ok)?;
+            let piece = piece.map_or_else(|| Unfilled::new(0, 0)?.piece(0, 0), Ok)?;
             push(&mut bytes, piece, PLAN)?;
         }
         Ok(Committed::in_host(bytes))

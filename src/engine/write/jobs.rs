@@ -80,6 +80,7 @@ const LIMITS: Limits = Limits {
     segments: crate::sys::MAX_VECTORS,
     unit: PIECE_LEN,
     apart: u64::MAX,
+    block: 1,
     passing: u64::MAX,
 };
 

@@ -11,29 +11,33 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::{IoUring, opcode, types};
 
+use super::direct_plan::Planned;
+use super::in_flight::InFlight;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
-const BLOCK: usize = 512 << 10;
-/// Reads that are under way at once for one reader.
-const DEPTH: usize = 8;
+pub const BLOCK: usize = 1 << 20;
+/// Reads that one reader has under way at once, at most.
+const DEPTH: usize = 4;
+/// Reads that the readers of a load have under way, for each of them: half of what each may have, so
+/// that those in the middle of a batch make up for those that are between two.
+pub const READS_FOR_EACH: usize = DEPTH / 2;
 /// Bytes of the buffer of one reader.
 pub const DIRECT_MEMORY: u64 = (DEPTH * BLOCK) as u64;
-/// Less than this goes through the buffer together with what is beside it.
-const STRAIGHT_FROM: usize = 64 << 10;
 
 /// One reader's way around the page cache.
 pub struct DirectReader {
     file: File,
     uri: String,
     traits: Capabilities,
+    in_flight: Arc<InFlight>,
     state: Mutex<DirectState>,
 }
 
@@ -43,8 +47,9 @@ struct DirectState {
 }
 
 impl DirectReader {
-    /// Opens the file behind a source once more. None where its file system has no direct reads.
-    pub fn open(source: &dyn ReadAt) -> Option<Self> {
+    /// Opens the file behind a source once more, for one of the readers whose reads are counted together.
+    /// None where its file system has no direct reads.
+    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlight>) -> Option<Self> {
         let path = format!("/proc/self/fd/{}", source.file()?.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
         let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
@@ -57,6 +62,7 @@ impl DirectReader {
             file,
             uri: source.uri().to_owned(),
             traits: source.capabilities(),
+            in_flight: Arc::clone(in_flight),
             state,
         })
     }
@@ -96,10 +102,15 @@ impl DirectReader {
             }
             return Ok(filled);
         };
-        let mut reads = Reads { ring, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
+        let in_flight = &*self.in_flight;
+        let mut reads =
+            Reads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
         let mut done = 0;
         while done < plan.len() {
-            while reads.begun < plan.len() && reads.begun - done < DEPTH {
+            while reads.begun < plan.len()
+                && reads.begun - done < DEPTH
+                && in_flight.begin(reads.begun == reads.ended)
+            {
                 reads.begin(&self.file, memory, &plan[reads.begun])?;
             }
             reads.wait()?;
@@ -138,101 +149,11 @@ unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Re
     }
 }
 
-/// Memory of the caller.
-#[derive(Clone, Copy)]
-struct Straight(*mut u8);
-
-/// One read.
-struct Planned {
-    /// The position of its first block in the file.
-    position: u64,
-    /// Bytes that it reads: whole blocks.
-    len: usize,
-    /// Its bytes that are wanted: so many behind the first `skip`.
-    skip: usize,
-    wanted: usize,
-    /// Its destination, if it does not go through the buffer. Then all of it is wanted.
-    straight: Option<Straight>,
-}
-
-impl Planned {
-    /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
-    /// most `longest` bytes.
-    fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
-        let phase = offset.to_le_bytes();
-        // The position in its block of the file.
-        let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
-        let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
-        // Positions behind the offset: where what goes through the buffer begins, and a range does.
-        let (mut from, mut at) = (0, 0);
-        for range in ranges {
-            let len = range.iov_len.min(wanted - at);
-            let head = (DISK_BLOCK - (phase + at) % DISK_BLOCK) % DISK_BLOCK;
-            let straight = len.saturating_sub(head) / DISK_BLOCK * DISK_BLOCK;
-            let alike = (range.iov_base.addr() + head).is_multiple_of(DISK_BLOCK);
-            if alike && straight >= STRAIGHT_FROM {
-                plan.through_buffer(from, at + head);
-                plan.straight(at + head, straight, range.iov_base.cast::<u8>().wrapping_add(head));
-                from = at + head + straight;
-            }
-            at += len;
-        }
-        plan.through_buffer(from, at);
-        plan.reads
-    }
-
-    /// Takes note of so many bytes that were read, `block` being the buffer. Says how many of them
-    /// were wanted.
-    fn take(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
-        match self.straight {
-            Some(_) => {
-                let read = read.min(self.wanted);
-                // SAFETY: these are the next bytes of the buffers (`all`), and they were written.
-                unsafe { into.advance(read) };
-                read
-            }
-            None => {
-                let end = read.min(self.skip + self.wanted);
-                into.put(&block[self.skip.min(end)..end])
-            }
-        }
-    }
-}
-
-/// Reads in the making. Positions are those behind the offset.
-struct Plan {
-    offset: u64,
-    /// Of the offset in its block.
-    phase: usize,
-    longest: usize,
-    reads: Vec<Planned>,
-}
-
-impl Plan {
-    fn straight(&mut self, at: usize, len: usize, to: *mut u8) {
-        for start in (0..len).step_by(self.longest) {
-            let wanted = self.longest.min(len - start);
-            let straight = Some(Straight(to.wrapping_add(start)));
-            let position = self.offset + (at + start) as u64;
-            self.reads.push(Planned { position, len: wanted, skip: 0, wanted, straight });
-        }
-    }
-
-    fn through_buffer(&mut self, mut from: usize, end: usize) {
-        while from < end {
-            let skip = (self.phase + from) % DISK_BLOCK;
-            let wanted = (self.longest - skip).min(end - from);
-            let position = self.offset + from as u64 - skip as u64;
-            let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
-            self.reads.push(Planned { position, len, skip, wanted, straight: None });
-            from += wanted;
-        }
-    }
-}
-
 /// Reads under way. Dropped, they are waited for: the kernel writes to their memory.
 struct Reads<'r> {
     ring: &'r mut IoUring,
+    in_flight: &'r InFlight,
+    /// Reads that were begun, of those the ones that the kernel has taken, and that have ended.
     begun: usize,
     submitted: usize,
     ended: usize,
@@ -240,8 +161,11 @@ struct Reads<'r> {
 }
 
 impl Reads<'_> {
+    /// Begins a read that was counted.
     fn begin(&mut self, file: &File, memory: &mut [u8], planned: &Planned) -> io::Result<()> {
         let number = self.begun;
+        // Counted as begun in any case, so that it is counted as ended when this is dropped.
+        self.begun += 1;
         let block = match planned.straight {
             Some(at) => at.0,
             None => memory[number % DEPTH * BLOCK..][..planned.len].as_mut_ptr(),
@@ -254,9 +178,7 @@ impl Reads<'_> {
         // SAFETY: the block, a part of ours or of the buffers that are to be filled, is not touched
         // before the read has ended, and stays as long as this value, which waits for all reads when
         // it is dropped; the file outlives it too.
-        unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)?;
-        self.begun += 1;
-        Ok(())
+        unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)
     }
 
     fn submit_all(&mut self) -> io::Result<()> {
@@ -283,6 +205,7 @@ impl Reads<'_> {
 
     /// Takes note of the reads that have ended.
     fn look(&mut self) {
+        let before = self.ended;
         for entry in self.ring.completion() {
             let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % DEPTH;
             if let Some(slot) = self.results.get_mut(slot) {
@@ -290,6 +213,7 @@ impl Reads<'_> {
             }
             self.ended += 1;
         }
+        self.in_flight.end(self.ended - before);
     }
 
     fn result(&mut self, number: usize) -> Option<i32> {
@@ -307,6 +231,7 @@ impl Drop for Reads<'_> {
             }
             self.look();
         }
+        self.in_flight.end(self.begun - self.ended);
     }
 }
 
@@ -372,10 +297,14 @@ mod tests {
         (folder, bytes, source)
     }
 
+    fn opened(source: &FileSource) -> Option<DirectReader> {
+        DirectReader::open(source, &Arc::new(InFlight::new(READS_FOR_EACH)))
+    }
+
     #[test]
     fn any_range_into_any_buffers_with_and_without_a_ring() {
         let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = DirectReader::open(&source) else {
+        let Some(reader) = opened(&source) else {
             return eprintln!("no direct reads on this file system");
         };
         for _ in 0..2 {
@@ -400,7 +329,7 @@ mod tests {
     #[test]
     fn memory_that_lies_as_the_file_does_is_read_into_straight() {
         let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = DirectReader::open(&source) else { return };
+        let Some(reader) = opened(&source) else { return };
         for ring in [true, false] {
             for (offset, before, len) in
                 [(5000, 300, 5 << 20), (0, 0, 1 << 20), (4096, 10, 70 << 10)]
@@ -428,7 +357,7 @@ mod tests {
     #[test]
     fn a_file_that_has_shrunk_ends_where_it_ends() {
         let (folder, bytes, source) = on_disk(3 << 20);
-        let Some(reader) = DirectReader::open(&source) else { return };
+        let Some(reader) = opened(&source) else { return };
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];

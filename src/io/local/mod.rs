@@ -3,13 +3,16 @@
 
 mod copy_metadata;
 mod direct;
+mod direct_plan;
 mod file;
+mod in_flight;
 mod pipe;
 mod sink;
 mod temporary;
 mod temporary_name;
 
-pub use direct::{DIRECT_MEMORY, DirectReader};
+pub use direct::{BLOCK as DIRECT_READ, DIRECT_MEMORY, DirectReader, READS_FOR_EACH};
 pub use file::FileSource;
+pub use in_flight::InFlight;
 pub use pipe::Pipe;
 pub use sink::FileSink;

@@ -15,6 +15,7 @@ pub fn run(bytes: &[u8]) {
         merge_gap: *input.one_of(&LENS),
         segments: 3 + input.below(30),
         unit: 1 + *input.one_of(&[0, 0, 63, 1023, 4095]),
+        block: *input.one_of(&[1, 512, 4096]),
         apart: *input.one_of(&[u64::MAX, 1, 1000, 1 << 20]),
         passing: *input.one_of(&[u64::MAX, 1, 100, 5000]),
     };

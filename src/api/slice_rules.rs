@@ -1,0 +1,59 @@
+//! Rules for the contiguous ranges of slices: read each by itself, or with the bytes between them.
+
+use std::ops::Range;
+
+use super::load_options::LoadOptions;
+use super::selection::Selection;
+use crate::engine::cold::{self, Cached};
+use crate::engine::plan::Runs;
+use crate::error::Result;
+use crate::io::{Capabilities, borrowed};
+
+/// Shorter runs are read together with what lies between them: what is planned for each is then small
+/// beside its bytes.
+const SHORT: u64 = 16 << 10;
+/// Bytes that are planned and read together, about: a source may promise any number of them.
+pub const ROUND_LEN: u64 = 16 << 30;
+
+/// Rules for the contiguous ranges of the slices of a load.
+#[derive(Clone, Copy)]
+pub struct RunRules {
+    /// Shorter ones are read with what lies between them, if that is no more than `gap`.
+    long: u64,
+    /// Bytes between two ranges that are cheaper to read than to skip.
+    gap: u64,
+    seekable: bool,
+}
+
+impl RunRules {
+    /// The rules for slices of a file.
+    pub fn of(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
+        let sources = selection.file.sources();
+        let files = borrowed(&sources);
+        let seekable = selection.file.is_seekable();
+        if cold::may_read_directly(&files, options.memory.known()?, options.shares_cache)?
+            && cold::cached(&files, &selection.extents()?) == Cached::Little
+        {
+            return Ok(RunRules { long: cold::DIRECT_GAP, gap: cold::DIRECT_GAP, seekable });
+        }
+        let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
+        // A stream is read once, from front to back, so that all of it comes.
+        Ok(RunRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
+    }
+
+    /// True if each range is read by itself, to where it goes.
+    pub fn are_long(&self, runs: &Runs) -> bool {
+        let between = runs.gap().is_none_or(|gap| gap > self.gap);
+        self.seekable && runs.run() >= if between { SHORT } else { self.long }
+    }
+
+    /// Ranges of a tensor that are read for short ones, in rising order.
+    pub fn spans<'r>(&self, runs: &'r Runs) -> impl Iterator<Item = Range<u64>> + use<'r> {
+        let spans = runs.spans(self.gap).filter(|_| runs.total() > 0);
+        spans.flat_map(|Range { start, end }| {
+            let len = usize::try_from(ROUND_LEN).unwrap_or(usize::MAX);
+            let cut = move |from: u64| from..end.min(from.saturating_add(ROUND_LEN));
+            (start..end).step_by(len).map(cut)
+        })
+    }
+}

@@ -1,0 +1,166 @@
+//! Parts of what is read, brought together in staging buffers on their way to a device: slices whose
+//! contiguous ranges are short.
+
+use super::device::{Buffered, Kept, ToDevice};
+use super::gather::{self, Part};
+use super::scratch::{Scratch, ScratchPool};
+use super::{Chunk, Committed, Lease, Target};
+use crate::cancel::Cancel;
+use crate::engine::plan::{Batch, Limits, PLAN, Runs, Segment, SegmentKind};
+use crate::engine::workers::WorkerRange;
+use crate::error::{Error, Result};
+use crate::fallible::push;
+use crate::io::Capabilities;
+use crate::mem::Buffers;
+use crate::mem::pinned::Ticket;
+use crate::memory_limit::{LoadNeeds, LoadShares};
+
+/// A range of a tensor that is read for a slice of it. The engine knows it as a tensor.
+#[derive(Clone, Copy)]
+pub struct DeviceSpan<'a> {
+    /// The tensor's position of its first byte.
+    pub start: u64,
+    /// The contiguous ranges of the slice.
+    pub runs: &'a Runs,
+}
+
+/// The memory of a device, to which slices go without the bytes between them.
+pub struct GatherToDevice<'d> {
+    to: ToDevice<'d>,
+    spans: &'d [DeviceSpan<'d>],
+    scratch: ScratchPool,
+    /// The most bytes of a batch.
+    most: u64,
+}
+
+impl<'d> GatherToDevice<'d> {
+    /// For spans, as the engine numbers them; the places of `to` are those of their slices.
+    pub fn new(to: ToDevice<'d>, spans: &'d [DeviceSpan<'d>]) -> Self {
+        GatherToDevice { to, spans, scratch: ScratchPool::default(), most: gather::MOST }
+    }
+}
+
+impl<'d> Target for GatherToDevice<'d> {
+    type Job = ();
+    type Turn<'t>
+        = Ticket<'d>
+    where
+        Self: 't;
+    type Lease<'t>
+        = Gathered<'d>
+    where
+        Self: 't;
+    type Bytes = Kept<'d>;
+
+    /// Of a batch no more is wanted than staging buffers take.
+    fn limits(
+        &self,
+        source: &Capabilities,
+        readers: WorkerRange,
+        total: u64,
+        decrypts: bool,
+    ) -> Limits {
+        let limits = self.to.limits(source, readers, total, decrypts);
+        Limits { len: limits.len.min(self.most), ..limits }
+    }
+
+    fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
+        let gathers = gather::least(decrypts);
+        LoadNeeds { gathers, ..self.to.needs(source, readers, decrypts) }
+    }
+
+    fn bound(&mut self, shares: &LoadShares) {
+        self.to.bound(shares);
+        self.most = gather::most(shares);
+    }
+
+    fn unit(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn plan(&mut self, _batch: &Batch) -> Result<()> {
+        Ok(())
+    }
+
+    fn enter(&self) -> Ticket<'d> {
+        self.to.enter()
+    }
+
+    fn acquire<'t>(
+        &'t self,
+        turn: Ticket<'d>,
+        batch: Batch,
+        (): (),
+        idle: &dyn Fn() -> Result<bool>,
+        cancel: &dyn Cancel,
+    ) -> Result<Gathered<'d>> {
+        let bug = || Error::Bug("a span of no slice".to_owned());
+        let (mut parts, mut gathered, mut at) = (Vec::new(), Vec::new(), 0);
+        for segment in &batch.segments {
+            if let SegmentKind::Data { tensor, start } = segment.kind {
+                let DeviceSpan { start: first, runs } = *self.spans.get(tensor).ok_or_else(bug)?;
+                let range = first + start..first + start + segment.len;
+                let start = runs.before(range.start);
+                let len = runs.before(range.end) - start;
+                if len > 0 {
+                    let kind = SegmentKind::Data { tensor, start };
+                    push(&mut gathered, Segment { kind, len }, PLAN)?;
+                    push(&mut parts, Part { at, range, runs }, PLAN)?;
+                }
+            }
+            at += segment.len;
+        }
+        let len = usize::try_from(at).map_err(|_| bug())?;
+        let wanted = Batch { file: batch.file, offset: 0, segments: gathered };
+        let buffered = self.to.acquire(turn, wanted, (), idle, cancel)?;
+        Ok(Gathered { parts, buffered, scratch: self.scratch.take(batch.offset, len)? })
+    }
+
+    fn commit(
+        &self,
+        lease: Gathered<'d>,
+        keep: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<Committed<Kept<'d>>> {
+        self.scratch.give_back(lease.scratch);
+        self.to.commit(lease.buffered, keep, cancel)
+    }
+}
+
+/// Memory for one batch, and staging buffers for what is wanted of it.
+pub struct Gathered<'d> {
+    parts: Vec<Part<'d>>,
+    buffered: Buffered<'d>,
+    scratch: Scratch,
+}
+
+impl Lease for Gathered<'_> {
+    fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
+        read(0, &mut Buffers::of(self.scratch.bytes()))?;
+        let bug = || Error::Bug("a slice beyond its staging buffers".to_owned());
+        let bytes = self.scratch.bytes();
+        let mut memory = self.buffered.memory()?.into_iter();
+        let mut room: &mut [u8] = &mut [];
+        for part in &self.parts {
+            for found in part.of(bytes) {
+                let mut wanted = found?;
+                while !wanted.is_empty() {
+                    if room.is_empty() {
+                        room = memory.next().ok_or_else(bug)?;
+                    }
+                    let len = wanted.len().min(room.len());
+                    let (now, later) = std::mem::take(&mut room).split_at_mut(len);
+                    let (from, rest) = wanted.split_at(len);
+                    now.copy_from_slice(from);
+                    (room, wanted) = (later, rest);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes that are wanted; the others are in no chunk.
+    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+        self.buffered.chunks()
+    }
+}

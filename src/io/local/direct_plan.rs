@@ -1,0 +1,102 @@
+//! Plans of direct reads: which go straight to the caller's memory, and which through a buffer. One of the
+//! few doors to `unsafe`.
+#![allow(unsafe_code)]
+// A broken invariant ends the call by a panic that its boundary catches.
+#![allow(clippy::indexing_slicing)]
+
+use crate::mem::{Buffers, DISK_BLOCK};
+
+/// Less than this goes through the buffer together with what is beside it.
+const STRAIGHT_FROM: usize = 64 << 10;
+
+/// Memory of the caller.
+#[derive(Clone, Copy)]
+pub struct Straight(pub *mut u8);
+
+/// One read.
+pub struct Planned {
+    /// The position of its first block in the file.
+    pub position: u64,
+    /// Bytes that it reads: whole blocks.
+    pub len: usize,
+    /// Its bytes that are wanted: so many behind the first `skip`.
+    pub skip: usize,
+    pub wanted: usize,
+    /// Its destination, if it does not go through the buffer. Then all of it is wanted.
+    pub straight: Option<Straight>,
+}
+
+impl Planned {
+    /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
+    /// most `longest` bytes.
+    pub fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
+        let phase = offset.to_le_bytes();
+        // The position in its block of the file.
+        let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
+        let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
+        // Positions behind the offset: where what goes through the buffer begins, and a range does.
+        let (mut from, mut at) = (0, 0);
+        for range in ranges {
+            let len = range.iov_len.min(wanted - at);
+            let head = (DISK_BLOCK - (phase + at) % DISK_BLOCK) % DISK_BLOCK;
+            let straight = len.saturating_sub(head) / DISK_BLOCK * DISK_BLOCK;
+            let alike = (range.iov_base.addr() + head).is_multiple_of(DISK_BLOCK);
+            if alike && straight >= STRAIGHT_FROM {
+                plan.through_buffer(from, at + head);
+                plan.straight(at + head, straight, range.iov_base.cast::<u8>().wrapping_add(head));
+                from = at + head + straight;
+            }
+            at += len;
+        }
+        plan.through_buffer(from, at);
+        plan.reads
+    }
+
+    /// Takes note of so many bytes that were read, `block` being the buffer. Says how many of them
+    /// were wanted.
+    pub fn take(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
+        match self.straight {
+            Some(_) => {
+                let read = read.min(self.wanted);
+                // SAFETY: these are the next bytes of the buffers (`all`), and they were written.
+                unsafe { into.advance(read) };
+                read
+            }
+            None => {
+                let end = read.min(self.skip + self.wanted);
+                into.put(&block[self.skip.min(end)..end])
+            }
+        }
+    }
+}
+
+/// Reads in the making. Positions are those behind the offset.
+struct Plan {
+    offset: u64,
+    /// Of the offset in its block.
+    phase: usize,
+    longest: usize,
+    reads: Vec<Planned>,
+}
+
+impl Plan {
+    fn straight(&mut self, at: usize, len: usize, to: *mut u8) {
+        for start in (0..len).step_by(self.longest) {
+            let wanted = self.longest.min(len - start);
+            let straight = Some(Straight(to.wrapping_add(start)));
+            let position = self.offset + (at + start) as u64;
+            self.reads.push(Planned { position, len: wanted, skip: 0, wanted, straight });
+        }
+    }
+
+    fn through_buffer(&mut self, mut from: usize, end: usize) {
+        while from < end {
+            let skip = (self.phase + from) % DISK_BLOCK;
+            let wanted = (self.longest - skip).min(end - from);
+            let position = self.offset + from as u64 - skip as u64;
+            let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
+            self.reads.push(Planned { position, len, skip, wanted, straight: None });
+            from += wanted;
+        }
+    }
+}

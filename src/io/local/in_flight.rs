@@ -1,0 +1,122 @@
+//! The direct reads that the readers of one load have under way together.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Reads under way, of at most so many. A reader that waits for the last reads of a batch, or handles
+/// what has come, leaves its share to the others: the disk always has as many as it may.
+#[derive(Debug)]
+pub struct InFlight {
+    most: usize,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    now: usize,
+    /// Readers that wait.
+    waiting: usize,
+    /// The time of the first read, and of the last change.
+    begun: Option<Instant>,
+    changed: Option<Instant>,
+    /// The sum of reads under way, each times the nanoseconds that it took, until the last change.
+    read_nanos: u128,
+}
+
+impl State {
+    fn change(&mut self, now: usize) {
+        let time = Instant::now();
+        self.begun.get_or_insert(time);
+        if let Some(before) = self.changed.replace(time) {
+            self.read_nanos += self.now as u128 * time.duration_since(before).as_nanos();
+        }
+        self.now = now;
+    }
+}
+
+impl InFlight {
+    /// At most so many; one at least.
+    pub fn new(most: usize) -> Self {
+        InFlight { most: most.max(1), state: Mutex::default(), ended: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts one more read. False if there are as many as may be, and `wait` is not set. A reader that
+    /// waits has none under way, so that others end.
+    pub fn begin(&self, wait: bool) -> bool {
+        let mut state = self.state();
+        while state.now >= self.most {
+            if !wait {
+                return false;
+            }
+            state.waiting += 1;
+            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
+        }
+        let more = state.now + 1;
+        state.change(more);
+        true
+    }
+
+    /// Counts reads that have ended.
+    pub fn end(&self, reads: usize) {
+        if reads == 0 {
+            return;
+        }
+        let mut state = self.state();
+        let fewer = state.now.saturating_sub(reads);
+        state.change(fewer);
+        for _ in 0..state.waiting.min(reads) {
+            self.ended.notify_one();
+        }
+    }
+
+    /// Reads under way from the first to the last, on average, in thousandths; None before there were
+    /// any. And how many there may be.
+    pub fn mean(&self) -> (Option<u64>, usize) {
+        let state = self.state();
+        let time = state.begun.zip(state.changed);
+        let nanos = time.map_or(0, |(begun, changed)| changed.duration_since(begun).as_nanos());
+        let mean = (state.read_nanos * 1000).checked_div(nanos);
+        (mean.and_then(|mean| u64::try_from(mean).ok()), self.most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+
+    #[test]
+    fn there_are_never_more_than_allowed_and_every_reader_gets_its_turn() {
+        let (in_flight, now, most) = (InFlight::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
+        assert_eq!(in_flight.mean(), (None, 3));
+        thread::scope(|scope| {
+            for _ in 0..7 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        let begun =
+                            1 + usize::from(in_flight.begin(true) && in_flight.begin(false));
+                        most.fetch_max(
+                            now.fetch_add(begun, Ordering::SeqCst) + begun,
+                            Ordering::SeqCst,
+                        );
+                        thread::yield_now();
+                        now.fetch_sub(begun, Ordering::SeqCst);
+                        in_flight.end(begun);
+                    }
+                });
+            }
+        });
+        assert!(most.into_inner() <= 3);
+        let (mean, limit) = in_flight.mean();
+        assert!(mean.is_some_and(|mean| mean <= 3000) && limit == 3);
+        assert!(in_flight.begin(false) && in_flight.begin(false) && in_flight.begin(true));
+        assert!(!in_flight.begin(false));
+    }
+}
