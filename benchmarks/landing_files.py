@@ -54,16 +54,21 @@ SMALL = tuple(Model(f"small-{count}", (256,), (256,), count, item=4) for count i
 #: Of these all bytes are compared: a large file of an eighth of the size, and a small one.
 CHECKED_LARGE = Model("checked-large", (4000, 2048), (512, 5684), 45, item=2)
 CHECKED_SMALL = Model("checked-small", (256,), (256,), 3000, item=4)
+MODELS = (LARGE, *SMALL, CHECKED_LARGE, CHECKED_SMALL)
 
 
-def prepare() -> None:
+def model_of(name: str) -> Model:
+    return next(model for model in MODELS if model.name == name)
+
+
+def prepare(models: tuple[Model, ...] = MODELS) -> None:
     """Write the files that are not there yet, and read all into the page cache."""
     import tensorizer
     import torch
     from safetensors.torch import save_file
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for model in (LARGE, *SMALL, CHECKED_LARGE, CHECKED_SMALL):
+    for model in models:
         paths = [model.path(ending) for ending in FORMATS]
         if not all(path.exists() for path in paths):
             print(f"writing {model.name} to {FOLDER}", file=sys.stderr)
