@@ -6,7 +6,7 @@ use crate::engine::plan::Extent;
 use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
 use crate::io::ReadAt;
-use crate::io::local::{DIRECT_READ, DirectReader, InFlight, READS_FOR_EACH};
+use crate::io::local::{DIRECT_READ, DirectReader, InFlight, READS_AT_MOST, READS_FOR_EACH};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -93,7 +93,8 @@ pub struct DirectReads<'c> {
 impl<'c> DirectReads<'c> {
     /// For so many readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
-        let in_flight = Arc::new(InFlight::new(readers.saturating_mul(READS_FOR_EACH)));
+        let reads = readers.saturating_mul(READS_FOR_EACH).max(READS_AT_MOST);
+        let in_flight = Arc::new(InFlight::new(reads));
         DirectReads { in_flight, counters }
     }
 

@@ -67,12 +67,17 @@ impl Memory {
 impl Arena {
     /// `len` zeroed bytes, at least one huge page's alignment where they fill one.
     pub fn new(len: usize) -> Result<Self> {
+        if len >= MAPPED_FROM {
+            return Self::mapped(len);
+        }
+        let blocks = repeated(Block([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
+        Ok(Arena { memory: Memory::Heap(blocks), start: 0, len })
+    }
+
+    /// The same in a mapping of its own, however short, which can be left out of forks.
+    pub fn mapped(len: usize) -> Result<Self> {
         let out_of_memory =
             |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
-        if len < MAPPED_FROM {
-            let blocks = repeated(Block([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
-            return Ok(Arena { memory: Memory::Heap(blocks), start: 0, len });
-        }
         let huge = len >= HUGE_PAGE;
         let mapped = if huge { len.saturating_add(HUGE_PAGE) } else { len };
         let map = MmapOptions::new().len(mapped).map_anon().map_err(out_of_memory)?;
@@ -300,6 +305,18 @@ impl Drop for HostBuffer {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn short_blocks_come_from_the_heap_unless_they_are_to_be_mapped() {
+        let page = crate::sys::page_size();
+        for len in [1, page, MAPPED_FROM - 1] {
+            assert!(matches!(Arena::new(len).unwrap().memory, Memory::Heap(_)));
+            let mut mapped = Arena::mapped(len).unwrap();
+            assert!(matches!(mapped.memory, Memory::Mapped(..)));
+            assert!(mapped.bytes_mut().as_ptr().addr().is_multiple_of(page));
+        }
+        assert!(matches!(Arena::new(MAPPED_FROM).unwrap().memory, Memory::Mapped(..)));
+    }
 
     #[test]
     fn buffers_are_disjoint_and_outlive_each_other() {

@@ -191,6 +191,11 @@ def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
     assert of_load <= 12 and of_answers == [1, 2, 2]
 
 
+def test_connections_are_kept_from_load_to_load(ranks, folder):
+    # A new set after the load that failed, and beside that of an iterator that is not at its end.
+    assert ranks.run("groups.connections", 3, folder) == [[1, 1, 3]] * 3
+
+
 def test_other_collectives_of_the_group_go_on(ranks, folder):
     assert min(ranks.run("groups.beside_others", 4, folder)) > 0
 
@@ -375,7 +380,7 @@ def test_a_rank_that_is_killed(ranks, folder):
 
 
 def test_a_rank_that_stands_still(ranks, folder):
-    found = ranks.start("lost.killed", 4, folder, "SIGSTOP", 4)
+    found = ranks.start("lost.killed", 4, folder, "SIGSTOP", 6)
     assert found[2] == {"signal": 9, "late": False, "stopped": True}
     for rank in (0, 1, 3):
         kind, _, seconds, trace = found[rank]["result"]

@@ -93,7 +93,9 @@ class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._ended = True
+            if not self._ended:
+                self._ended = True
+                self._members.done()
             raise
         return self._load(batch)
 

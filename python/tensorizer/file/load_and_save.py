@@ -139,6 +139,7 @@ def load(
     with told, members, open_together(members, opened) as file:
         loaded = what.load_together(file, members, told)
         members.together(told.finish)
+        members.done()
         return loaded
 
 

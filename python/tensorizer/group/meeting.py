@@ -21,19 +21,31 @@ _PAUSE = 2e-3
 
 
 def meet(
-    store: Any, rank: int, size: int, timeout: datetime.timedelta, leaves: threading.Event
-) -> None:
-    """Wait until all are here, or this one leaves.
+    store: Any,
+    member: tuple[int, int],
+    timeout: datetime.timedelta,
+    leaves: threading.Event,
+    told: str,
+) -> set[str]:
+    """Wait until all are here, or this one leaves; return what they tell each other by that.
+
+    Args:
+        store: Where they meet.
+        member: The rank of this one, and their number.
+        timeout: How long they are waited for.
+        leaves: Set when this one leaves.
+        told: What this one tells.
 
     Raises:
         RuntimeError: They do not meet.
 
     """
     until = time.monotonic() + timeout.total_seconds()
+    rank, size = member
     everybody = [f"here/{other}" for other in range(size)]
     found = _ALL_HERE
     try:
-        store.set(everybody[rank], "")
+        store.set(everybody[rank], told)
         while not store.check(["outcome"]) and not store.check(everybody):
             if leaves.is_set() or time.monotonic() > until:
                 found = _ONE_LEFT if leaves.is_set() else _IN_VAIN
@@ -46,6 +58,7 @@ def meet(
         raise
     if outcome != _ALL_HERE:
         raise RuntimeError("timed out" if outcome == found == _IN_VAIN else outcome)
+    return {one.decode() for one in store.multi_get(everybody)}
 
 
 def uninterrupted(

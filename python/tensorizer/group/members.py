@@ -30,16 +30,18 @@ _T = TypeVar("_T")
 class _Calls:
     """The calls that some processes make together, one after another.
 
-    Each has connections of its own, so that it is mixed up with no other, and none with one that
-    failed. They are made by way of a store, to which this has a connection of its own: whoever
-    waits for a store has all others wait that use the same.
+    They have connections of their own, so that they are mixed up with nothing else. These are kept
+    from call to call, until one of them fails. They are made by way of a store, to which this has a
+    connection of its own: a call that waits for a store has all others wait that use the same.
     """
 
     store: Any
     count: int
-    #: The connections of the last one. Others may still read from them what was sent at its end;
+    #: The connections of the last call. Others may still read from them what was sent at its end;
     #: they have done so when all meet for the next one.
     last: list[Any]
+    #: The number of the call that made them, if it, and those that went on with them, ended well.
+    kept: int = 0
 
     @staticmethod
     def of(name: str, size: int) -> _Calls:
@@ -102,6 +104,7 @@ class Members:
         self._store: Any = None
         self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
         self._last: list[Any] = []
+        self._made = 0
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Members:
@@ -138,7 +141,7 @@ class Members:
             calls = _Calls.of(self._name, self.size)
             calls.count += 1
             self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
-            connect = functools.partial(self._connect, calls.last)
+            connect = functools.partial(self._connect, calls)
             interruption, failure = meeting.uninterrupted(connect)
             try:
                 if failure is not None and interruption is None:
@@ -153,15 +156,35 @@ class Members:
         finally:
             del interruption
 
-    def _connect(self, last: list[Any], leaves: threading.Event) -> None:
-        """Meet the others, unless this one leaves before all are here, and connect to them."""
-        meeting.meet(self._store, self.rank, self.size, self._timeout, leaves)
-        self._among_hosts = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
-        self._last = last
-        self._last[:] = [self._among_hosts]
+    def _connect(self, calls: _Calls, leaves: threading.Event) -> None:
+        """Meet the others, unless this one leaves before all are here, and connect to them.
+
+        Where all have the connections of the same earlier call, they go on with these.
+        """
+        kept = calls.kept if calls.last else 0
+        member = self.rank, self.size
+        every = meeting.meet(self._store, member, self._timeout, leaves, str(kept))
+        calls.kept = 0
+        if kept and every == {str(kept)}:
+            self._last, self._made = calls.last, kept
+            self._among_hosts, *devices = calls.last
+            self._among_devices = devices[0] if devices else None
+            del devices
+        else:
+            made = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
+            self._among_hosts, self._among_devices = made, None
+            calls.last, self._made = [made], calls.count
+            self._last = calls.last
+            del made
         if self._have_left:
             # It was not waited for.
             self.leave()
+
+    def done(self) -> None:
+        """End a call that ended well at all members: the next one goes on with its connections."""
+        calls = _Calls.of(self._name, self.size)
+        if calls.last is self._last and self._among_hosts is not None:
+            calls.kept = self._made
 
     def leave(self) -> None:
         """Give the connections up, for others not to wait for this process."""

@@ -25,7 +25,7 @@ use crate::mem::{Arena, Buffers, DISK_BLOCK};
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 pub const BLOCK: usize = 1 << 20;
 /// Reads that one reader has under way at once, at most.
-const DEPTH: usize = 4;
+pub const DEPTH: usize = 4;
 /// Reads that the readers of a load have under way, for each of them: half of what each may have, so
 /// that those in the middle of a batch make up for those that are between two.
 pub const READS_FOR_EACH: usize = DEPTH / 2;

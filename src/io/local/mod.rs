@@ -11,7 +11,9 @@ mod sink;
 mod temporary;
 mod temporary_name;
 
-pub use direct::{BLOCK as DIRECT_READ, DIRECT_MEMORY, DirectReader, READS_FOR_EACH};
+pub use direct::{
+    BLOCK as DIRECT_READ, DEPTH as READS_AT_MOST, DIRECT_MEMORY, DirectReader, READS_FOR_EACH,
+};
 pub use file::FileSource;
 pub use in_flight::InFlight;
 pub use pipe::Pipe;

@@ -147,7 +147,7 @@ struct Memory {
 
 impl Slab {
     fn new(len: usize, device: &Arc<dyn Device>) -> Result<Self> {
-        let mut arena = Arena::new(len)?;
+        let mut arena = Arena::mapped(len)?;
         // Pages that a child shared with this process would be copied at the next write to them,
         // and the device would go on with the child's.
         arena.leave_out_of_forks();

@@ -381,6 +381,29 @@ def limited(path, limit):
     return "the same"
 
 
+def connections(folder):
+    """Count the sets of connections of loads: a few, one that fails at one rank, and others."""
+    made, new = [], dist.ProcessGroupGloo
+    dist.ProcessGroupGloo = lambda *args: made.append(args) or new(*args)
+    fetch_together(BATCH)
+    uri, found = f"{folder}/g.tensors", []
+    with group() as (rank, _):
+        for _ in range(3):
+            same(tensorizer.load(uri, group=dist.group.WORLD), large())
+        same(dict(tensorizer.iterate(uri, group=dist.group.WORLD)), large())
+        found.append(len(made))
+        # One that others are told of, and one in the middle of an iterator.
+        caught(lambda: tensorizer.load(uri, group=dist.group.WORLD, names=["no"] if rank else None))
+        found.append(len(made))
+        tensors = tensorizer.iterate(uri, group=dist.group.WORLD)
+        first = next(tensors)
+        same(tensorizer.load(uri, group=dist.group.WORLD), large())
+        same(dict([first, *tensors]), large())
+        same(tensorizer.load(uri, group=dist.group.WORLD), large())
+        found.append(len(made))
+    return found
+
+
 def collectives(folder):
     """Count the collectives of a load of tiny tensors, and of answers of some lengths."""
     counts = []

@@ -19,7 +19,7 @@ from ranks.common import (
 )
 from ranks.groups import large
 from tensorizer.file import together
-from tensorizer.group import meeting
+from tensorizer.group import meeting, members
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -201,7 +201,7 @@ def interrupted(folder, turns):
 
             def begin(*args, timer=timer):
                 timer.start()
-                meet(*args)
+                return meet(*args)
 
             mine = rank == turn % world
             # The others cannot know of what happens before.
@@ -236,6 +236,9 @@ def connecting(folder):
     uri = f"{folder}/g.tensors"
     with group() as (rank, _):
         works(uri)
+        # Connections that are kept would not be made.
+        for calls in members._CALLS[dist.group.WORLD].values():
+            calls.kept = 0
         connect = dist.ProcessGroupGloo
 
         def begin(*args):
