@@ -80,7 +80,7 @@ def median(rows: Iterable[Row], value: Callable[[Row], float]) -> float:
 
 def table(title: str, head: str, lines: Iterable[str]) -> None:
     columns = head.count("|") - 1
-    print(f"\n### {title}\n\n{head}\n{'|---' * columns}|", *lines, sep="\n", flush=True)
+    print(f"\n## {title}\n\n{head}\n{'|---' * columns}|", *lines, sep="\n", flush=True)
 
 
 def show(title: str, found: Mapping[str, list[Row]], base: str) -> None:
@@ -209,7 +209,10 @@ def main() -> None:
     options = parser.parse_args()
     model = CHECKED_LARGE if options.quick else LARGE
     prepare((model,))
-    print("\n".join(f"{name}: {value}  " for name, value in describe().items()))
+    machine = describe()
+    print("# Files that are not in the page cache, and single tensors\n")
+    print(f"{str(machine['date'])[:10]}, {machine['cpu']}, Linux {machine['kernel']},", end=" ")
+    print(f"{machine['versions']}.".replace("'", ""))
     for name in options.only:
         PARTS[name](model, options.rounds or (1 if options.quick else 7))
 
