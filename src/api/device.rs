@@ -7,7 +7,7 @@ use super::headers::{Headers, try_key};
 use super::load::{load_counted, no_headers};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slice_rules::RunRules;
+use super::slice_rules::{ROUND_LEN, RunRules};
 use super::slices::{HELD, Plain, ROUND, are_plain, direct_runs, extent, held_len, runs_of};
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -335,16 +335,20 @@ impl Upload<'_> {
         let sources = file.sources();
         let files = borrowed(&sources);
         let (mut extents, mut places, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        let mut len = 0u64;
         for (&(entry, place), runs) in slices.iter().zip(&all) {
             for range in rules.spans(runs) {
+                len = len.saturating_add(range.end - range.start);
                 push(&mut extents, extent(entry, &range), LISTS)?;
                 push(&mut places, place, LISTS)?;
                 push(&mut spans, DeviceSpan { start: range.start, runs }, LISTS)?;
-                if spans.len() == ROUND {
+                // A source may promise any number of bytes: no more are planned together.
+                if spans.len() == ROUND || len >= ROUND_LEN {
                     self.gather_round(&files, &extents, &places, &spans)?;
                     extents.clear();
                     places.clear();
                     spans.clear();
+                    len = 0;
                 }
             }
         }
