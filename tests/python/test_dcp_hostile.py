@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_planners import fails
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer, layout
+from tensorizer.distributed import Reader, Writer, cover
 from tensorizer.distributed.layout import sealed
 from tensorizer.distributed.whole import Whole
 from torch.distributed.checkpoint import metadata
@@ -87,7 +87,9 @@ def test_no_json_of_ours(folder, text):
 #: Where in the JSON, what is put there, and what the error says.
 CHANGES = [
     (["format"], "safetensors", "expected format"),
-    (["version"], 2, "expected format"),
+    (["version"], 3, "expected format"),
+    (["version"], True, "expected format"),
+    (["version"], 2, "KeyError.*orders"),
     (["version"], None, "."),
     (["dcp_version"], 5, "expected a version"),
     (["files"], "abc", "expected a list"),
@@ -240,7 +242,7 @@ def _check(boxes, size):
         metadata.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:])) for box in boxes
     ]
     properties = metadata.TensorProperties(dtype=torch.float32)
-    layout._check_cover("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
+    cover.check("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
 
 
 def test_an_object_that_is_none(folder):

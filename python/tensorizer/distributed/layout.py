@@ -5,14 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import itertools
 import json
-import math
 import os
 import pickle
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,45 +20,21 @@ from .._native import local_path
 from ..file.tensor_file import TensorFile
 from ..streams.open import open_stream
 from ..tensors.exchange import dtype_of
+from .items import DAMAGED, Content, Items, Place, Places, damaged, encoded as encoded_items
 
 #: The file that is written last. Without it there is no checkpoint.
 FILE = "checkpoint.json"
-_FORMAT, _VERSION = "tensorizer.distributed", 1
+_FORMAT = "tensorizer.distributed"
+#: The second has grids; it is written only where a tensor is cut in one.
+_VERSIONS = (1, 2)
 #: Names of the files of ranks: no folders, and nothing above.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.tensors")
-#: Bytes; a checkpoint of a million chunks has less.
-_MOST_BYTES = 1 << 30
+#: Bytes; a checkpoint of many million chunks in grids has less.
+MOST_BYTES = 1 << 30
 #: Places in lists; torch makes lists up to the largest.
 _MOST_PLACES = 1 << 24
-#: Chunks of a tensor that are compared each with each.
-_MOST_PAIRED = 1 << 10
 #: Before the hash of all that it follows, and a brace.
 _DIGEST = ',"sha256":"'
-#: What reading JSON of any content raises.
-_DAMAGED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-    NotImplementedError,
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the bytes of an item are: the file, beside this one, and the name of its tensor.
-
-    Attributes:
-        dtype, shape: What a checkpoint that was read says of the tensor.
-
-    """
-
-    file: str
-    name: str
-    dtype: torch.dtype = torch.uint8
-    shape: tuple[int, ...] | None = None
 
 
 def join(folder: str, name: str) -> str:
@@ -75,41 +48,34 @@ def folder_of(uri: str | os.PathLike[Any]) -> str:
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
 
-def encoded(metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place]) -> bytes:
+def encoded(
+    metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place], whole: bool = True
+) -> bytes:
     """Return the content of the file.
 
+    Args:
+        metadata: What is saved.
+        places: Where the bytes of it are.
+        whole: Refuse tensors of which the chunks are not, each once, all.
+
     Raises:
-        ValueError: The chunks of a tensor are not, each once, all of it; or it would be too long to
-            be read.
+        ValueError: The chunks of a tensor are not; or it would be too long to be read.
 
     """
-    files = sorted({place.file for place in places.values()})
-    numbers = {file: number for number, file in enumerate(files)}
-    items: dict[str, Any] = {}
-    for name, item in metadata.state_dict_metadata.items():
-        if isinstance(item, dcp.TensorStorageMetadata):
-            _check_cover(name, item)
-            chunks = []
-            for chunk in item.chunks:
-                place = places[dcp.MetadataIndex(name, chunk.offsets)]
-                where = [numbers[place.file], place.name]
-                chunks.append([list(chunk.offsets), list(chunk.sizes), *where])
-            dtype = str(item.properties.dtype).removeprefix("torch.")
-            items[name] = {"dtype": dtype, "size": list(item.size), "chunks": chunks}
-        else:
-            place = places[dcp.MetadataIndex(name)]
-            items[name] = {"object": [numbers[place.file], place.name]}
+    items = encoded_items(metadata.state_dict_metadata, places, whole)
     content = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _VERSIONS[1] if "orders" in items else _VERSIONS[0],
         "dcp_version": metadata.version,
-        "files": files,
-        "items": items,
+        **items,
         "planner": _encoded_planner(metadata.planner_data),
     }
     data = sealed(content)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{FILE} would have {len(data)} bytes, and {_MOST_BYTES} are read")
+    if len(data) > MOST_BYTES:
+        raise ValueError(
+            f"{FILE} would have {len(data)} bytes for {len(places)} parts of tensors and objects: "
+            f"expected at most {MOST_BYTES} bytes, which is what can be read"
+        )
     return data
 
 
@@ -127,14 +93,19 @@ def _unsealed(data: bytes) -> Any:
     return json.loads(data)
 
 
+def are_paths(data: Any) -> bool:
+    """Tell whether the data of a planner is that of torch's own: a path for each name."""
+    return isinstance(data, dict) and all(
+        isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
+        for name, path in data.items()
+    )
+
+
 def _encoded_planner(data: Any) -> Any:
     """Return what a planner wants to have back: paths of torch's own planner, or a pickle."""
     if data is None:
         return None
-    if isinstance(data, dict) and all(
-        isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
-        for name, path in data.items()
-    ):
+    if are_paths(data):
         return {"paths": {name: list(path) for name, path in data.items()}}
     file = io.BytesIO()
     torch.save(data, file)
@@ -144,8 +115,9 @@ def _encoded_planner(data: Any) -> Any:
 def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """Return the metadata of a checkpoint, and the names of its files.
 
-    What another planner than torch's own has stored is a pickle still, as bytes. ``save_id`` is the
-    hash of the file, which tells checkpoints apart.
+    An item is decoded when it is asked for, which costs a rank what it loads and no more. Damage of
+    an item is an error then. What another planner than torch's own has stored is a pickle, as
+    bytes. ``save_id`` is the hash of the file, which tells checkpoints apart.
 
     Raises:
         OSError: There is none, or it cannot be read.
@@ -154,9 +126,9 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """
     content, uri = _content(folder)
     try:
-        return _decoded(content), content["files"]
-    except _DAMAGED as error:
-        raise _damaged(uri, error) from error
+        return _decoded(uri, content), content["files"]
+    except DAMAGED as error:
+        raise damaged(uri, error) from error
 
 
 def files(folder: str) -> list[str]:
@@ -169,12 +141,8 @@ def files(folder: str) -> list[str]:
     content, uri = _content(folder)
     try:
         return _files(content)
-    except _DAMAGED as error:
-        raise _damaged(uri, error) from error
-
-
-def _damaged(uri: str, error: Exception) -> FormatError:
-    return FormatError(f"{uri} is no checkpoint, or damaged: {error!r}")
+    except DAMAGED as error:
+        raise damaged(uri, error) from error
 
 
 def _content(folder: str) -> tuple[dict[str, Any], str]:
@@ -182,17 +150,17 @@ def _content(folder: str) -> tuple[dict[str, Any], str]:
     uri = join(folder, FILE)
     try:
         with open_stream(uri) as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"there is no checkpoint at {folder}: expected {FILE}, which is written last"
         ) from error
-    if len(data) > _MOST_BYTES:
-        raise FormatError(f"{uri} is longer than {_MOST_BYTES} bytes")
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
     try:
         return _unsealed(data), uri
-    except _DAMAGED as error:
-        raise _damaged(uri, error) from error
+    except DAMAGED as error:
+        raise damaged(uri, error) from error
 
 
 def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
@@ -246,10 +214,11 @@ def find(file: TensorFile, place: Place) -> int:
 
 
 def _files(content: dict[str, Any]) -> list[str]:
-    if content["format"] != _FORMAT or content["version"] != _VERSION:
+    version = content["version"]
+    if content["format"] != _FORMAT or type(version) is not int or version not in _VERSIONS:
         raise ValueError(
-            f"expected format {_FORMAT!r}, version {_VERSION}, found {content['format']!r}, "
-            f"{content['version']!r}"
+            f"expected format {_FORMAT!r}, version {' or '.join(map(str, _VERSIONS))}, found "
+            f"{content['format']!r}, {version!r}"
         )
     found: list[str] = content["files"]
     if not isinstance(found, list):
@@ -260,80 +229,19 @@ def _files(content: dict[str, Any]) -> list[str]:
     return found
 
 
-def _decoded(content: dict[str, Any]) -> dcp.Metadata:
-    files = _files(content)
-    items: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, Place] = {}
-    for name, item in content["items"].items():
-        if "object" in item:
-            items[name] = dcp.BytesStorageMetadata()
-            places[dcp.MetadataIndex(name)] = _place(files, *item["object"])
-            continue
-        properties = dcp.TensorProperties(dtype=dtype_of(item["dtype"]))
-        tensor = dcp.TensorStorageMetadata(properties, _size(item["size"]), [])
-        for offsets, sizes, *where in item["chunks"]:
-            chunk = dcp.ChunkStorageMetadata(_size(offsets), _size(sizes))
-            tensor.chunks.append(chunk)
-            number, stored = where
-            place = _place(files, number, stored, properties.dtype, tuple(chunk.sizes))
-            places[dcp.MetadataIndex(name, chunk.offsets)] = place
-        _check_cover(name, tensor)
-        items[name] = tensor
+def _decoded(uri: str, content: dict[str, Any]) -> dcp.Metadata:
+    """Return metadata whose items are decoded when they are asked for."""
+    items = Content(uri, content, _files(content))
     version = content["dcp_version"]
     if not isinstance(version, (str, type(None))):
         raise TypeError(f"expected a version, found {version!r}")
     return dcp.Metadata(
-        items,
+        Items(items),  # type: ignore[arg-type]  # it is used as a dict is
         planner_data=_decoded_planner(content["planner"]),
-        storage_data=places,
+        storage_data=Places(items),
         storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
         version=version,
     )
-
-
-def _check_cover(name: str, tensor: dcp.TensorStorageMetadata) -> None:
-    """Refuse chunks that are not, each once, all of a tensor."""
-    for chunk in tensor.chunks:
-        ends = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-        if any(offset + length > whole for offset, length, whole in ends):
-            raise ValueError(f"a chunk of {name!r} lies outside of it: {chunk}")
-    if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
-        raise ValueError(f"two chunks of {name!r} begin at the same place")
-    found, expected = sum(math.prod(one.sizes) for one in tensor.chunks), math.prod(tensor.size)
-    if found != expected:
-        raise ValueError(
-            f"the chunks of {name!r} have {found} elements together, and the tensor has {expected}"
-        )
-    if not _are_apart([one for one in tensor.chunks if 0 not in one.sizes]):
-        raise ValueError(f"chunks of {name!r} overlap, or too many lie across one another")
-
-
-def _are_apart(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
-    """Tell whether no two chunks have elements in common.
-
-    They are cut in one dimension after another wherever no chunk lies on both sides. What cannot be
-    cut, which no grid comes to, is compared one by one.
-    """
-    if len(chunks) < 2:
-        return True
-    for dim in range(len(chunks[0].offsets)):
-        groups: list[list[dcp.ChunkStorageMetadata]] = []
-        end = 0
-        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
-            if not groups or chunk.offsets[dim] >= end:
-                groups.append([])
-            groups[-1].append(chunk)
-            end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
-        if len(groups) > 1:
-            return all(map(_are_apart, groups))
-    if len(chunks) > _MOST_PAIRED:
-        return False
-    return not any(itertools.starmap(_overlap, itertools.combinations(chunks, 2)))
-
-
-def _overlap(one: dcp.ChunkStorageMetadata, other: dcp.ChunkStorageMetadata) -> bool:
-    ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + many and b < a + much for a, much, b, many in ends)
 
 
 def _decoded_planner(data: Any) -> Any:
@@ -355,24 +263,3 @@ def _path(steps: Sequence[Any]) -> tuple[str | int, ...]:
         if not _is_step(step):
             raise ValueError(f"expected keys and places in lists, found {step!r}")
     return tuple(steps)
-
-
-def _size(numbers: Sequence[int]) -> torch.Size:
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-        raise ValueError(f"expected lengths, found {numbers!r}")
-    return torch.Size(numbers)
-
-
-def _place(
-    files: list[str],
-    number: int,
-    name: str,
-    dtype: torch.dtype = torch.uint8,
-    shape: tuple[int, ...] | None = None,
-) -> Place:
-    if type(number) is not int or not 0 <= number < len(files) or not isinstance(name, str):
-        raise ValueError(
-            f"expected one of {len(files)} files and a name, found {number!r}, {name!r}"
-        )
-    name.encode()  # raises where it is no text
-    return Place(files[number], name, dtype, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile, in_batches
 from ..tensors.exchange import dtype_of, is_fillable, refuse_short
 from . import layout
+from .items import Place, Places
 
 #: Bytes that are loaded at a time where they are then copied to tensors.
 _BATCH_BYTES = 256 << 20
@@ -79,7 +81,7 @@ class Reader(StorageReader):
         }
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
-        self._places: dict[dcp.MetadataIndex, layout.Place] = {}
+        self._places: Mapping[dcp.MetadataIndex, Place] | Places = {}
         #: Which checkpoint this rank has found.
         self._found: str | None = None
 
@@ -139,7 +141,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
-        by_file: dict[str, list[tuple[ReadItem, layout.Place]]] = {}
+        by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
         for item in plan.items:
             place = self._places[item.storage_index]
             by_file.setdefault(place.file, []).append((item, place))

@@ -14,6 +14,7 @@ from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
 from ..tensors.sharding import Box
 from . import layout
+from .items import Place, Places
 
 #: Files that are open at a time: systems allow some 1000, and there is one for each rank.
 _MOST_OPEN = 256
@@ -44,7 +45,7 @@ class Whole:
     ) -> None:
         self._folder = layout.folder_of(uri)
         metadata, files = layout.read(self._folder)
-        self._places: dict[dcp.MetadataIndex, layout.Place] = metadata.storage_data
+        self._places: Places = metadata.storage_data
         self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
         self.objects: list[str] = []
         for name, item in metadata.state_dict_metadata.items():
@@ -96,13 +97,14 @@ class Whole:
         for name in names:
             tensor = self._tensors[name]
             made = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-            for chunk in tensor.chunks:
+            for number, chunk in enumerate(tensor.chunks):
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 box = Box(tuple((at, at + size) for at, size in ends), tuple(chunk.offsets))
-                self._load(self._places[dcp.MetadataIndex(name, chunk.offsets)], box.of_part(made))
+                place = self._places[dcp.MetadataIndex(name, chunk.offsets, number)]
+                self._load(place, box.of_part(made))
             yield made
 
-    def _load(self, place: layout.Place, view: torch.Tensor) -> None:
+    def _load(self, place: Place, view: torch.Tensor) -> None:
         file = self._file(place.file)
         number = layout.find(file, place)
         if view.is_contiguous():

@@ -23,7 +23,8 @@ from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
-from . import folders, layout
+from . import folders, layout, planned
+from .items import Place
 
 #: Bytes of tensors that a planner is asked for at a time, which may be copies.
 _BATCH_BYTES = 256 << 20
@@ -108,7 +109,8 @@ class Writer(StorageWriter):
             )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make room: remove what saves have left that failed or were killed."""
+        """Refuse what could not be read, and remove what failed or killed saves have left."""
+        planned.check(plans, self.checkpoint_id)
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
             self._claim_folder()
@@ -130,7 +132,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        file = f"rank-{self._rank:05}-{self._save_id}.tensors"
+        file = planned.file_of(self._rank, self._save_id)
         results = []
         options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
         if self._is_local():
@@ -141,11 +143,11 @@ class Writer(StorageWriter):
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
                 tensors = [_with_data(_resolved(item, planner), item) for item in batch]
-                names = [_name(item, taken) for item in batch]
+                names = [planned.name_of(item, taken) for item in batch]
                 count = len(batch)
                 writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
                 results += [
-                    WriteResult(item.index, tensor.nbytes, layout.Place(file, name))
+                    WriteResult(item.index, tensor.nbytes, Place(file, name))
                     for item, tensor, name in zip(batch, tensors, names, strict=True)
                 ]
         return results
@@ -220,18 +222,3 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     assert isinstance(data, io.BytesIO)
     content = bytearray(data.getvalue())
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
-
-
-def _name(item: WriteItem, taken: set[str]) -> str:
-    """Return what the tensor of an item is called in the file of its rank, where names are taken.
-
-    Something else may be called as a part of a tensor is.
-    """
-    name = item.index.fqn
-    offset = item.index.offset or ()
-    if item.type is not WriteItemType.BYTE_IO and any(offset):
-        name = f"{name}@{','.join(map(str, offset))}"
-    while name in taken:
-        name += "@"
-    taken.add(name)
-    return name

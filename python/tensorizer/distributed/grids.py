@@ -1,0 +1,122 @@
+"""Tensors that are cut in a grid: their chunks follow from the cuts in each dimension."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+
+#: Lengths and offsets are less.
+_MOST = 1 << 63
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cuts of a tensor. Its chunks have an order, that of the last dimension first.
+
+    Attributes:
+        size: The shape of the tensor.
+        starts: For each dimension, the offsets at which chunks begin.
+
+    """
+
+    size: torch.Size
+    starts: tuple[Sequence[int], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return math.prod(map(len, self.starts))
+
+    def encoded(self) -> list[int | list[int]]:
+        """Return, for each dimension, the distance of cuts that are evenly apart, or all starts."""
+        found: list[int | list[int]] = []
+        for starts, length in zip(self.starts, self.size, strict=True):
+            step = starts[1] if len(starts) > 1 else length
+            even = list(starts) == list(range(0, length, step))
+            found.append(step if even else list(starts))
+        return found
+
+    def chunks(self) -> list[dcp.ChunkStorageMetadata]:
+        """Return the chunks, in their order."""
+        boxes = zip(itertools.product(*self.starts), self._sizes(), strict=True)
+        # Most chunks have the same sizes.
+        shapes: dict[tuple[int, ...], torch.Size] = {}
+        return [
+            dcp.ChunkStorageMetadata(
+                torch.Size(offsets),
+                shapes.get(sizes) or shapes.setdefault(sizes, torch.Size(sizes)),
+            )
+            for offsets, sizes in boxes
+        ]
+
+    def _sizes(self) -> Iterable[tuple[int, ...]]:
+        return itertools.product(*map(_lengths, self.starts, self.size))
+
+    def find(self, offsets: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
+        """Return the place in the order of a chunk, and its sizes; None if none begins there."""
+        number, sizes = 0, []
+        for starts, length, offset in zip(self.starts, self.size, offsets, strict=True):
+            at = bisect_left(starts, offset)
+            if at == len(starts) or starts[at] != offset:
+                return None
+            number = number * len(starts) + at
+            sizes.append((starts[at + 1] if at + 1 < len(starts) else length) - offset)
+        return number, tuple(sizes)
+
+
+def _lengths(starts: Sequence[int], length: int) -> list[int]:
+    return [stop - start for start, stop in itertools.pairwise([*starts, length])]
+
+
+def of_chunks(size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]) -> Grid | None:
+    """Return the grid that chunks make, each of them once; None if they make none.
+
+    Args:
+        size: The shape of the tensor.
+        boxes: The sizes of the chunks, by their offsets.
+
+    """
+    if not boxes or 0 in size or any(len(offsets) != len(size) for offsets in boxes):
+        return None
+    starts = tuple(sorted(set(column)) for column in zip(*boxes, strict=True))
+    if math.prod(map(len, starts)) != len(boxes):
+        return None
+    # As many as the grid has, each elsewhere, at its offsets: exactly the chunks of the grid.
+    if any(first != 0 for first, *_ in starts):
+        return None
+    grid = Grid(torch.Size(size), starts)
+    expected = zip(itertools.product(*starts), grid._sizes(), strict=True)
+    if any(boxes[offsets] != sizes for offsets, sizes in expected):
+        return None
+    return grid
+
+
+def decoded(size: torch.Size, cuts: Any) -> Grid:
+    """Return the grid that a checkpoint describes.
+
+    Raises:
+        TypeError, ValueError: It describes none.
+
+    """
+    if not isinstance(cuts, list) or len(cuts) != len(size) or 0 in size:
+        raise ValueError(f"expected the cuts of {list(size)} in each dimension, found {cuts!r}")
+    return Grid(size, tuple(map(_starts, cuts, size)))
+
+
+def _starts(cut: Any, length: int) -> Sequence[int]:
+    if type(cut) is int and 0 < cut < _MOST:
+        return range(0, length, cut)
+    whole = isinstance(cut, list) and cut and all(type(one) is int for one in cut)
+    if not whole or cut[0] != 0 or cut[-1] >= length:
+        raise ValueError(f"expected cuts of {length}, found {cut!r}")
+    if any(start >= stop for start, stop in itertools.pairwise(cut)):
+        raise ValueError(f"expected cuts of {length} that ascend, found {cut!r}")
+    found: list[int] = cut
+    return found

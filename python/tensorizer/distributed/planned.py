@@ -1,0 +1,108 @@
+"""The size of ``checkpoint.json``, from the plans of all ranks and before any of them writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from . import layout
+from .items import Place, check_count, stored_name
+
+#: JSON of the largest length with a comma.
+_NUMBER_BYTES = 20
+#: JSON around the names and numbers of an item, and around those of a chunk.
+_ITEM_BYTES, _CHUNK_BYTES = 96, 32
+#: A save id of the length that all have.
+_SOME_ID = "0" * 16
+
+
+def file_of(rank: int, save_id: str) -> str:
+    """Return the name of the file of a rank."""
+    return f"rank-{rank:05}-{save_id}.tensors"
+
+
+def name_of(item: WriteItem, taken: set[str]) -> str:
+    """Return the name of the tensor of an item in the file of its rank, where names are taken.
+
+    Something else may be called as a part of a tensor is.
+    """
+    is_tensor = item.type is not WriteItemType.BYTE_IO
+    name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
+    while name in taken:
+        name += "@"
+    taken.add(name)
+    return name
+
+
+def check(plans: Sequence[SavePlan], folder: str) -> None:
+    """Refuse plans of which the checkpoint could not be read.
+
+    What another planner than torch's own stores is not known yet, and counted when all is written.
+
+    Raises:
+        ValueError: There are too many chunks, or ``checkpoint.json`` would be too long.
+
+    """
+    count = sum(len(plan.items) for plan in plans)
+    try:
+        check_count(count)
+        if _most_bytes(plans) > layout.MOST_BYTES:
+            # Tensors that are cut in grids take far less.
+            layout.encoded(*_expected(plans), whole=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint of {len(plans)} ranks at {folder} cannot be saved: {error}; nothing "
+            "was written"
+        ) from error
+
+
+def _most_bytes(plans: Sequence[SavePlan]) -> int:
+    """Return an upper bound of ``checkpoint.json``: each chunk is described by itself."""
+    lengths: dict[str, int] = {}
+    total = _ITEM_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
+    for plan in plans:
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            numbers = len(data.chunk.sizes) * _NUMBER_BYTES if data else 0
+            if name not in lengths:
+                lengths[name] = len(json.dumps(name))
+                total += lengths[name] + numbers + _ITEM_BYTES
+            total += lengths[name] + 3 * numbers + _CHUNK_BYTES
+    return total + sum(len(json.dumps([name, path])) + 8 for name, path in _paths(plans).items())
+
+
+def _paths(plans: Sequence[SavePlan]) -> dict[str, Any]:
+    """Return the paths of torch's own planner, of all ranks together."""
+    found: dict[str, Any] = {}
+    for plan in plans:
+        if layout.are_paths(plan.planner_data):
+            found |= plan.planner_data
+    return found
+
+
+def _expected(
+    plans: Sequence[SavePlan],
+) -> tuple[dcp.Metadata, dict[dcp.MetadataIndex, Place]]:
+    """Return the metadata of plans, and the places that ranks will choose."""
+    items: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, Place] = {}
+    for item, place in _places(plans):
+        places[item.index] = place
+        data = item.tensor_data
+        if data is None:
+            items[item.index.fqn] = dcp.BytesStorageMetadata()
+            continue
+        made = dcp.TensorStorageMetadata(data.properties, data.size, [])
+        items.setdefault(item.index.fqn, made).chunks.append(data.chunk)
+    return dcp.Metadata(items, planner_data=_paths(plans)), places
+
+
+def _places(plans: Sequence[SavePlan]) -> Iterator[tuple[WriteItem, Place]]:
+    for rank, plan in enumerate(plans):
+        file, taken = file_of(rank, _SOME_ID), set[str]()
+        for item in plan.items:
+            yield item, Place(file, name_of(item, taken))
