@@ -14,8 +14,8 @@ from .items import Place, check_count, stored_name
 
 #: JSON of the largest length with a comma.
 _NUMBER_BYTES = 20
-#: JSON around the names and numbers of an item, and around those of a chunk.
-_ITEM_BYTES, _CHUNK_BYTES = 96, 32
+#: JSON around all items, around the names and numbers of one, and around those of a chunk.
+_AROUND_BYTES, _ITEM_BYTES, _CHUNK_BYTES = 512, 96, 32
 #: A save id of the length that all have.
 _SOME_ID = "0" * 16
 
@@ -63,7 +63,7 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
 def _most_bytes(plans: Sequence[SavePlan]) -> int:
     """Return an upper bound of ``checkpoint.json``: each chunk is described by itself."""
     lengths: dict[str, int] = {}
-    total = _ITEM_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
+    total = _AROUND_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
     for plan in plans:
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
