@@ -99,3 +99,14 @@ fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
     };
     Ok(Component::Key(bytes.into()))
 }
+
+/// The form in which a name is stored, which callers may give too.
+pub fn stored(name: &Bound<'_, PyAny>) -> Result<String, Raised> {
+    if let Ok(text) = name.cast::<PyString>()
+        && let Ok(text) = text.to_str()
+        && text.starts_with('\u{1e}')
+    {
+        return Ok(text.to_owned());
+    }
+    Ok(name_from_python(name)?.stored().to_owned())
+}

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -26,7 +26,7 @@ use crate::handle::Handle;
 use crate::headers::Headers;
 use crate::heads::{Shown, for_python};
 use crate::iterator::TensorIterator;
-use crate::names::{name_from_python, name_to_python, top_level};
+use crate::names::{name_from_python, name_to_python, stored, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
@@ -66,13 +66,28 @@ impl Reader {
 #[pymethods]
 impl Reader {
     /// Reads a source from `base` on, or from where its file begins. With `keep_heads` it keeps the heads of
-    /// its files for others.
+    /// its files for others. Of a checkpoint in several files only those are opened in which its index says
+    /// the `wanted` tensors are; all of them if it does not name one.
     #[new]
-    #[pyo3(signature = (source, base = None, keep_heads = false))]
-    fn open(py: Python<'_>, source: &Source, base: Option<u64>, keep_heads: bool) -> Answer<Self> {
+    #[pyo3(signature = (source, base = None, keep_heads = false, wanted = None))]
+    fn open(
+        py: Python<'_>,
+        source: &Source,
+        base: Option<u64>,
+        keep_heads: bool,
+        wanted: Option<Vec<Bound<'_, PyAny>>>,
+    ) -> Answer<Self> {
+        // What is no name is told where it is looked for.
+        let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
+        let wanted: Option<BTreeSet<String>> = wanted;
         let base = base.unwrap_or(source.base());
         let source = source.shared()?;
-        let opening = Opening { storages: true, keeps_heads: keep_heads, ..Opening::new(&signals) };
+        let opening = Opening {
+            storages: true,
+            keeps_heads: keep_heads,
+            wanted: wanted.as_ref(),
+            ..Opening::new(&signals)
+        };
         Ok(Self::new(gil::without(py, || opening.source(source, base))?))
     }
 
@@ -234,7 +249,7 @@ impl Reader {
     /// Whether all of it is in files of this machine.
     #[getter]
     fn local(&self) -> bool {
-        self.file.sources().iter().all(|source| source.file().is_some())
+        self.file.sources().iter().all(|source| source.is_local())
     }
 
     fn __len__(&self) -> usize {

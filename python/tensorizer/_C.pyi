@@ -127,7 +127,11 @@ class TensorIterator:
 @final
 class Reader:
     def __new__(
-        cls, source: Source, base: int | None = None, keep_heads: bool = False
+        cls,
+        source: Source,
+        base: int | None = None,
+        keep_heads: bool = False,
+        wanted: Sequence[_Name] | None = None,
     ) -> Reader: ...
     def heads(self) -> list[_Head]: ...
     def headers(self) -> list[tuple[str, str]]: ...
@@ -219,6 +223,7 @@ class Source:
     @property
     def size(self) -> int | None: ...
     def headers(self) -> list[tuple[str, str]]: ...
+    def is_index(self) -> bool: ...
 
 @final
 class PathSink:

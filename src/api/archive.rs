@@ -47,7 +47,7 @@ pub fn read_archive(
     };
     let size = size.saturating_sub(base);
     let records = read_directory(&*source, base, size, opening.cancel)?;
-    let readers = source.file().is_none().then_some((REQUESTS / at_once.max(1)).max(1));
+    let readers = (!source.is_local()).then_some((REQUESTS / at_once.max(1)).max(1));
     let positions = read_headers(&*source, base, &records, readers, opening.cancel)?;
     // The name of the archive's folder, which is whatever the file was called.
     let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);

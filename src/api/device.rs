@@ -257,7 +257,7 @@ impl Upload<'_> {
     ) -> Result<Vec<usize>> {
         let Upload { to, streams, counters, cancel, .. } = *self;
         let (files, extents) = (what.files, what.extents);
-        let local = files.iter().all(|source| source.file().is_some());
+        let local = files.iter().all(|source| source.is_local());
         let plain = what.verify == Verify::Nothing && !what.decrypts;
         let direct = if !to.direct_storage || !local {
             None

@@ -1,6 +1,7 @@
 //! An open file, or the shards of a checkpoint: sources and a catalog.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -318,15 +319,15 @@ impl TensorFile {
         let len = len.min(entry.data_len.saturating_sub(start));
         let at = entry.data_offset.saturating_add(start);
         let samples = [0, len / 2, len.saturating_sub(1)];
-        let cold = |file| {
+        let cold = |file: Arc<File>| {
             samples
                 .iter()
-                .any(|&place| sys::is_cached(file, at.saturating_add(place)) == Some(false))
+                .any(|&place| sys::is_cached(&file, at.saturating_add(place)) == Some(false))
         };
         if len == 0 || !source.file().is_some_and(cold) {
             return Ok(None);
         }
-        Ok(Some(move || source.file().into_iter().for_each(|file| sys::read_ahead(file, at, len))))
+        Ok(Some(move || source.file().into_iter().for_each(|file| sys::read_ahead(&file, at, len))))
     }
 
     /// The tensors, as [`Catalog::entries`] has them.

@@ -381,7 +381,7 @@ fn used_in_place(
     let share = |pair: &[&Entry]| matches!(pair, [one, next] if one.file == next.file && one.end() > next.header_offset);
     let map = options.map && !file.is_encrypted() && !entries.windows(2).any(share);
     let sources = file.sources();
-    let local: Vec<bool> = sources.iter().map(|source| map && source.file().is_some()).collect();
+    let local: Vec<bool> = sources.iter().map(|source| map && source.is_local()).collect();
     let least = if file.format() == Format::Safetensors { 1 } else { MAPPED_ALIGNMENT };
     let could = entries.iter().map(|entry| {
         let alignment = least.max(entry.dtype.size());
@@ -417,7 +417,7 @@ fn map_tensors(
             let what = "mapping".to_owned();
             return Err(Error::Truncated { uri, what, start: 0, end, size });
         }
-        Ok((number, Arena::map_file(handle, end, &uri)?))
+        Ok((number, Arena::map_file(&handle, end, &uri)?))
     });
     mappings.collect()
 }

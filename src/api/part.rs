@@ -1,5 +1,6 @@
 //! What a file adds to a catalog, and how its first and last bytes are read.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::cancel::Cancel;
@@ -19,12 +20,15 @@ pub struct Opening<'c> {
     pub storages: bool,
     /// Whether what servers say is kept, for others that open the same files.
     pub keeps_heads: bool,
+    /// The tensors that are wanted, by the stored forms of their names: of a checkpoint in several files
+    /// only those are opened that its index names for them. None for all.
+    pub wanted: Option<&'c BTreeSet<String>>,
 }
 
 impl<'c> Opening<'c> {
     /// With nothing that is not asked for.
     pub const fn new(cancel: &'c dyn Cancel) -> Self {
-        Opening { cancel, storages: false, keeps_heads: false }
+        Opening { cancel, storages: false, keeps_heads: false, wanted: None }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Checkpoints in several files, which an index names: one catalog of all of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::copies::{opened, with_sound_copies};
@@ -14,18 +14,60 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, Index, MAX_LEN};
-use crate::io::CachedHead;
+use crate::io::{CachedHead, ReadAt};
 
-/// Files that are opened at once: one request each, for which a server takes its time.
+/// Files that are opened at once, of this machine and of a server, which takes its time for the request
+/// of each.
 const AT_ONCE: usize = 16;
+const AT_ONCE_OF_SERVERS: usize = 64;
+/// Bytes that a server is asked for first of a file in which one tensor is wanted.
+const FIRST_OF_ONE: u64 = 64 << 10;
+
+/// The files of an index that are opened.
+struct Chosen<'i> {
+    index: &'i Index,
+    /// Their numbers in it, in rising order.
+    numbers: Vec<usize>,
+    /// The file of each tensor that the index names, by the stored form of its name.
+    promised: BTreeMap<String, usize>,
+    first: Option<u64>,
+}
+
+impl<'i> Chosen<'i> {
+    /// The files of the tensors that are wanted; all where the index does not name one of these.
+    fn new(index: &'i Index, wanted: Option<&BTreeSet<String>>, uri: &str) -> Result<Self> {
+        let promised = promised(index, uri)?;
+        let files = wanted.and_then(|wanted| {
+            wanted.iter().map(|name| promised.get(name).copied()).collect::<Option<BTreeSet<_>>>()
+        });
+        let files = files.filter(|files| !files.is_empty());
+        let one = files.is_some() && wanted.is_some_and(|wanted| wanted.len() == 1);
+        let numbers = match files {
+            Some(files) => listed(files, LISTS)?,
+            None => listed(0..index.files.len(), LISTS)?,
+        };
+        Ok(Chosen { index, numbers, promised, first: one.then_some(FIRST_OF_ONE) })
+    }
+
+    /// The names of the files.
+    fn names(&self) -> impl Iterator<Item = &'i String> + '_ {
+        self.numbers.iter().filter_map(|&number| self.index.files.get(number))
+    }
+
+    /// True if the index says that a tensor is in another file than this of those that are opened.
+    fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
+        let found = self.promised.get(name.stored());
+        found.is_some_and(|promised| self.numbers.get(file) != Some(promised))
+    }
+}
 
 /// Opens the files that an index names. They lie beside it.
 pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let uri = head.source().uri().to_owned();
     let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
     let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
-    let parts = open_all(&head, &index, &uri, opening)?;
-    let promised = promised(&index, &uri)?;
+    let chosen = Chosen::new(&index, opening.wanted, &uri)?;
+    let parts = open_all(&head, &chosen, &uri, opening)?;
     let mut heads: Vec<CachedHead> = Vec::new();
     heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
     let mut sources = with_room(parts.len(), LISTS)?;
@@ -38,10 +80,8 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     }
     for (file, part) in parts.into_iter().enumerate() {
         // Where two files hold a tensor, the index says which of them counts.
-        let elsewhere = |entry: &Entry| {
-            let found = promised.get(entry.name.stored());
-            format.names_tensors() && found.is_some_and(|&promised| promised != file)
-        };
+        let elsewhere =
+            |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
         more_room(&mut entries, part.entries.len(), LISTS)?;
         entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
         if let Some(pairs) = part.metadata {
@@ -64,9 +104,18 @@ pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
     let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
     let metadata = Arc::new(Ok(metadata));
     if format.names_tensors() {
-        check_all_are_there(&promised, &index, &names, &uri)?;
+        check_all_are_there(&chosen, &names, &uri)?;
     }
-    let promised = if format.names_tensors() { BTreeMap::new() } else { index.tensors };
+    let numbers = chosen.numbers;
+    let mut promised = BTreeMap::new();
+    if !format.names_tensors() {
+        // One by one, as above.
+        for (name, file) in index.tensors {
+            if let Ok(opened) = numbers.binary_search(&file) {
+                promised.insert(name, opened);
+            }
+        }
+    }
     let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
     Ok(TensorFile::new(uri, sources, catalog, None, heads))
 }
@@ -82,15 +131,12 @@ fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
     Ok(promised)
 }
 
-fn check_all_are_there(
-    promised: &BTreeMap<String, usize>,
-    index: &Index,
-    names: &NameTree,
-    uri: &str,
-) -> Result<()> {
-    let missing = promised.iter().find(|(name, _)| names.find(name).is_none());
+fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Result<()> {
+    let opened = |file: &usize| chosen.numbers.binary_search(file).is_ok();
+    let mut promised = chosen.promised.iter().filter(|(_, file)| opened(file));
+    let missing = promised.find(|(name, _)| names.find(name).is_none());
     let Some((name, &file)) = missing else { return Ok(()) };
-    let shard = index.files.get(file).map_or("", String::as_str);
+    let shard = chosen.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
         Brief(name.trim_start_matches('\u{1e}')),
@@ -99,17 +145,30 @@ fn check_all_are_there(
     Err(malformed(uri, what))
 }
 
-/// Opens all files, several at once, in the order of their numbers.
-fn open_all(head: &Head, index: &Index, uri: &str, opening: &Opening<'_>) -> Result<Vec<Part>> {
-    let slots = listed(index.files.iter().map(|_| None), LISTS)?;
+/// Files of a source like this that are opened at once, unless there is a number of connections.
+fn at_once(source: &dyn ReadAt) -> usize {
+    let traits = source.capabilities();
+    let any_number = traits.first_readers < traits.most_readers;
+    let most = if any_number && !source.is_local() { AT_ONCE_OF_SERVERS } else { AT_ONCE };
+    most.min(traits.max_readers.max(AT_ONCE))
+}
+
+/// Opens the files, several at once, in the order of their numbers.
+fn open_all(
+    head: &Head,
+    chosen: &Chosen<'_>,
+    uri: &str,
+    opening: &Opening<'_>,
+) -> Result<Vec<Part>> {
+    let slots = listed(chosen.names().map(|_| None), LISTS)?;
+    let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
-    let queue = Mutex::new(index.files.iter().enumerate());
-    let at_once = AT_ONCE.min(index.files.len());
+    let queue = Mutex::new(chosen.names().enumerate());
     workers::run(at_once, opening.cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, name)) = next else { break };
-            let source = head.source().sibling(name, control)?.ok_or_else(|| {
+            let source = head.source().sibling(name, chosen.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` names files beside it, which are not known from a file object: open its \
                      path or address"

@@ -39,15 +39,14 @@ pub enum Cached {
 pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
-    let local: Vec<Option<&std::fs::File>> = files.iter().map(|source| source.file()).collect();
     let total = extents.iter().fold(0, |sum: u64, extent| sum.saturating_add(extent.data_len));
     let step = (total / SAMPLES).max(1);
     let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {
         while next < extent.data_len {
             sampled += 1;
-            let file = local.get(extent.file).copied().flatten();
-            match file.and_then(|file| crate::sys::is_cached(file, extent.data_offset + next)) {
+            let file = files.get(extent.file).and_then(|source| source.file());
+            match file.and_then(|file| crate::sys::is_cached(&file, extent.data_offset + next)) {
                 Some(true) => {}
                 Some(false) => cold += 1,
                 None => unknown += 1,
@@ -74,7 +73,7 @@ pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: boo
         _ => !shared && !has_local_ranks(),
     };
     let room = memory.bytes().is_none_or(|bytes| bytes >= READERS_AT_LEAST * READER_MEMORY);
-    Ok(wanted && room && files.iter().all(|source| source.file().is_some()))
+    Ok(wanted && room && files.iter().all(|source| source.is_local()))
 }
 
 /// True if a launcher says that this process is one of several on this machine, which load the same

@@ -25,7 +25,7 @@ impl Sources {
     /// Looks at the sources of so many bytes. None if there are no sources.
     pub fn of(what: &Reading<'_>, total: u64, memory: MemoryLimit) -> Result<Option<Self>> {
         let Some(traits) = Capabilities::of_all(what.files) else { return Ok(None) };
-        let local = what.files.iter().all(|file| file.file().is_some());
+        let local = what.files.iter().all(|file| file.is_local());
         let cached = local.then(|| cold::cached(what.files, what.extents));
         let direct = cached == Some(Cached::Little)
             && total >= DIRECT_FROM

@@ -18,6 +18,8 @@ pub struct OpenOptions {
     pub cache: Option<Cache>,
     /// The heads of files that are opened without a request.
     pub heads: CachedHeads,
+    /// Bytes that a server is asked for first, unless those that suit most files.
+    pub first: Option<u64>,
     pub s3: S3Options,
 }
 
@@ -29,6 +31,7 @@ impl OpenOptions {
             transport: TransportOptions::from_environment()?,
             cache: Cache::from_environment()?,
             heads: CachedHeads::default(),
+            first: None,
             s3: S3Options::default(),
         })
     }

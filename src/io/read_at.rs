@@ -104,7 +104,13 @@ pub trait ReadAt: Send + Sync {
     }
 
     /// Opens the file of this name in the same folder, in the same way; None where there is no folder.
-    fn sibling(&self, _name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+    /// A server is asked for its first bytes, as many as `first` if that is given.
+    fn sibling(
+        &self,
+        _name: &str,
+        _first: Option<u64>,
+        _cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
         Ok(None)
     }
 
@@ -125,8 +131,14 @@ pub trait ReadAt: Send + Sync {
     }
 
     /// The file behind it, where it is a local regular file that can be mapped.
-    fn file(&self) -> Option<&std::fs::File> {
+    /// A shard's may be closed when what this returns is dropped.
+    fn file(&self) -> Option<Arc<std::fs::File>> {
         None
+    }
+
+    /// True if there is such a file, which this does not open.
+    fn is_local(&self) -> bool {
+        self.file().is_some()
     }
 }
 

@@ -17,7 +17,7 @@ const STEP: usize = 64 << 10;
 
 /// Opens a file in the same folder; see [`ReadAt::sibling`].
 pub type OpenSibling =
-    Arc<dyn Fn(&str, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
+    Arc<dyn Fn(&str, Option<u64>, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
 
 /// Bytes that come front to back.
 pub trait Stream: Send {
@@ -127,10 +127,15 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         Ok(read)
     }
 
-    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
+    fn sibling(
+        &self,
+        name: &str,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
         // Without the lock: opening takes its time, and several may be opened at once.
         let opener = self.lock(cancel)?.0.open_sibling();
-        opener.map_or(Ok(None), |open| open(name, cancel))
+        opener.map_or(Ok(None), |open| open(name, first, cancel))
     }
 }
 

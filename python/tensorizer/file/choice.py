@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,23 @@ if TYPE_CHECKING:
 class Choice:
     """Arguments of :func:`tensorizer.load`, which says what they mean."""
 
-    names: Iterable[Name] | None
+    names: Sequence[Name] | None
     filter_func: FilterFuncType | None
     slices: Mapping[Name, Any]
     out: Mapping[Name, torch.Tensor] | None
     like: Mapping[Name, Any] | None
     shard: Shard | None
     device: torch.device | str | None
+
+    def asked(self) -> list[Name] | None:
+        """Return the names of the tensors that are asked for; None for all of the file."""
+        if self.names is not None:
+            return list(self.names)
+        if self.out is not None:
+            return list(self.out)
+        if self.like is not None:
+            return [name for name, one in self.like.items() if _is_tensor(one)]
+        return None
 
     def of(self, file: TensorFile, progress: Progress) -> Chosen:
         """Return what is chosen of a file.
@@ -95,11 +105,7 @@ class Chosen:
 
     def _chosen(self) -> dict[Name, int]:
         """Return the numbers of the tensors by the names that they are returned under."""
-        names, file = self._choice.names, self._file
-        if names is None and self._choice.out is not None:
-            names = self._choice.out
-        if names is None and self._choice.like is not None:
-            names = [name for name, one in self._choice.like.items() if _is_tensor(one)]
+        names, file = self._choice.asked(), self._file
         if names is None:
             every = range(len(file))
             numbers = dict(zip(file.reader.names(every), every, strict=True))

@@ -105,9 +105,10 @@ def iterate(
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     told = Progress(progress)
-    choice = Choice(names, filter_func, slices or {}, None, None, shard, device)
+    named = None if names is None else list(names)
+    choice = Choice(named, filter_func, slices or {}, None, None, shard, device)
 
-    def opened(heads: Sequence[Head] | None) -> TensorFile:
+    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
         return TensorFile(
             uri,
             dtype=dtype,
@@ -119,13 +120,14 @@ def iterate(
             progress=told,
             cache_dir=cache_dir,
             memory_limit=memory_limit,
+            wanted=wanted,
         )
 
     if group is not None:
         from .ahead_together import open_for_group  # torch.distributed is slow to import
 
         return _Iterator(told, *open_for_group(group, opened, choice, told, buffer_bytes))
-    file = opened(None)
+    file = opened(None, choice.asked())
     try:
         chosen = choice.of(file, told)
         ahead = ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=order == "ready")

@@ -115,7 +115,7 @@ def load(
 
         members = Members.of(group)
 
-    def opened(heads: Sequence[Head] | None) -> TensorFile:
+    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
         return TensorFile(
             uri,
             dtype=dtype,
@@ -128,11 +128,13 @@ def load(
             progress=told,
             cache_dir=cache_dir,
             memory_limit=memory_limit,
+            wanted=wanted,
         )
 
-    what = Choice(names, filter_func, slices or {}, out, like, shard, device)
+    named = None if names is None else list(names)
+    what = Choice(named, filter_func, slices or {}, out, like, shard, device)
     if members is None or members.size == 1:
-        with told, opened(None) as file:
+        with told, opened(None, what.asked()) as file:
             return what.load(file, told)
     from .together import open_together  # as above
 

@@ -17,14 +17,16 @@ class LoadedTensors:
 
     Args:
         file: Where they come from.
-        selection: The tensors that may be asked for.
+        selection: The tensors that may be asked for; None for all.
 
     """
 
-    def __init__(self, file: TensorFile, selection: Sequence[int]) -> None:
+    def __init__(self, file: TensorFile, selection: Sequence[int] | None) -> None:
         self._file = file
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
+        #: Those that were loaded before all shards were opened, and the indices of their modules.
+        self._early: dict[str, tuple[torch.nn.Parameter, int]] = {}
         #: The index of the module that each belonged to.
         self.modules: dict[int, int] = {}
         #: With one load at a time all threads get the same objects.
@@ -37,13 +39,33 @@ class LoadedTensors:
         """Return a tensor that has been loaded."""
         return self._tensors[number]
 
+    def early(self, name: str, device: torch.device) -> torch.nn.Parameter | None:
+        """Return a tensor by its name; None unless only its own shard is opened for it."""
+        with self._one_load.here():
+            if name not in self._early:
+                part = self._file.part(name)
+                if part is None:
+                    return None
+                ((_, tensor, module),) = part.load([part.find(name)], device)
+                self._early[name] = _parameter(tensor), module
+            return self._early[name][0]
+
+    def _settle(self) -> None:
+        """Give those that were loaded early their numbers."""
+        while self._early:
+            name, (tensor, module) = self._early.popitem()
+            number = self._file.find(name)
+            self._tensors[number], self.modules[number] = tensor, module
+
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
         """Load those of the tensors that are not here yet."""
         with self._one_load.here():
+            self._settle()
             missing = [number for number in numbers if number not in self._tensors]
             if missing and not self._file.reader.seekable:
                 # One pass is all there is: take everything that may be asked for later.
-                missing = [n for n in self._selection if n not in self._tensors]
+                every = range(len(self._file)) if self._selection is None else self._selection
+                missing = [n for n in every if n not in self._tensors]
             for number, tensor, module in self._file.load(missing, device, verify):
                 self._tensors[number] = _parameter(tensor)
                 self.modules[number] = module
@@ -59,6 +81,7 @@ class LoadedTensors:
         if not self._file.can_fill_on(device):
             return set()
         with self._one_load.here():
+            self._settle()
             fits: list[tuple[int, torch.Tensor]] = []
             for place, number in zip(places, numbers, strict=True):
                 name, shape, _ = self._file.reader.describe(number)

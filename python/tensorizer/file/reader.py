@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import os
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from types import MappingProxyType
@@ -101,9 +102,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         ValueError: More than one reader for a source that can only have one; ``memory_limit`` is
             less than the least, which the message names.
 
-    Attributes:
-        total_tensor_bytes: Bytes of data of the tensors chosen, in the file.
-
     """
 
     def __init__(
@@ -134,17 +132,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             encryption=encryption,
             mmap=mmap,
             clone=clone,
-            progress=told,
+            progress=told if progress else None,
             cache_dir=cache_dir,
             memory_limit=memory_limit,
+            lazily=lazy_load and filter_func is None and not progress and not verify_hash,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0
+        self._filter = filter_func
         try:
             self._named_device = named_device(device)
-            self._selection = self._choose(filter_func)
-            self._loaded = LoadedTensors(self._file, self._selection)
-            told.total = self.total_tensor_bytes = self._file.reader.data_len(self._selection)
+            self._loaded = LoadedTensors(
+                self._file, self._selection if self._file.is_whole else None
+            )
+            if self._file.is_whole:
+                told.total = self.total_tensor_bytes
             if not lazy_load:
                 with told:
                     self._load(self._selection)
@@ -167,11 +169,17 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self._file.read([], torch.device("cpu"), verify)
         return verify
 
-    def _choose(self, filter_func: FilterFuncType | None) -> Sequence[int]:
-        every = range(len(self._file.reader))
-        if filter_func is None:
+    @functools.cached_property
+    def _selection(self) -> Sequence[int]:
+        every, wants = range(len(self._file.reader)), self._filter
+        if wants is None:
             return every
-        return [number for number in every if filter_func(self._file.reader.name(number))]
+        return [number for number in every if wants(self._file.reader.name(number))]
+
+    @functools.cached_property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of data of the tensors chosen, in the file."""
+        return self._file.reader.data_len(self._selection)
 
     @property
     def _top(self) -> dict[Any, int | list[int]]:
@@ -190,8 +198,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             file.close()
 
     def __repr__(self) -> str:
-        if "total_tensor_bytes" not in vars(self):
+        if "_loaded" not in vars(self):
             return f"<{type(self).__name__} that is not open>"
+        if not self._file.is_whole:
+            return f"<{type(self).__name__} of {self._file.uri!r}, for {self._named_device}>"
         size = convert_bytes(self.total_tensor_bytes)
         count = len(self._selection)
         return (
@@ -239,6 +249,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Annotated as the former, which is the common case; :meth:`tree` gives subtrees as ``Any``.
         """
+        if not self._file.is_whole and isinstance(name, str):
+            early = self._loaded.early(name, self._device)
+            if early is not None:
+                return early
         try:
             node = self._top[name]
         except (KeyError, TypeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import mmap as memory_maps
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, TensorIterator, open as native_open, shares_of_tensors
+from .._native import Reader, Source, TensorIterator, open as native_open, shares_of_tensors
 from .._types import Head, Name, OpenOptions, Slice
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
@@ -31,6 +32,7 @@ from .arguments import (
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
 from .progress import Progress
+from .shards import Shards
 
 #: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
 _BATCH_BYTES = 256 << 20
@@ -58,13 +60,15 @@ class TensorFile:
         progress: Told of the bytes that are loaded, of slices too.
         cache_dir: A folder that keeps what an address brings.
         memory_limit: The most bytes that a load has in flight beside the tensors.
+        wanted: The names of the tensors that will be asked for: of a checkpoint in several files
+            only those are opened in which its index says that they are. None for all.
+        lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`.
 
     Attributes:
-        reader: What the native code knows about the file.
         dtype: What floating-point tensors are cast to, or None.
         maps: Whether tensors are used in place of the file.
         verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
@@ -90,6 +94,8 @@ class TensorFile:
         progress: Progress | None = None,
         cache_dir: str | os.PathLike[Any] | None = None,
         memory_limit: int | None = None,
+        wanted: Sequence[Name] | None = None,
+        lazily: bool = False,
     ) -> None:
         self.memory_limit = checked_memory_limit(memory_limit)
         by_address = is_address(file_obj)
@@ -103,25 +109,31 @@ class TensorFile:
         self.maps = bool(mmap)
         self.keeps_shared = True
         self._clone = clone
+        self._reader: Reader | None = None
+        self._shards: Shards | None = None
         try:
             self.dtype = checked_dtype(dtype)
             self.verify = checked_verification(verify_hash)
             check_num_readers(num_readers)
             self._num_readers = num_readers
             keep_heads = by_address and heads is not None and not heads
-            if by_address:
-                options: OpenOptions = {
-                    "model": True,
-                    "heads": heads or None,
-                    "cache": None if cache_dir is None else os.fsdecode(cache_dir),
-                    "default_endpoint": assigned_endpoint(reading=True),
-                }
-                self.reader = _read(file_obj, options, keep_heads)
+            opened = self._opened_by(file_obj, heads, cache_dir)
+            plain = encryption is None and num_readers is None and progress is None
+            if opened is not None and lazily and plain:
+                self._shards = shards = Shards(opened, self._prepare)
+                self.is_local, self.heads = not by_address, []
+                if shards.is_index():
+                    return
+                self._reader = shards.whole()
+            elif opened is not None:
+                with contextlib.closing(opened()) as source:
+                    # Which has a handle of its own; an exception keeps this one in its traceback.
+                    self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
             else:
-                self.reader = _open_reader(file_obj)
+                self._reader = _open_reader(file_obj)
+            self._prepare(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = _is_local(file_obj) or self.reader.local
-            self.reader.limit_memory(self.memory_limit)
             told = None if progress is None else progress.part()
             if told is not None:
                 self.reader.watch(told)
@@ -141,6 +153,72 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
+
+    def _opened_by(
+        self,
+        file_obj: Any,
+        heads: Sequence[Head] | None,
+        cache_dir: str | os.PathLike[Any] | None,
+    ) -> Callable[[], Source] | None:
+        """Return what opens an address or a path, again if need be."""
+        if is_address(file_obj):
+            options: OpenOptions = {
+                "model": True,
+                "heads": heads or None,
+                "cache": None if cache_dir is None else os.fsdecode(cache_dir),
+                "default_endpoint": assigned_endpoint(reading=True),
+            }
+            return functools.partial(native_open, file_obj, options)
+        target = None if self._name is None else opening.classify(file_obj)
+        if isinstance(target, opening.LocalPath):
+            return functools.partial(native_open, target.path, {"path": True})
+        return None
+
+    def _prepare(self, reader: Reader) -> None:
+        reader.limit_memory(self.memory_limit)
+
+    @property
+    def reader(self) -> Reader:
+        """What the native code knows about the file, all of whose shards this opens."""
+        if self._reader is None:
+            if self._shards is None:
+                raise AttributeError("reader")
+            reader = self._shards.whole()
+            if reader.format == "torch":
+                self._checkpoint = Checkpoint(reader)
+                reader = self._checkpoint.reader
+            self._reader = reader
+        return self._reader
+
+    @reader.setter
+    def reader(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def uri(self) -> str:
+        """Its path or address, for which no shards are opened."""
+        if self._reader is None and self._shards is not None:
+            return self._shards.uri
+        return self.reader.uri
+
+    @property
+    def is_whole(self) -> bool:
+        """False until all shards of a checkpoint that is opened lazily are open."""
+        return self._reader is not None
+
+    def part(self, name: str) -> TensorFile | None:
+        """Return the shard that has a tensor, as a file that need not be closed.
+
+        None where all shards are open, or are needed to tell.
+        """
+        if self._reader is not None or self._shards is None:
+            return None
+        reader = self._shards.part(name)
+        if reader is None:
+            return None
+        part = copy.copy(self)
+        part._reader, part._shards, part._stream = reader, None, None
+        return part
 
     @property
     def bytes_read(self) -> int:
@@ -180,7 +258,10 @@ class TensorFile:
 
     def stop(self) -> None:
         """End loads that are under way on other threads, and refuse more."""
-        self.reader.stop()
+        if self._shards is not None:
+            self._shards.stop()
+        if self._reader is not None:
+            self._reader.stop()
         if self._checkpoint is not None:
             self._checkpoint.stop()
 
@@ -204,9 +285,10 @@ class TensorFile:
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
         self._closed = True
-        reader: Reader | None = getattr(self, "reader", None)
-        if reader is not None:
-            reader.close()
+        if self._shards is not None:
+            self._shards.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
         stream, self._stream = self._stream, None
@@ -456,7 +538,7 @@ def _is_local(opened: Any) -> bool:
 
 
 def _open_reader(file_obj: Any) -> Reader:
-    """Open a path, descriptor, stream or object, or bytes in memory."""
+    """Open a descriptor, stream or object, or bytes in memory."""
     if isinstance(file_obj, opening.Memory):
         return _read(file_obj.data, {"uri": file_obj.uri})
     target = opening.classify(file_obj)
@@ -474,10 +556,10 @@ def _open_reader(file_obj: Any) -> Reader:
     return _read(target.file, {**place, "size": target.size})
 
 
-def _read(file: Any, options: OpenOptions, keep_heads: bool = False) -> Reader:
+def _read(file: Any, options: OpenOptions) -> Reader:
     with contextlib.closing(native_open(file, options)) as source:
         # Which has a handle of its own; an exception keeps this one in its traceback.
-        return Reader(source, keep_heads=keep_heads)
+        return Reader(source)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

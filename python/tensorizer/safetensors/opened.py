@@ -69,9 +69,6 @@ class Opened:
     Raises:
         OSError, SafetensorError: It cannot be opened, or is no safetensors file.
 
-    Attributes:
-        numbers: The tensors' numbers by name, in the order of the file.
-
     """
 
     def __init__(self, file: Any, device: torch.device, maps: bool) -> None:
@@ -80,25 +77,41 @@ class Opened:
         with as_safetensor_errors("deserializing header"):
             try:
                 # On CUDA each tensor has a storage of its own, as callers compare storages.
-                self._file = TensorFile(file, mmap=maps, clone=True, key_needed=False)
+                self._file = TensorFile(
+                    file, mmap=maps, clone=True, key_needed=False, lazily=remote
+                )
             except FileNotFoundError as error:
                 if remote:
                     raise
                 raise FileNotFoundError(f"No such file or directory: {os.fspath(file)}") from error
-        reader = self._file.reader
+        self._numbers: dict[str, int] | None = None
+        if self._file.is_whole:
+            self._check_format()
+        self._in_place = maps and not remote and self._file.reader.seekable and device.type == "cpu"
+        self._lock = OwnLock()
+        #: Where the bytes of each tensor begin and end; None before they are asked for.
+        self._data_offsets: list[tuple[int, int]] | None = None
+        self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    def _check_format(self) -> None:
+        with as_safetensor_errors("deserializing header"):
+            reader = self._file.reader
         if reader.format != "safetensors":
             self._file.close()
             raise SafetensorError(
                 f"Error while deserializing header: expected a safetensors file, and {reader.uri} "
                 f"is one of {reader.format}"
             )
-        names = reader.names(range(len(reader)))
-        self.numbers: dict[str, int] = {str(name): n for n, name in enumerate(names)}
-        self._in_place = maps and not remote and reader.seekable and device.type == "cpu"
-        self._lock = OwnLock()
-        #: Where the bytes of each tensor begin and end; None before they are asked for.
-        self._data_offsets: list[tuple[int, int]] | None = None
-        self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The tensors' numbers by name, in the order of the file."""
+        if self._numbers is None:
+            self._check_format()
+            reader = self._file.reader
+            names = reader.names(range(len(reader)))
+            self._numbers = {str(name): n for n, name in enumerate(names)}
+        return self._numbers
 
     def __del__(self) -> None:
         file: TensorFile | None = getattr(self, "_file", None)
@@ -159,6 +172,18 @@ class Opened:
         """Return a tensor's shape in elements of safetensors."""
         _, shape, packed = self.describe(number)
         return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
+
+    def load_named(self, name: str) -> torch.Tensor:
+        """Return a tensor by its name, and open no more shards of a checkpoint than its own."""
+        with as_safetensor_errors("reading"):
+            part = self._file.part(name) if isinstance(name, str) else None
+        if part is None:
+            return self.load(self.find(name))
+        number = part.find(name)
+        _check_dtype(part, number)
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = part.load([number], self._device)
+        return tensor
 
     def load(self, number: int) -> torch.Tensor:
         """Return a tensor. Those of one mapping see each other's changes."""
@@ -238,6 +263,10 @@ class Opened:
             SafetensorError: Torch has no such dtype.
 
         """
-        dtype = self._file.reader.describe(number)[0]
-        if not hasattr(torch, dtype):
-            raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")
+        _check_dtype(self._file, number)
+
+
+def _check_dtype(file: TensorFile, number: int) -> None:
+    dtype = file.reader.describe(number)[0]
+    if not hasattr(torch, dtype):
+        raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")

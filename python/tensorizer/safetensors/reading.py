@@ -181,7 +181,7 @@ class safe_open:
 
         """
         opened = self._open()
-        return opened.load(opened.find(name))
+        return opened.load_named(name)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """Load all tensors at once, in the order of the file; raises as :meth:`get_tensor`."""

@@ -37,7 +37,8 @@ impl<'d> Direct<'d> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Option<Self>> {
-        let files = sources.iter().map(|source| Arc::clone(streams.device()).file(source.file()?));
+        let files =
+            sources.iter().map(|source| Arc::clone(streams.device()).file(&*source.file()?));
         let Some(files) = files.collect() else {
             counters.fallback("GPUDirect Storage is not there, or not for this file system");
             return Ok(None);

@@ -122,8 +122,13 @@ impl ReadAt for CompleteSource {
         Some(Box::new(CompleteSource { here, shared: Arc::clone(&self.shared) }))
     }
 
-    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.shared.origin.server.sibling(name, cancel)
+    fn sibling(
+        &self,
+        name: &str,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.shared.origin.server.sibling(name, first, cancel)
     }
 
     fn response_head(&self) -> Option<CachedHead> {
@@ -134,7 +139,7 @@ impl ReadAt for CompleteSource {
         Some(self)
     }
 
-    fn file(&self) -> Option<&File> {
+    fn file(&self) -> Option<Arc<File>> {
         self.here.file().filter(|_| self.shared.anew.get().is_none())
     }
 }
@@ -293,8 +298,13 @@ impl ReadAt for CachedSource {
         self.origin.server.read_at(offset, buffers, cancel)
     }
 
-    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.origin.server.sibling(name, cancel)
+    fn sibling(
+        &self,
+        name: &str,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.origin.server.sibling(name, first, cancel)
     }
 
     fn response_head(&self) -> Option<CachedHead> {

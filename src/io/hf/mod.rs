@@ -32,7 +32,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         options: options.clone(),
     });
     let found = repo.find(&wanted, cancel)?;
-    repo.open(&found, cancel)
+    repo.open(&found, options.first, cancel)
 }
 
 /// A repository, and where its files come from.
@@ -135,7 +135,12 @@ impl Repo {
     }
 
     /// Opens a file of a commit.
-    fn open(self: &Arc<Self>, place: &HubAddress, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    fn open(
+        self: &Arc<Self>,
+        place: &HubAddress,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Arc<dyn ReadAt>> {
         let shown = place.show();
         let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(place) {
             Some(path) => {
@@ -148,7 +153,8 @@ impl Repo {
             None if self.offline => return Err(self.not_here(place)),
             None => {
                 let hub = self.hub()?;
-                let options = OpenOptions { transport: hub.options(), ..self.options.clone() };
+                let options =
+                    OpenOptions { transport: hub.options(), first, ..self.options.clone() };
                 (http::open_as(hub.url(place), &shown, &options, cancel)?, None)
             }
         };
@@ -197,8 +203,13 @@ impl ReadAt for HubSource {
         self.inner.own_handle()
     }
 
-    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.repo.open(&self.place.sibling(name), cancel).map(Some)
+    fn sibling(
+        &self,
+        name: &str,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
+        self.repo.open(&self.place.sibling(name), first, cancel).map(Some)
     }
 
     fn response_head(&self) -> Option<CachedHead> {
@@ -229,7 +240,11 @@ impl ReadAt for HubSource {
         }
     }
 
-    fn file(&self) -> Option<&File> {
+    fn file(&self) -> Option<Arc<File>> {
         self.inner.file()
+    }
+
+    fn is_local(&self) -> bool {
+        self.inner.is_local()
     }
 }

@@ -1,4 +1,4 @@
-//! The clients of one source, lent to threads, and the bodies of their responses.
+//! The clients of one source and its siblings, lent to threads, and the bodies of their responses.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use reqwest::Response;
 
+use super::pace::Pace;
 use super::response::Range;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
@@ -14,12 +15,13 @@ use crate::io::transport::{
 };
 use crate::mem::Buffers;
 
-/// The clients of one source.
+/// The clients of one source and its siblings.
 pub struct ClientPool {
     pool: ConnectionPool<Client>,
     config: ClientConfig,
     /// Bytes that a server may send ahead on a new connection.
     window: AtomicU32,
+    pace: Pace,
 }
 
 /// A client that one thread has.
@@ -30,7 +32,12 @@ impl ClientPool {
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
-        Ok(ClientPool { pool, config, window })
+        Ok(ClientPool { pool, config, window, pace: Pace::default() })
+    }
+
+    /// How fast the server is.
+    pub fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// Bytes that a server may send ahead on each connection.

@@ -3,6 +3,7 @@
 mod cache_key;
 mod client_pool;
 mod file_url;
+mod pace;
 pub(crate) mod response;
 mod sequential;
 
@@ -28,11 +29,13 @@ use crate::io::transport::{follow, status_failure};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
 use crate::sys::brief::Brief;
+use crate::sys::clock;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
 use file_url::Wanted;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub use file_url::{Pending, Sign};
+use pace::DEFAULT_GAP;
 use response::{FirstResponse, Range, Validators};
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
@@ -43,8 +46,6 @@ const REQUEST_LEN: u64 = 64 << 20;
 const FIRST_CONNECTIONS: usize = 4;
 /// The most connections that a load makes by itself: 100 MB/s each fill a network of 25 Gbit/s.
 const MOST_CONNECTIONS: usize = 32;
-/// Unwanted bytes that cost less than another request.
-const MERGE_GAP: u64 = 512 << 10;
 
 /// A file of a server with ranges.
 pub struct HttpSource {
@@ -52,7 +53,7 @@ pub struct HttpSource {
     url: FileUrl,
     /// The location to which redirects have led, which may cease to exist.
     moved: Brief<Option<Arc<Location>>>,
-    clients: ClientPool,
+    clients: Arc<ClientPool>,
     options: OpenOptions,
     validators: Validators,
     head: Arc<[u8]>,
@@ -93,6 +94,17 @@ pub fn open_url(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
+    open_by((url, tls), Arc::new(clients), shown, options, cancel)
+}
+
+/// Opens a URL by clients that other files may have too.
+fn open_by(
+    (url, tls): (FileUrl, bool),
+    clients: Arc<ClientPool>,
+    shown: String,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<Arc<dyn ReadAt>> {
     // Bytes of servers that are not verified are not cached for those that are.
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
@@ -109,9 +121,9 @@ pub fn open_url(
     };
     if !first.ranges {
         let (folder, like, options) = (url.sibling(""), shown.clone(), options.clone());
-        let transport = options.transport.clone();
-        let open: OpenSibling = Arc::new(move |name, cancel| match &folder {
-            Some(folder) => sibling(folder, tls, &like, &options, name, cancel),
+        let (transport, shared) = (options.transport.clone(), Arc::clone(&clients));
+        let open: OpenSibling = Arc::new(move |name, first, cancel| match &folder {
+            Some(folder) => sibling((folder, tls), &shared, &like, &options, (name, first), cancel),
             None => Ok(None),
         });
         let body =
@@ -182,7 +194,7 @@ fn request_head(
     cancel: &dyn Cancel,
 ) -> Result<HeadResponse> {
     let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
-    let range = Range { start: 0, end: HEAD_LEN };
+    let range = Range { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
     // False once a server has answered 304 for another tag, as those may that compare weak ones.
     let is_conditional = Cell::new(true);
     let head = retry::run(&budget, || {
@@ -191,7 +203,9 @@ fn request_head(
                 let entry = entry.filter(|_| is_conditional.get());
                 let unless = entry.map(CacheEntry::tag);
                 let wanted = Wanted { unless, ..Wanted::range(range.start, range.end) };
+                let begun = clock::now();
                 let (moved, response) = url.request(client, None, wanted).await?;
+                clients.pace().answered(clock::since(begun));
                 let mut first = response::first(&response, range)?;
                 let mut bytes = Vec::new();
                 if first.not_modified {
@@ -201,7 +215,9 @@ fn request_head(
                     confirmed?;
                 } else if first.ranges && first.validators.len != Some(0) {
                     // Without ranges the body is the whole file, and with an error a page.
+                    let begun = clock::now();
                     bytes = client.collect(response, first.len, &budget).await?;
+                    clients.pace().sent(bytes.len() as u64, clock::since(begun));
                 }
                 Ok((moved, first, bytes.into()))
             })
@@ -210,13 +226,13 @@ fn request_head(
     head.map_err(|error| url.with_host(error))
 }
 
-/// Opens another file in the same folder, in the same way.
+/// Opens another file in the same folder, in the same way, by the same clients.
 fn sibling(
-    url: &FileUrl,
-    tls: bool,
+    (url, tls): (&FileUrl, bool),
+    clients: &Arc<ClientPool>,
     shown: &str,
     options: &OpenOptions,
-    name: &str,
+    (name, first): (&str, Option<u64>),
     cancel: &dyn Cancel,
 ) -> Result<Option<Arc<dyn ReadAt>>> {
     if url.is_version() {
@@ -228,7 +244,9 @@ fn sibling(
     let Some(url) = url.sibling(name) else { return Ok(None) };
     let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
-    open_url(url, tls, format!("{folder}/{name}{query}"), options, cancel).map(Some)
+    let (shown, options) =
+        (format!("{folder}/{name}{query}"), OpenOptions { first, ..options.clone() });
+    open_by((url, tls), Arc::clone(clients), shown, &options, cancel).map(Some)
 }
 
 /// The capabilities of servers with ranges.
@@ -239,7 +257,7 @@ pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capa
         first_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
         most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
         request_len: REQUEST_LEN,
-        merge_gap: MERGE_GAP,
+        merge_gap: DEFAULT_GAP,
         reader_memory: CONNECTION,
         of_hub: false,
     }
@@ -276,10 +294,14 @@ impl HttpSource {
             client.run(budget, async {
                 let opened = Some(&self.validators);
                 let wanted = Wanted { opened, ..Wanted::range(range.start, range.end) };
+                let begun = clock::now();
                 let (moved, response) = self.url.request(client, at.as_ref(), wanted).await?;
+                self.clients.pace().answered(clock::since(begun));
                 refused = response::may_be_another_file(&response);
                 self.validators.check(&response, range)?;
+                let begun = clock::now();
                 client.scatter(response, range, buffers, done, budget).await?;
+                self.clients.pace().sent(range.end - range.start, clock::since(begun));
                 Ok(moved)
             })
         });
@@ -314,7 +336,8 @@ impl ReadAt for HttpSource {
     fn capabilities(&self) -> Capabilities {
         let found = capabilities(self.validators.len, &self.options.transport);
         let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
-        Capabilities { reader_memory: found.reader_memory + ahead, ..found }
+        let merge_gap = self.clients.pace().gap(found.first_readers);
+        Capabilities { reader_memory: found.reader_memory + ahead, merge_gap, ..found }
     }
 
     fn limit_connection(&self, bytes: u64) {
@@ -351,8 +374,14 @@ impl ReadAt for HttpSource {
         usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
     }
 
-    fn sibling(&self, name: &str, cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        sibling(&self.url, self.tls, &self.shown, &self.options, name, cancel)
+    fn sibling(
+        &self,
+        name: &str,
+        first: Option<u64>,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
+        let at = (&self.url, self.tls);
+        sibling(at, &self.clients, &self.shown, &self.options, (name, first), cancel)
     }
 
     fn response_head(&self) -> Option<CachedHead> {

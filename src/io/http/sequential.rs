@@ -21,7 +21,7 @@ use crate::sys::process::Inherited;
 pub struct Body {
     url: FileUrl,
     open_sibling: OpenSibling,
-    clients: ClientPool,
+    clients: Arc<ClientPool>,
     options: TransportOptions,
     validators: Validators,
     shown: String,
@@ -38,7 +38,7 @@ impl Body {
     pub fn new(
         url: FileUrl,
         open_sibling: OpenSibling,
-        clients: ClientPool,
+        clients: Arc<ClientPool>,
         options: TransportOptions,
         validators: Validators,
         shown: String,

@@ -50,7 +50,8 @@ impl DirectReader {
     /// Opens the file behind a source once more, for one of the readers whose reads are counted together.
     /// None where its file system has no direct reads.
     pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlight>) -> Option<Self> {
-        let path = format!("/proc/self/fd/{}", source.file()?.as_raw_fd());
+        let shared = source.file()?;
+        let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
         let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;

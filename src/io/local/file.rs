@@ -1,10 +1,11 @@
 //! Local regular files, read with positional reads.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::shard::Shard;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
@@ -24,11 +25,17 @@ const MAX_READERS: usize = 32;
 
 /// A local regular file.
 pub struct FileSource {
-    file: File,
+    file: Handle,
     uri: String,
     len: u64,
-    /// The path by which it was opened, if it was.
-    path: Option<PathBuf>,
+}
+
+/// The descriptor of a file.
+enum Handle {
+    /// Stays open, and the path by which it was opened, if it was.
+    Held(Arc<File>, Option<PathBuf>),
+    /// Of one of many files.
+    Shard(Shard),
 }
 
 impl FileSource {
@@ -41,23 +48,46 @@ impl FileSource {
 
     /// Takes the open file of a path.
     pub fn at(path: &Path, file: File) -> Result<Self> {
-        let source = Self::new(file, path.display().to_string())?;
-        Ok(FileSource { path: Some(path.to_owned()), ..source })
+        let uri = path.display().to_string();
+        let len = examined(&file, &uri)?.len();
+        Ok(FileSource { file: Handle::Held(Arc::new(file), Some(path.to_owned())), uri, len })
+    }
+
+    /// Opens one of many files, whose descriptor may be closed and opened again.
+    fn shard(path: &Path) -> Result<Self> {
+        let uri = path.display().to_string();
+        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
+        let found = examined(&file, &uri)?;
+        let len = found.len();
+        Ok(FileSource { file: Handle::Shard(Shard::new(path, file, &found)), uri, len })
     }
 
     /// Takes an open file; its own position does not matter.
     pub fn new(file: File, uri: String) -> Result<Self> {
-        let metadata = file.metadata().map_err(|e| Error::io("examining", &uri, e))?;
-        if metadata.is_dir() {
-            return Err(Error::io("opening", &uri, io::Error::from(io::ErrorKind::IsADirectory)));
-        }
-        Ok(FileSource { len: metadata.len(), file, uri, path: None })
+        let len = examined(&file, &uri)?.len();
+        Ok(Self::beginning(file, uri, len))
     }
 
     /// The first bytes of a regular file, of which it has at least so many.
     pub fn beginning(file: File, uri: String, len: u64) -> Self {
-        FileSource { file, uri, len, path: None }
+        FileSource { file: Handle::Held(Arc::new(file), None), uri, len }
     }
+
+    fn handle(&self) -> Result<Arc<File>> {
+        match &self.file {
+            Handle::Held(file, _) => Ok(Arc::clone(file)),
+            Handle::Shard(shard) => shard.file(&self.uri),
+        }
+    }
+}
+
+/// What is found of an open file, which may be no folder.
+fn examined(file: &File, uri: &str) -> Result<Metadata> {
+    let found = file.metadata().map_err(|e| Error::io("examining", uri, e))?;
+    if found.is_dir() {
+        return Err(Error::io("opening", uri, io::Error::from(io::ErrorKind::IsADirectory)));
+    }
+    Ok(found)
 }
 
 impl ReadAt for FileSource {
@@ -85,9 +115,10 @@ impl ReadAt for FileSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
+        let file = self.handle()?;
         loop {
             cancel.check()?;
-            match crate::sys::read_vectored_at(&self.file, offset, buffers) {
+            match crate::sys::read_vectored_at(&file, offset, buffers) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Ok(read) => {
                     buffers.arrived(read as u64);
@@ -99,16 +130,29 @@ impl ReadAt for FileSource {
     }
 
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        let file = crate::sys::reopen(&self.file)?;
-        Some(Box::new(FileSource { file, uri: self.uri.clone(), len: self.len, path: None }))
+        let file = crate::sys::reopen(&*self.handle().ok()?)?;
+        Some(Box::new(FileSource::beginning(file, self.uri.clone(), self.len)))
     }
 
-    fn sibling(&self, name: &str, _cancel: &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> {
-        let Some(path) = &self.path else { return Ok(None) };
-        Ok(Some(Arc::new(FileSource::open(&path.with_file_name(name))?)))
+    fn sibling(
+        &self,
+        name: &str,
+        _first: Option<u64>,
+        _cancel: &dyn Cancel,
+    ) -> Result<Option<Arc<dyn ReadAt>>> {
+        let path = match &self.file {
+            Handle::Held(_, Some(path)) => path,
+            Handle::Held(_, None) => return Ok(None),
+            Handle::Shard(shard) => shard.path(),
+        };
+        Ok(Some(Arc::new(FileSource::shard(&path.with_file_name(name))?)))
     }
 
-    fn file(&self) -> Option<&File> {
-        Some(&self.file)
+    fn file(&self) -> Option<Arc<File>> {
+        self.handle().ok()
+    }
+
+    fn is_local(&self) -> bool {
+        true
     }
 }

@@ -7,6 +7,7 @@ mod direct_plan;
 mod file;
 mod in_flight;
 mod pipe;
+mod shard;
 mod sink;
 mod temporary;
 mod temporary_name;
