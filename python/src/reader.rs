@@ -77,7 +77,7 @@ impl Reader {
         keep_heads: bool,
         wanted: Option<Vec<Bound<'_, PyAny>>>,
     ) -> Answer<Self> {
-        // What is no name is told where it is looked for.
+        // A value that is no name gets its error where it is looked for.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let wanted: Option<BTreeSet<String>> = wanted;
         let base = base.unwrap_or(source.base());

@@ -84,7 +84,7 @@ impl Source {
         drop(source);
     }
 
-    /// Whether it may be the index of a checkpoint in several files, as its first bytes tell.
+    /// True if it may be the index of a checkpoint in several files, as its first bytes tell.
     fn is_index(&self, py: Python<'_>) -> Answer<bool> {
         let (source, base) = (self.shared()?, self.base);
         if source.capabilities().len.is_none() {

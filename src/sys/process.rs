@@ -136,7 +136,7 @@ impl<T> Drop for PerProcess<T> {
     }
 }
 
-/// How many descriptors this process may have.
+/// The most descriptors that this process may have.
 pub fn descriptor_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: writes one struct, which lives until the call returns.

@@ -37,7 +37,7 @@ class Shards:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are open, or it is no index."""
+        """True if all files are open, or it is no index."""
         return self._whole is not None
 
     def is_index(self) -> bool:

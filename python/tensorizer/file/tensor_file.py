@@ -179,7 +179,7 @@ class TensorFile:
 
     @property
     def reader(self) -> Reader:
-        """What the native code knows about the file, all of whose shards this opens."""
+        """The native reader of the file, for which all its shards are opened."""
         if self._reader is None:
             if self._shards is None:
                 raise AttributeError("reader")

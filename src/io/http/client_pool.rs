@@ -35,7 +35,7 @@ impl ClientPool {
         Ok(ClientPool { pool, config, window, pace: Pace::default() })
     }
 
-    /// How fast the server is.
+    /// Measurements of the server's speed.
     pub fn pace(&self) -> &Pace {
         &self.pace
     }

@@ -1,4 +1,4 @@
-//! How fast a server answers and sends, by which the bytes between two wanted ranges are read or skipped.
+//! The speed of a server, by which the bytes between two wanted ranges are read or skipped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ const MOST_GAP: u64 = 1 << 20;
 /// Shorter bodies come with their headers, and say nothing of a rate.
 const LONG: u64 = 64 << 10;
 
-/// What was measured of the requests to one server; 0 for nothing.
+/// Measurements of the requests to one server; 0 for none.
 #[derive(Default)]
 pub struct Pace {
     /// Nanoseconds to a response, the least.

@@ -81,7 +81,7 @@ impl FileSource {
     }
 }
 
-/// What is found of an open file, which may be no folder.
+/// The metadata of an open file, which may be no folder.
 fn examined(file: &File, uri: &str) -> Result<Metadata> {
     let found = file.metadata().map_err(|e| Error::io("examining", uri, e))?;
     if found.is_dir() {

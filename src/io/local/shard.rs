@@ -24,7 +24,7 @@ struct OpenFiles {
 
 static OPEN: Brief<OpenFiles> = Brief::new(OpenFiles { uses: 0, files: BTreeMap::new() });
 
-/// What tells a file from another one of its name, and from its own later content.
+/// Tells a file from another one of its name, and from its own later content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity {
     device: u64,
