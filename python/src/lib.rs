@@ -2,6 +2,7 @@
 
 mod cache;
 mod crypt;
+mod cuts;
 mod device;
 mod errors;
 mod file;
@@ -51,6 +52,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
+    module.add_function(wrap_pyfunction!(cuts::indexed, module)?)?;
+    module.add_function(wrap_pyfunction!(cuts::shards, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::holders, module)?)?;
     module.add_function(wrap_pyfunction!(open::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(open::model_files, module)?)?;

@@ -21,6 +21,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     A ``torch.device("cuda:1")`` block, or torch's default device, goes before
     ``torch.cuda.set_device``.
     """
+    if isinstance(device, torch.device) and device.type == "cpu":
+        return device
     named = named_device(device)
     if named.type != "cuda" or named.index is not None:
         return named

@@ -10,8 +10,10 @@ import torch
 
 from .._types import FilterFuncType, Name
 from ..tensors import sharding
+from ..tensors.exchange import are_plain
 from ..tensors.sharding import Part, Shard
 from .arguments import resolve_device
+from .cuts import Cuts
 from .parts import Wanted
 from .progress import Progress
 from .slices import parts_of, with_ones
@@ -110,32 +112,33 @@ class Chosen:
             every = range(len(file))
             numbers = dict(zip(file.reader.names(every), every, strict=True))
         else:
-            numbers = {name: file.find(name) for name in names}
+            numbers = file.find_all(names)
         wants = self._choice.filter_func
         if wants is not None:
             numbers = {name: n for name, n in numbers.items() if wants(file.reader.name(n))}
         return numbers
 
-    def _with_shards(self, parts: dict[int, Part]) -> dict[int, Part]:
+    def _with_shards(self, parts: Mapping[int, Part]) -> Mapping[int, Part]:
         """Add what this process has of tensors that are cut among several."""
-        if self._choice.shard is None and not self._given:
+        if self._choice.shard is not None:
+            return Cuts.of_shard(self._file, self._numbers, self._choice.shard, parts)
+        if self._choice.like is None and not sharding.are_any_sharded(self._given.values()):
             return parts
-        for name, number in self._numbers.items():
-            shape = self._file.reader.describe(number)[1]
+        cut = dict[int, Part]()
+        shapes = self._file.reader.describe_all(list(self._numbers.values()))
+        for (name, number), (_, shape) in zip(self._numbers.items(), shapes, strict=True):
             given, part = self._given.get(number), None
             if sharding.is_sharded(given):
                 part = sharding.part_of(given)
-            elif self._choice.shard is not None:
-                part = self._choice.shard.part(name, shape)
-            if self._choice.like is not None and given is not None and number not in parts:
-                _check_shape(name, given, shape)
-            if part is not None and number in parts:
+            sliced = number in parts or number in cut
+            if self._choice.like is not None and given is not None and not sliced:
+                _check_shape(name, given, list(shape))
+            if part is not None and sliced:
                 raise ValueError(f"both a slice and a shard of {name!r} are asked for")
             if part is not None:
-                if sharding.is_sharded(given):
-                    _check_shape(name, given, shape)
-                parts[number] = part
-        return parts
+                _check_shape(name, given, list(shape))
+                cut[number] = part
+        return {**parts, **cut} if cut else parts
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +155,9 @@ class Chosen:
 
     def _given_places(self) -> dict[int, torch.Tensor]:
         """Return the memory that was given to be filled, by number."""
-        places = {}
+        places: dict[int, torch.Tensor] = {}
+        if not self._rests and are_plain(self._given.values()):
+            return {number: self._given[number] for number in self._numbers.values()}
         for name, number in self._numbers.items():
             local = sharding.local_of(self._given[number])
             places[number] = with_ones(local, self._rests.get(number, ()), name)
@@ -170,12 +175,16 @@ class Chosen:
         """Load in this process alone."""
         if self._choice.out is not None:
             return self.named(self.wanted.fill(self._given_places()))
+        if self._choice.like is None:
+            return self.named(self.wanted.load_to(self._default))
         return self.named(self.wanted.load(self.device_of))
 
     def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """Return tensors by name, in the form in which they were asked for."""
         if self._choice.out is not None:
             return {name: self._given[number] for name, number in self._numbers.items()}
+        if self.changes_none:
+            return {name: tensors[number] for name, number in self._numbers.items()}
         return {name: self.finished(n, tensors[n]) for name, n in self._numbers.items()}
 
     def names_by_number(self) -> tuple[dict[int, Name], dict[int, list[Name]]]:
@@ -198,7 +207,7 @@ class Chosen:
     @property
     def changes_none(self) -> bool:
         """True if tensors are returned as they are loaded."""
-        return not self._rests and not any(map(sharding.is_sharded, self._given.values()))
+        return not self._rests and not sharding.are_any_sharded(self._given.values())
 
 
 def _is_tensor(value: object) -> bool:

@@ -24,6 +24,7 @@ class ShardedPlaces:
         file: What they are loaded from.
         loaded: The tensors of it that are here already, as a whole.
         places: Places in the module.
+        tensors: What is there.
         numbers: The tensor of the file for each of them.
 
     Raises:
@@ -36,14 +37,14 @@ class ShardedPlaces:
         file: TensorFile,
         loaded: LoadedTensors,
         places: Sequence[Place],
+        tensors: Sequence[torch.Tensor | None],
         numbers: Sequence[int],
     ) -> None:
         self._file, self._loaded = file, loaded
-        self.pairs = [
-            (place, number)
-            for place, number in zip(places, numbers, strict=True)
-            if sharding.is_sharded(place.current())
-        ]
+        self.pairs: list[tuple[Place, int]] = []
+        if sharding.are_any_sharded(tensors):
+            rows = zip(places, tensors, numbers, strict=True)
+            self.pairs = [(place, n) for place, one, n in rows if sharding.is_sharded(one)]
         parts = {number: sharding.part_of(place.current()) for place, number in self.pairs}
         self._parts: dict[int, Part] = {n: part for n, part in parts.items() if part is not None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -10,6 +10,9 @@ from .._locks import OwnLock
 from ..modules import state
 from ..tensors.exchange import cast_dtype, dtype_of
 from .tensor_file import TensorFile
+
+#: What torch makes parameters of plain tensors with.
+_made = torch.Tensor._make_subclass
 
 
 class LoadedTensors:
@@ -57,6 +60,22 @@ class LoadedTensors:
             number = self._file.find(name)
             self._tensors[number], self.modules[number] = tensor, module
 
+    def one(self, number: int, device: torch.device) -> torch.nn.Parameter:
+        """Return a tensor, which is loaded if it is not here yet."""
+        found = self._tensors.get(number)
+        if found is not None:
+            return found
+        if not self._file.reader.seekable:
+            self.load([number], device)
+            return self._tensors[number]
+        with self._one_load.here():
+            self._settle()
+            found = self._tensors.get(number)
+            if found is None:
+                tensor, self.modules[number] = self._file.load_one(number, device)
+                found = self._tensors[number] = _parameter(tensor)
+            return found
+
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
         """Load those of the tensors that are not here yet."""
         with self._one_load.here():
@@ -72,25 +91,27 @@ class LoadedTensors:
 
     def fill(
         self,
-        places: Sequence[state.Place],
-        numbers: Sequence[int],
+        rows: Sequence[tuple[state.Place, torch.Tensor | None, int]],
         device: torch.device,
         verify: str,
     ) -> set[int]:
-        """Fill those tensors of a module in place that can be; return their numbers."""
+        """Fill those tensors of a module in place that can be; return their numbers.
+
+        ``rows`` has places, the tensors that are there, and the numbers of the file's.
+        """
         if not self._file.can_fill_on(device):
             return set()
         with self._one_load.here():
             self._settle()
             fits: list[tuple[int, torch.Tensor]] = []
-            for place, number in zip(places, numbers, strict=True):
-                name, shape, _ = self._file.reader.describe(number)
-                dtype = dtype_of(name)
-                tensor = place.current()
+            described = self._file.reader.describe_all([number for _, _, number in rows])
+            dtypes = self._filled_as({name for name, _ in described})
+            for (place, tensor, number), (name, shape) in zip(rows, described, strict=True):
+                dtype = dtypes.get(name)
                 if (
                     tensor is not None
+                    and dtype is not None
                     and number not in self._tensors
-                    and cast_dtype(dtype, self._file.dtype) is dtype
                     and place.can_fill(tensor, device, dtype, shape)
                 ):
                     fits.append((number, tensor))
@@ -104,8 +125,15 @@ class LoadedTensors:
                     self._tensors[number] = known
             return {number for number, _ in fits}
 
+    def _filled_as(self, names: Iterable[str]) -> dict[str, torch.dtype]:
+        """Return the dtypes of these names that are not cast."""
+        dtypes = {name: dtype_of(name) for name in names}
+        wanted = self._file.dtype
+        return {name: d for name, d in dtypes.items() if cast_dtype(d, wanted) is d}
+
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     """Return a tensor as a parameter; those that can have a gradient require one."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return torch.nn.Parameter(tensor, requires_grad=differentiable)
+    made: torch.nn.Parameter = _made(torch.nn.Parameter, tensor, differentiable)
+    return made

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from .._native import Reader
 from ..modules import state
-from ..tensors.exchange import cast_dtype, copied, dtype_of, is_fillable, refuse_short
+from ..tensors.exchange import (
+    are_plain,
+    cast_dtype,
+    copied,
+    dtype_of,
+    is_fillable,
+    refuse_short,
+)
 from ..tensors.sharding import Box, Part
+from .cuts import Cuts
 from .tensor_file import TensorFile
 
 
@@ -32,18 +41,35 @@ class Wanted:
         found = self.parts.get(number)
         return found or Part.of_ranges((0, dim) for dim in self.file.reader.describe(number)[1])
 
-    def size(self, number: int) -> int:
-        """Return how many bytes of a tensor are read."""
-        if number not in self.parts:
-            return self.file.reader.data_len([number])
-        dtype = self.file.reader.describe(number)[0]
-        return math.prod(self.parts[number].shape) * dtype_of(dtype).itemsize
-
     def total(self) -> int:
         """Return how many bytes of all of them are read."""
         if not self.parts:
             return self.file.reader.data_len(self.numbers)
-        return sum(map(self.size, self.numbers))
+        whole, cut = self._halves(self.numbers)
+        planned = self._planned(cut)
+        if planned is not None:
+            read = sum(map(planned[0].memory_lens().__getitem__, planned[1]))
+        else:
+            sizes = (math.prod(self.parts[number].shape) for number in cut)
+            dtypes = (dtype_of(dtype) for dtype, _ in self.file.reader.describe_all(cut))
+            read = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
+        return self.file.reader.data_len(whole) + read
+
+    def _planned(self, cut: Sequence[int]) -> tuple[Reader, Sequence[int]] | None:
+        """Return a reader of the parts of tensors, and their numbers in it, if there is one."""
+        places = self.parts.places(cut) if isinstance(self.parts, Cuts) else None
+        if places is None or not isinstance(self.parts, Cuts):
+            return None
+        return self.parts.reader, places
+
+    def _halves(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return those that are wanted as a whole, and those of which a part is."""
+        if not self.parts:
+            return list(numbers), []
+        cut = [number for number in numbers if number in self.parts]
+        if len(cut) == len(numbers):
+            return [], cut
+        return [number for number in numbers if number not in self.parts], cut
 
     def load(
         self, device_of: Callable[[int], torch.device], verify: str | None = None
@@ -52,20 +78,23 @@ class Wanted:
         by_device: dict[torch.device, list[int]] = {}
         for number in self.numbers:
             by_device.setdefault(device_of(number), []).append(number)
-        loaded: dict[int, torch.Tensor] = {}
         if len(by_device) > 1 and not self.file.reader.seekable:
             # What comes front to back is read once.
             here = self._load(self.numbers, torch.device("cpu"), verify)
             return {number: tensor.to(device_of(number)) for number, tensor in here.items()}
+        loaded: dict[int, torch.Tensor] = {}
         for device, numbers in by_device.items():
             loaded.update(self._load(numbers, device, verify))
         return loaded
 
+    def load_to(self, device: torch.device, verify: str | None = None) -> dict[int, torch.Tensor]:
+        """Return the tensors by number, all on one device."""
+        return self._load(self.numbers, device, verify)
+
     def _load(
         self, numbers: Sequence[int], device: torch.device, verify: str | None
     ) -> dict[int, torch.Tensor]:
-        whole = [number for number in numbers if number not in self.parts]
-        cut = [number for number in numbers if number in self.parts]
+        whole, cut = self._halves(numbers)
         if whole and cut and not self.file.reader.seekable:
             loaded = {n: tensor for n, tensor, _ in self.file.load(numbers, device, verify)}
             for number in cut:
@@ -75,15 +104,25 @@ class Wanted:
             return loaded
         loaded = {number: tensor for number, tensor, _ in self.file.load(whole, device, verify)}
         if cut:
-            sliced = self.file.sliced(
-                [(number, box.ranges) for number in cut for box in self.parts[number].boxes]
-            )
-            tensors = (tensor for _, tensor, _ in sliced.load(range(len(sliced)), device, verify))
+            sliced, places, is_one_box = self._sliced(cut)
+            tensors = (tensor for _, tensor, _ in sliced.load(places, device, verify))
+            if is_one_box:
+                loaded.update(zip(cut, tensors, strict=True))
+                return loaded
             for number in cut:
                 part = self.parts[number]
                 found = [next(tensors) for _ in part.boxes]
                 loaded[number] = joined(part, found, self._dtype(number), device)
         return loaded
+
+    def _sliced(self, cut: Sequence[int]) -> tuple[TensorFile, Sequence[int], bool]:
+        """Return a file of the boxes of parts, their numbers in it, and if each has just one."""
+        planned = self._planned(cut)
+        file = None if planned is None else self.file.planned(planned[0])
+        if planned is not None and file is not None:
+            return file, planned[1], True
+        pairs = [(number, box.ranges) for number in cut for box in self.parts[number].boxes]
+        return self.file.sliced(pairs), range(len(pairs)), False
 
     def fill(
         self, tensors: Mapping[int, torch.Tensor], verify: str | None = None
@@ -91,12 +130,14 @@ class Wanted:
         """Fill tensors, given by number, and return them.
 
         Raises:
-            ValueError: One of them is not of the dtype and shape of what is to be loaded.
+            TypeError, ValueError: One of them is not of the dtype and shape of what is to be
+                loaded.
 
         """
+        whole, cut = self._halves(self.numbers)
+        if self._fill_at_once(tensors, whole, cut, verify):
+            return dict(tensors)
         self.check_fits(tensors)
-        whole = [number for number in self.numbers if number not in self.parts]
-        cut = [number for number in self.numbers if number in self.parts]
         if cut and not self.file.reader.seekable:
             # What comes front to back is read once.
             for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
@@ -108,21 +149,53 @@ class Wanted:
         views = [box.of_part(tensors[number].detach()) for number, box in pairs]
         direct = [at for at, view in enumerate(views) if view.is_contiguous()]
         if direct:
-            part = self._sliced(pairs[at] for at in direct)
+            part = self._of_boxes(pairs[at] for at in direct)
             part.fill([views[at] for at in direct], range(len(part)), verify)
         # Boxes that are not together in memory come to memory of their own first, one by one.
         for at, view in enumerate(views):
             if not view.is_contiguous():
-                part = self._sliced([pairs[at]])
+                part = self._of_boxes([pairs[at]])
                 (loaded,), _ = part.read([0], view.device, verify)
                 view.copy_(loaded)
         return dict(tensors)
+
+    def _fill_at_once(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        whole: Sequence[int],
+        cut: Sequence[int],
+        verify: str | None,
+    ) -> bool:
+        """Fill tensors where one native call checks and fills all of them; tell whether it did.
+
+        Raises:
+            TypeError, ValueError: See :meth:`fill`.
+
+        """
+        one_kind = not (whole and cut) and self.file.dtype is None
+        places = [tensors[number] for number in self.numbers]
+        if not one_kind or not are_plain(places) or self.file.strided(self.numbers):
+            return False
+        file, numbers = self.file, whole
+        if cut:
+            planned = self._planned(cut)
+            sliced = None if planned is None else file.planned(planned[0])
+            if planned is None or sliced is None or not file.reader.seekable:
+                return False
+            file, numbers = sliced, list(planned[1])
+        try:
+            file.fill(places, numbers, verify)
+        except (ValueError, NotImplementedError, RuntimeError):
+            # Of a tensor that does not fit, nothing was filled; this says more about it.
+            self.check_fits(tensors)
+            raise
+        return True
 
     def _dtype(self, number: int) -> torch.dtype:
         """Return the dtype that a tensor has once it is loaded."""
         return cast_dtype(dtype_of(self.file.reader.describe(number)[0]), self.file.dtype)
 
-    def _sliced(self, pairs: Iterable[tuple[int, Box]]) -> TensorFile:
+    def _of_boxes(self, pairs: Iterable[tuple[int, Box]]) -> TensorFile:
         return self.file.sliced([(number, box.ranges) for number, box in pairs])
 
     def check_fits(self, tensors: Mapping[int, torch.Tensor]) -> None:

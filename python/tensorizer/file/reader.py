@@ -30,6 +30,9 @@ from .to_redis import copy_to_redis
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+#: By their numbers.
+_KINDS = {int(kind): kind for kind in TensorType}
+
 
 class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     """The tensors of a file, as a read-only mapping and as a loader of modules.
@@ -257,11 +260,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             node = self._top[name]
         except (KeyError, TypeError):
             raise KeyError(f"Tensor {name!r} not found in {self._file.reader.uri}") from None
-        if isinstance(node, int) and node in self._loaded:
-            return self._loaded[node]
         if isinstance(node, int):
-            self._load([node])
-            return self._loaded[node]
+            return self._loaded.one(node, self._device)
         self._load(node)
         below = ((path_of(self._file.reader.name(n))[1:], self._loaded[n]) for n in node)
         subtree: Any = converted(nested(below), MappingProxyType)
@@ -486,12 +486,15 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """
         verify = self._verification(verify_hash)
         name_of = self._file.reader.name
-        chosen = [n for n in self._selection if filter_func is None or filter_func(name_of(n))]
-        kinds = [TensorType(kind) for kind in self._file.reader.kinds()]
-        chosen = state.without_extra_state(
-            chosen, [name_of(n) for n in chosen], [kinds[n] for n in chosen]
-        )
-        names = [name_of(n) for n in chosen]
+        chosen = list(self._selection)
+        names = self._file.reader.names(chosen)
+        if filter_func is not None:
+            chosen = [n for n, name in zip(chosen, names, strict=True) if filter_func(name)]
+            names = self._file.reader.names(chosen)
+        kinds = list(map(_KINDS.__getitem__, self._file.reader.kinds()))
+        kept = state.without_extra_state(chosen, names, [kinds[n] for n in chosen])
+        if len(kept) < len(chosen):
+            chosen, names = kept, self._file.reader.names(kept)
         submodules = Submodules(
             m, [state.with_dot(name) for name in names if isinstance(name, str)]
         )
@@ -499,20 +502,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             state.Place.find(submodules, name, kinds[n])
             for name, n in zip(names, chosen, strict=True)
         ]
-        shapes = [self._file.reader.describe(n)[1] for n in chosen]
+        tensors = [place.current() for place in places]
+        shapes = [shape for _, shape in self._file.reader.describe_all(chosen)]
         everything = None
         if strict:
             every = map(name_of, range(len(self._file.reader)))
             everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
-        state.check(m, places, [str(name) for name in names], shapes, everything)
-        refuse_short((name, place.current()) for name, place in zip(names, places, strict=True))
-        sharded = ShardedPlaces(self._file, self._loaded, places, chosen)
+        found = list(zip(places, tensors, strict=True))
+        state.check(m, found, [str(name) for name in names], shapes, everything)
+        refuse_short(zip(names, tensors, strict=True))
+        sharded = ShardedPlaces(self._file, self._loaded, places, tensors, chosen)
         cut = {number for _, number in sharded.pairs}
-        whole = [(place, n) for place, n in zip(places, chosen, strict=True) if n not in cut]
-        here = self._loaded.fill(
-            [place for place, _ in whole], [n for _, n in whole], self._device, verify
-        )
-        rest = [(place, n) for place, n in whole if n not in here]
+        rows = list(zip(places, tensors, chosen, strict=True))
+        rows = [row for row in rows if row[2] not in cut] if cut else rows
+        here = self._loaded.fill(rows, self._device, verify)
+        rest = [(place, number) for place, _, number in rows if number not in here]
         self._load([number for _, number in rest], verify)
         loaded = [(place, self._loaded[number]) for place, number in rest]
         state.assign(m, [*loaded, *sharded.load(verify)], fill=not self._file.maps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ import torch
 from .._types import Name
 from ..tensors.exchange import dtype_of
 from ..tensors.sharding import Part
+from .cuts import Cuts
 from .tensor_file import TensorFile
 
 #: What selects a part of each dimension.
@@ -101,31 +102,49 @@ def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], t
 
 def parts_of(
     file: TensorFile, numbers: Mapping[Name, int], slices: Mapping[Name, Any]
-) -> tuple[dict[int, Part], dict[int, tuple[Any, ...]]]:
+) -> tuple[Mapping[int, Part], dict[int, tuple[Any, ...]]]:
     """Return the parts of tensors that slices need, and the indices into what is left.
+
+    Those have no entry that change nothing.
 
     Raises:
         KeyError: A slice is of none of the tensors.
         IndexError, TypeError, ValueError: See :func:`ranges_of`.
 
     """
-    parts: dict[int, Part] = {}
-    rests: dict[int, tuple[Any, ...]] = {}
-    among = set(numbers.values())
-    for name, given in slices.items():
-        number = numbers.get(name)
-        if number is None:
-            with contextlib.suppress(KeyError):
-                number = file.find(name)
-        if number is None or number not in among:
-            raise KeyError(f"a slice of {name!r}, which is not among the tensors to load")
-        shape = torch.Size(file.reader.describe(number)[1])
+    if not slices:
+        return {}, {}
+    names, found = list(slices), _found(file, numbers, slices)
+
+    def other(at: int) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+        shape = torch.Size(file.reader.describe(found[at])[1])
         try:
-            ranges, rests[number] = ranges_of(shape, _as_index(shape, given))
+            return ranges_of(shape, _as_index(shape, slices[names[at]]))
         except (IndexError, TypeError, ValueError) as error:
-            raise type(error)(f"the slice of {name!r}: {error}") from None
-        parts[number] = Part.of_ranges(ranges)
-    return parts, rests
+            raise type(error)(f"the slice of {names[at]!r}: {error}") from None
+
+    given = list(slices.values())[: len(found)]
+    cuts, rests = Cuts.of_indices(file, found, given, other)
+    if len(found) < len(names):
+        missing = names[len(found)]
+        raise KeyError(f"a slice of {missing!r}, which is not among the tensors to load")
+    return cuts, rests
+
+
+def _found(file: TensorFile, numbers: Mapping[Name, int], names: Iterable[Name]) -> list[int]:
+    """Return the numbers of the first names, up to one that is not among the tensors."""
+    known = [numbers.get(name) for name in names]
+    among = set(numbers.values()) if None in known else set()
+    found: list[int] = []
+    for name, number in zip(names, known, strict=True):
+        at = number
+        if at is None:
+            with contextlib.suppress(KeyError):
+                at = file.find(name)
+        if at is None or (number is None and at not in among):
+            break
+        found.append(at)
+    return found
 
 
 def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.Tensor:

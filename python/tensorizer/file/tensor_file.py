@@ -21,7 +21,7 @@ from .._types import Head, Name, OpenOptions, Slice
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices
-from ..tensors.exchange import cast_dtype, lend, take
+from ..tensors.exchange import are_plain, cast_dtype, lend, take
 from . import opening
 from .arguments import (
     check_num_readers,
@@ -247,12 +247,23 @@ class TensorFile:
         ``slices`` has a tensor's number, and first index and end in each dimension, or None for the
         whole tensor. What is returned need not be closed.
         """
+        if not isinstance(self._checkpoint, Checkpoint):
+            return self._over(self.reader.sliced(slices))
+        checkpoint = SlicedCheckpoint(self._checkpoint, slices)
+        part = self._over(checkpoint.reader)
+        part._checkpoint = checkpoint
+        return part
+
+    def planned(self, reader: Reader) -> TensorFile | None:
+        """Return the same file with the tensors of a reader that slices of it have made.
+
+        None for a checkpoint, which has to know the slices itself.
+        """
+        return self._over(reader) if self._checkpoint is None else None
+
+    def _over(self, reader: Reader) -> TensorFile:
         part = copy.copy(self)
-        if isinstance(self._checkpoint, Checkpoint):
-            part._checkpoint = SlicedCheckpoint(self._checkpoint, slices)
-            part.reader = part._checkpoint.reader
-        else:
-            part.reader = self.reader.sliced(slices)
+        part.reader = reader
         part._stream = None
         return part
 
@@ -309,6 +320,12 @@ class TensorFile:
     def __len__(self) -> int:
         return len(self.reader)
 
+    def find_all(self, names: Iterable[Name]) -> dict[Name, int]:
+        """Return the numbers of tensors by their names; see :meth:`find`."""
+        wanted = list(names)
+        found = zip(wanted, self.reader.find_all(wanted), strict=True)
+        return {name: self.find(name) if number is None else number for name, number in found}
+
     def find(self, name: Name) -> int:
         """Return the number of a tensor, whose name may be given in the form that files store.
 
@@ -342,6 +359,24 @@ class TensorFile:
         for batch in self._batches(numbers, device):
             tensors, modules = self.read(batch, device, verify)
             yield from zip(batch, self.placed(tensors, batch, device), modules, strict=True)
+
+    def load_one(self, number: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Return a tensor, as :meth:`load` yields it, and its module index."""
+        if self._checkpoint is not None or not self._unchanged(device):
+            ((_, tensor, module),) = self.load([number], device)
+            return tensor, module
+        one = [number]
+        handle, (module,) = self.reader.load(
+            one,
+            verify=self.verify,
+            readers=self._num_readers,
+            map=self.maps,
+            device=devices.number(device),
+            apart=self._clone,
+        )
+        (tensor,) = take(handle)
+        self._read[0] += min(tensor.nbytes, self.reader.data_len(one))
+        return tensor, module
 
     def read(
         self, numbers: Sequence[int], device: torch.device, verify: str | None = None
@@ -419,14 +454,13 @@ class TensorFile:
         direct = list(zip(tensors, numbers, strict=True))
         if self._checkpoint is not None:
             direct = self._fill_strided(direct, self._checkpoint, verify)
-        handle = lend([tensor.detach() for tensor, _ in direct])
+        plain = [tensor for tensor, _ in direct]
+        chosen = [number for _, number in direct]
+        handle = lend(plain if are_plain(plain) else [tensor.detach() for tensor in plain])
         modules = self.reader.load_into(
-            handle,
-            [number for _, number in direct],
-            verify=verify or self.verify,
-            readers=self._num_readers,
+            handle, chosen, verify=verify or self.verify, readers=self._num_readers
         )
-        self._read[0] += sum(tensor.nbytes for tensor, _ in direct)
+        self._read[0] += sum(tensor.nbytes for tensor in plain)
         return modules if len(direct) == len(numbers) else [0] * len(numbers)
 
     def _fill_strided(

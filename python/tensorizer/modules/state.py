@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
 from ..tensors import sharding, subclasses
-from ..tensors.exchange import is_fillable
+from ..tensors.exchange import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
 _SCRIPTED = (
@@ -26,7 +26,7 @@ _FUSED = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class Place:
     """Where in a module a tensor belongs."""
 
@@ -94,11 +94,11 @@ class Place:
     ) -> bool:
         """Tell whether a tensor can take bytes of this form where it is."""
         return (
-            not is_lazy(tensor)
+            (subclasses.is_plain(tensor) or not is_lazy(tensor))
             and self.is_of(tensor)
-            and tensor.device == device
             and tensor.dtype == dtype
-            and list(tensor.shape) == list(shape)
+            and tensor.shape == shape
+            and tensor.device == device
             and is_fillable(tensor)
         )
 
@@ -123,10 +123,14 @@ def without_overlaps(
     found: Sequence[tuple[int, torch.Tensor]],
 ) -> list[tuple[int, torch.Tensor]]:
     """Leave out tensors that share memory, such as tied ones."""
+    tensors = [tensor for _, tensor in found]
+    if not are_plain(tensors):
+        tensors = [sharding.local_of(tensor) for tensor in tensors]
     ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
-        for at, tensor in enumerate(sharding.local_of(tensor) for _, tensor in found)
+        (start, start + tensor.nbytes, at)
+        for at, tensor in enumerate(tensors)
         if not is_lazy(tensor) and tensor.nbytes
+        for start in (tensor.data_ptr(),)
     )
     shared: set[int] = set()
     end, last = 0, -1
@@ -140,16 +144,16 @@ def without_overlaps(
 
 def check(
     root: torch.nn.Module,
-    places: Sequence[Place],
+    found: Sequence[tuple[Place, torch.Tensor | None]],
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     all_tensors: Collection[torch.Tensor | None] | None,
 ) -> None:
     """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
 
-    ``all_tensors`` are those of the module for all names of the file, if the file must have each of
-    them and no others; of tied tensors one is enough. Names are those of the file: in a state dict,
-    tensors of the root have names without a dot.
+    ``found`` has places and what is there. ``all_tensors`` are those of the module for all names
+    of the file, if the file must have each of them and no others; of tied tensors one is enough.
+    Names are those of the file: in a state dict, tensors of the root have names without a dot.
 
     Raises:
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
@@ -158,13 +162,15 @@ def check(
     wrong: list[str] = []
     unknown: list[str] = []
     # Tensors of the root have names with a dot, or without: of one tensor there is one.
+    all_names = set(names)
     wrong += [
         f"{name} and .{name} of the file are one tensor of the module"
         for name in names
-        if "." not in name and f".{name}" in set(names)
+        if "." not in name and f".{name}" in all_names
     ]
-    for place, name, shape in zip(places, names, shapes, strict=True):
-        tensor = place.current()
+    for (place, tensor), name, shape in zip(found, names, shapes, strict=True):
+        if tensor is not None and subclasses.is_plain(tensor) and tensor.shape == shape:
+            continue
         if tensor is None:
             if not place.is_free():
                 scripted = isinstance(place.module, torch.jit.ScriptModule)

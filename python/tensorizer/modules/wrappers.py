@@ -48,9 +48,10 @@ class Submodules:
     def __init__(self, root: torch.nn.Module, names: Iterable[str]) -> None:
         self._root, self.inner = root, unwrap(root)
         split = [(path, attribute) for path, _, attribute in (n.rpartition(".") for n in names)]
+        paths = dict.fromkeys(path for path, _ in split)
         most = -1
-        for way in _ways({path for path, _ in split}):
-            found = {path: way(root, path) for path, _ in split}
+        for way in _ways(set(paths)):
+            found = {path: way(root, path) for path in paths}
             count = sum(tensor_of(found[path], attribute) is not None for path, attribute in split)
             if count > most:
                 most, self._way, self._found = count, way, found
@@ -101,13 +102,13 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 def _ways(paths: set[str]) -> Iterator[_Way]:
     """Yield the ways to find submodules by paths of a file."""
     # As the module's own names are.
-    yield lambda root, path: _walk(root, _steps(path), lambda module: module)
+    yield _Walk(_steps, lambda module: module).find
     # Without the attributes of wrappers that the module has,
-    yield lambda root, path: _walk(root, _steps(path), unwrap)
+    yield _Walk(_steps, unwrap).find
     # nor those that the module had which was saved.
-    yield lambda root, path: _walk(root, _without_private(path), unwrap)
+    yield _Walk(_without_private, unwrap).find
     if all(_without_private(path)[:1] == ["module"] for path in paths):
-        yield lambda root, path: _walk(root, _without_private(path)[1:], unwrap)
+        yield _Walk(lambda path: _without_private(path)[1:], unwrap).find
 
 
 def _steps(path: str) -> list[str]:
@@ -118,16 +119,44 @@ def _without_private(path: str) -> list[str]:
     return [step for step in _steps(path) if step not in _PRIVATE]
 
 
-def _walk(
-    root: torch.nn.Module,
-    steps: list[str],
-    through: Callable[[torch.nn.Module], torch.nn.Module],
-) -> torch.nn.Module | None:
-    """Return the submodule at the end of a path; scripted modules have no ``get_submodule``."""
-    module = through(root)
-    for step in steps:
+class _Walk:
+    """Finds submodules of one module at the ends of paths.
+
+    Args:
+        steps_of: Returns the attributes on the way of a path.
+        through: Returns the module that is meant by one on the way.
+
+    """
+
+    def __init__(
+        self,
+        steps_of: Callable[[str], list[str]],
+        through: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> None:
+        self._steps_of, self._through = steps_of, through
+        #: The last but one module of the path before: neighbours share it.
+        self._last: tuple[list[str], torch.nn.Module | None] | None = None
+
+    def find(self, root: torch.nn.Module, path: str) -> torch.nn.Module | None:
+        """Return a submodule; None if there is none."""
+        steps = self._steps_of(path)
+        if not steps:
+            return self._through(root)
+        above = steps[:-1]
+        if self._last is None or self._last[0] != above:
+            self._last = above, self._walk(root, above)
+        module = self._last[1]
+        return None if module is None else self._step(module, steps[-1])
+
+    def _walk(self, root: torch.nn.Module, steps: list[str]) -> torch.nn.Module | None:
+        module: torch.nn.Module | None = self._through(root)
+        for step in steps:
+            if module is None:
+                break
+            module = self._step(module, step)
+        return module
+
+    def _step(self, module: torch.nn.Module, step: str) -> torch.nn.Module | None:
+        """Return what an attribute of a module is; scripted modules have no ``get_submodule``."""
         inner = getattr(module, step, None)
-        if not isinstance(inner, torch.nn.Module):
-            return None
-        module = through(inner)
-    return module
+        return self._through(inner) if isinstance(inner, torch.nn.Module) else None

@@ -12,6 +12,7 @@ from . import sharding, subclasses
 _lend = torch.ops.tensorizer._lend.default
 _refuse_short = torch.ops.tensorizer._refuse_short.default
 _take = torch.ops.tensorizer._take.default
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def lend(tensors: Sequence[torch.Tensor]) -> Handle:
@@ -36,10 +37,18 @@ def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:
             parameters which are not gathered.
 
     """
-    local = [(str(name), sharding.local_of(t)) for name, t in tensors if t is not None]
-    plain = [(name, tensor) for name, tensor in local if subclasses.reason(tensor) is None]
+    there = [(str(name), tensor) for name, tensor in tensors if tensor is not None]
+    plain = [row for row in there if subclasses.is_plain(row[1])]
+    if len(plain) < len(there):
+        local = [(name, sharding.local_of(tensor)) for name, tensor in there]
+        plain = [(name, tensor) for name, tensor in local if subclasses.reason(tensor) is None]
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_short([name for name, _ in plain], [tensor for _, tensor in plain])
+
+
+def are_plain(tensors: Iterable[object]) -> bool:
+    """Tell whether all are tensors or parameters of torch itself, and of no subclass."""
+    return set(map(type, tensors)) <= _PLAIN
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:

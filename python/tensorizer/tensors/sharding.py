@@ -124,6 +124,13 @@ def is_sharded(tensor: object) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
+def are_any_sharded(tensors: Iterable[object]) -> bool:
+    """Tell whether one of them is a DTensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    kinds = set() if distributed is None else set(map(type, tensors))
+    return any(issubclass(kind, distributed.DTensor) for kind in kinds if distributed)
+
+
 def part_of(tensor: Any) -> Part | None:
     """Return the part of a DTensor that this process has; None for all of it.
 

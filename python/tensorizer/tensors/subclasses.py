@@ -25,6 +25,11 @@ _NESTED = "nested tensor, which has no one shape: save the tensors of its unbind
 _INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of torch's own classes, and its bytes are all of it."""
+    return type(tensor) in _PLAIN and not tensor.is_nested
+
+
 def reason(tensor: torch.Tensor) -> str | None:
     """Say why the bytes of a tensor are not all of it; None where they are.
 

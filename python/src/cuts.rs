@@ -1,0 +1,210 @@
+//! Parts of many tensors of a file, in one call: what indices of Python select, or what a rank has.
+
+use std::ops::Range;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PySlice, PyTuple};
+
+use tensorizer::format::catalog::Entry;
+
+use crate::errors::Answer;
+use crate::reader::Reader;
+
+/// One dimension of an index.
+enum Step {
+    /// Every so many indices of a range.
+    Of(Range<u64>, u64),
+    /// One index, whose dimension is dropped.
+    At(u64),
+}
+
+impl Step {
+    fn range(&self) -> Range<u64> {
+        match self {
+            Step::Of(range, _) => range.clone(),
+            Step::At(index) => *index..index + 1,
+        }
+    }
+
+    /// The index into what was loaded of the dimension.
+    fn left<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Step::Of(_, stride) => py.get_type::<PySlice>().call1((py.None(), py.None(), *stride)),
+            Step::At(_) => Ok(PyInt::new(py, 0).into_any()),
+        }
+    }
+
+    fn is_plain(&self) -> bool {
+        matches!(self, Step::Of(_, 1))
+    }
+}
+
+/// A range of indices in each dimension.
+type Slice = Box<[Range<u64>]>;
+/// Ranges, and the index into what is loaded.
+type Found<'py> = (Vec<(u64, u64)>, Bound<'py, PyTuple>);
+
+/// The same file with what indices select of some of its tensors as its only tensors; and for those of
+/// which an index has steps or drops dimensions, the place and the index into what is loaded. `other`
+/// is called with the place of an index that is not known here: it gives ranges and the index into
+/// what is loaded, or raises.
+#[pyfunction]
+#[allow(clippy::type_complexity)]
+pub fn indexed<'py>(
+    py: Python<'py>,
+    reader: &Reader,
+    numbers: Vec<usize>,
+    indices: Vec<Bound<'py, PyAny>>,
+    other: &Bound<'py, PyAny>,
+) -> Answer<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
+    let mut slices = Vec::with_capacity(numbers.len());
+    let mut lefts = Vec::new();
+    for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
+        let entry = reader.entry(number)?;
+        if let Some(steps) = steps_of(&entry.shape, index) {
+            slices.push((number, Some(steps.iter().map(Step::range).collect())));
+            if !steps.iter().all(Step::is_plain) {
+                let left = steps.iter().map(|step| step.left(py)).collect::<PyResult<Vec<_>>>()?;
+                lefts.push((at, PyTuple::new(py, left)?));
+            }
+            continue;
+        }
+        let (ranges, left): Found<'py> = other.call1((at,))?.extract()?;
+        slices.push((number, Some(slice_of(ranges))));
+        if !left.is_empty() {
+            lefts.push((at, left));
+        }
+    }
+    Ok((reader.cut(slices)?, lefts))
+}
+
+/// The same file with what a rank of `world` has of some of its tensors as its only tensors. Each is cut
+/// in one dimension, as `torch.chunk` cuts it. `other` is called with the place of a tensor that has no
+/// such dimension, and raises.
+#[pyfunction]
+pub fn shards<'py>(
+    reader: &Reader,
+    numbers: Vec<usize>,
+    dims: Vec<Bound<'py, PyAny>>,
+    rank: u64,
+    world: u64,
+    other: &Bound<'py, PyAny>,
+) -> Answer<Reader> {
+    let mut slices = Vec::with_capacity(numbers.len());
+    for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
+        let entry = reader.entry(number)?;
+        let known = dim.extract::<i64>().ok();
+        if let Some(slice) = known.and_then(|dim| shard_of(entry, dim, rank, world)) {
+            slices.push((number, Some(slice)));
+            continue;
+        }
+        let (ranges, _): Found<'py> = other.call1((at,))?.extract()?;
+        slices.push((number, Some(slice_of(ranges))));
+    }
+    Ok(reader.cut(slices)?)
+}
+
+/// What a rank has of a tensor that is cut in one dimension; None if there is no such dimension.
+fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
+    let dim = place_of(dim, entry.shape.len() as u64)?;
+    let ranges = (0..).zip(&entry.shape).map(|(at, &len)| {
+        if at != dim {
+            return 0..len;
+        }
+        let each = len.div_ceil(world.max(1));
+        let start = rank.saturating_mul(each).min(len);
+        start..start.saturating_add(each).min(len)
+    });
+    Some(ranges.collect())
+}
+
+/// What an index selects in each dimension; None if it is not known here, or no index.
+fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
+    let Ok(given) = index.cast::<PyTuple>() else {
+        return steps_of_items(shape, std::slice::from_ref(index));
+    };
+    let items: Vec<_> = given.iter().collect();
+    if let [dim, start, stop] = items.as_slice() {
+        if !items.iter().any(|item| is_rest(item) || item.is_instance_of::<PySlice>()) {
+            return steps_of_range(shape, dim, start, stop);
+        }
+    }
+    steps_of_items(shape, &items)
+}
+
+/// The same of a dimension, first index and end.
+fn steps_of_range(
+    shape: &[u64],
+    dim: &Bound<'_, PyAny>,
+    start: &Bound<'_, PyAny>,
+    stop: &Bound<'_, PyAny>,
+) -> Option<Vec<Step>> {
+    let dim = place_of(number_of(dim)?, shape.len() as u64)?;
+    let clipped = |end: &Bound<'_, PyAny>, len: u64, default: u64| {
+        if end.is_none() {
+            return Some(default);
+        }
+        let end = number_of(end)?;
+        let from_back = len.saturating_sub(end.unsigned_abs());
+        Some(if end < 0 { from_back } else { end.unsigned_abs().min(len) })
+    };
+    let steps = (0..).zip(shape).map(|(at, &len)| {
+        if at != dim {
+            return Some(Step::Of(0..len, 1));
+        }
+        let (start, stop) = (clipped(start, len, 0)?, clipped(stop, len, len)?);
+        Some(Step::Of(start..stop.max(start), 1))
+    });
+    steps.collect()
+}
+
+/// The same of what is in brackets.
+fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Step>> {
+    let rests = items.iter().filter(|item| is_rest(item)).count();
+    let missing = shape.len().checked_sub(items.len() - rests)?;
+    if rests > 1 {
+        return None;
+    }
+    let mut steps = Vec::with_capacity(shape.len());
+    let mut dims = shape.iter().copied();
+    let whole = |len| Step::Of(0..len, 1);
+    for item in items {
+        if is_rest(item) {
+            steps.extend(dims.by_ref().take(missing).map(whole));
+        } else {
+            steps.push(step_of(dims.next()?, item)?);
+        }
+    }
+    steps.extend(dims.map(whole));
+    Some(steps)
+}
+
+fn step_of(len: u64, item: &Bound<'_, PyAny>) -> Option<Step> {
+    if let Ok(slice) = item.cast::<PySlice>() {
+        let found = slice.indices(isize::try_from(len).ok()?).ok()?;
+        let (start, stop) = (u64::try_from(found.start).ok()?, u64::try_from(found.stop).ok()?);
+        let stride = u64::try_from(found.step).ok()?;
+        return Some(Step::Of(start..stop.max(start), stride));
+    }
+    place_of(number_of(item)?, len).map(Step::At)
+}
+
+fn is_rest(item: &Bound<'_, PyAny>) -> bool {
+    item.is(item.py().Ellipsis())
+}
+
+/// A number of exactly that type: others may be indices too, and booleans are none.
+fn number_of(item: &Bound<'_, PyAny>) -> Option<i64> {
+    item.is_exact_instance_of::<PyInt>().then(|| item.extract().ok()).flatten()
+}
+
+/// One of so many, which a negative number counts from the end; None beyond them.
+fn place_of(number: i64, count: u64) -> Option<u64> {
+    let from_back = || count.checked_sub(number.unsigned_abs());
+    let place = u64::try_from(number).ok().or_else(from_back)?;
+    (place < count).then_some(place)
+}
+
+fn slice_of(ranges: Vec<(u64, u64)>) -> Slice {
+    ranges.into_iter().map(|(start, end)| start..end).collect()
+}

@@ -1,0 +1,116 @@
+"""Parts of many tensors of a file, which one native call checks and plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .._native import Reader, indexed, shards
+from .._types import Name
+from ..tensors.sharding import Part, Shard
+from .tensor_file import TensorFile
+
+#: Gives ranges of the tensor at a place, and the index into what is loaded of them, or raises.
+_Other: TypeAlias = Callable[[int], tuple[Sequence[tuple[int, int]], tuple[Any, ...]]]
+
+
+class Cuts(Mapping[int, Part]):
+    """Parts of tensors of a file, by number: each is made when it is asked for.
+
+    Args:
+        numbers: The tensors of which a reader has one range of each dimension, in its order.
+        reader: That reader.
+        others: Other parts.
+
+    Attributes:
+        reader: The reader.
+
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], reader: Reader, others: Mapping[int, Part] | None = None
+    ) -> None:
+        self.reader = reader
+        #: Of two ranges of one tensor the last one counts.
+        self._places = dict(zip(numbers, range(len(numbers)), strict=True))
+        self._made: dict[int, Part] = dict(others or {})
+
+    @staticmethod
+    def of_indices(
+        file: TensorFile, numbers: Sequence[int], indices: Sequence[Any], other: _Other
+    ) -> tuple[Cuts, dict[int, tuple[Any, ...]]]:
+        """Return what indices select, and the indices into what is loaded that change it.
+
+        ``other`` is asked about indices that are none, or not of the usual types.
+        """
+        reader, lefts = indexed(file.reader, numbers, indices, other)
+        cuts = Cuts(numbers, reader)
+        rests = {numbers[at]: left for at, left in lefts if cuts._places[numbers[at]] == at}
+        return cuts, rests
+
+    @staticmethod
+    def of_shard(
+        file: TensorFile, wanted: Mapping[Name, int], shard: Shard, others: Mapping[int, Part]
+    ) -> Mapping[int, Part]:
+        """Return what a rank has of tensors, beside other parts.
+
+        Raises:
+            IndexError: One has no dimension to cut it in.
+            ValueError: One has a part already.
+
+        """
+        dim = shard.dim
+        dims = [dim(name) for name in wanted] if callable(dim) else [dim] * len(wanted)
+        cut = [row for row in zip(wanted.items(), dims, strict=True) if row[1] is not None]
+        names = [name for (name, _), _ in cut]
+        numbers = [number for (_, number), _ in cut]
+        end = _first_again(numbers, others)
+        shapes = file.reader.describe
+
+        def other(at: int) -> tuple[Sequence[tuple[int, int]], tuple[Any, ...]]:
+            one = dataclasses.replace(shard, dim=cut[at][1])
+            part = one.part(names[at], shapes(numbers[at])[1])
+            return part.boxes[0].ranges if part else (), ()
+
+        chosen, of_dims = numbers[: end + 1], [found for _, found in cut[: end + 1]]
+        reader = shards(file.reader, chosen, of_dims, shard.rank, shard.world, other)
+        if end < len(numbers):
+            raise ValueError(f"both a slice and a shard of {names[end]!r} are asked for")
+        return Cuts(numbers, reader, others) if numbers else others
+
+    def places(self, numbers: Sequence[int]) -> list[int] | None:
+        """Return the numbers that tensors have in the reader; None if it has not all of them."""
+        try:
+            return [self._places[number] for number in numbers]
+        except KeyError:
+            return None
+
+    def __getitem__(self, number: int) -> Part:
+        found = self._made.get(number)
+        if found is None:
+            found = Part.of_ranges(self.reader.ranges(self._places[number]) or ())
+            self._made[number] = found
+        return found
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._places or number in self._made
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._places
+        yield from (number for number in self._made if number not in self._places)
+
+    def __len__(self) -> int:
+        return len(self._places.keys() | self._made.keys())
+
+
+def _first_again(numbers: Sequence[int], others: Mapping[int, Part]) -> int:
+    """Return the place of the first tensor that has come before; the count if there is none."""
+    taken = set(others)
+    if not taken and len(set(numbers)) == len(numbers):
+        return len(numbers)
+    for at, number in enumerate(numbers):
+        if number in taken:
+            return at
+        taken.add(number)
+    return len(numbers)
