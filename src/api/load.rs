@@ -9,6 +9,7 @@ use super::headers::{Headers, try_key};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slices::load_slices;
+use super::small::load_small;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -53,7 +54,10 @@ pub fn load_counted(
     let verify = file.prove(options, cancel)?;
     let sliced = selection.is_sliced();
     let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
-    let load = || load_selected(&selection, numbers, options, counters, cancel);
+    let load = || match load_small(file, numbers, options, counters, cancel)? {
+        Some(loaded) => Ok(loaded),
+        None => load_selected(&selection, numbers, options, counters, cancel),
+    };
     file.with_sound_copies(cancel, load)
 }
 

@@ -21,6 +21,7 @@ mod save_safetensors;
 mod selection;
 pub mod slice_rules;
 pub mod slices;
+mod small;
 pub mod snapshot;
 pub mod tensor;
 pub mod typed;

@@ -39,8 +39,11 @@ pub enum Cached {
 pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
     /// Places that are looked at, in equal distances.
     const SAMPLES: u64 = 32;
+    const PAGE: u64 = 4 << 10;
     let total = extents.iter().fold(0, |sum: u64, extent| sum.saturating_add(extent.data_len));
-    let step = (total / SAMPLES).max(1);
+    // One of a page is enough: each of them is a call of the system.
+    let samples = (total / PAGE).clamp(1, SAMPLES);
+    let step = (total / samples).max(1);
     let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {
         while next < extent.data_len {
