@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
-
 use tensorizer::format::catalog::Entry;
 
 use crate::errors::Answer;
@@ -19,10 +18,10 @@ enum Step {
 }
 
 impl Step {
-    fn range(&self) -> Range<u64> {
+    fn ends(&self) -> (u64, u64) {
         match self {
-            Step::Of(range, _) => range.clone(),
-            Step::At(index) => *index..index + 1,
+            Step::Of(range, _) => (range.start, range.end),
+            Step::At(index) => (*index, index + 1),
         }
     }
 
@@ -39,10 +38,10 @@ impl Step {
     }
 }
 
-/// A range of indices in each dimension.
-type Slice = Box<[Range<u64>]>;
-/// Ranges, and the index into what is loaded.
-type Found<'py> = (Vec<(u64, u64)>, Bound<'py, PyTuple>);
+/// First index and end in each dimension.
+type Slice = Vec<(u64, u64)>;
+/// A slice, and the index into what is loaded.
+type Found<'py> = (Slice, Bound<'py, PyTuple>);
 
 /// The same file with what indices select of some of its tensors as its only tensors; and for those of
 /// which an index has steps or drops dimensions, the place and the index into what is loaded. `other`
@@ -60,9 +59,9 @@ pub fn indexed<'py>(
     let mut slices = Vec::with_capacity(numbers.len());
     let mut lefts = Vec::new();
     for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
-        let entry = reader.entry(number)?;
+        let entry = reader.file.entry(number)?;
         if let Some(steps) = steps_of(&entry.shape, index) {
-            slices.push((number, Some(steps.iter().map(Step::range).collect())));
+            slices.push((number, Some(steps.iter().map(Step::ends).collect())));
             if !steps.iter().all(Step::is_plain) {
                 let left = steps.iter().map(|step| step.left(py)).collect::<PyResult<Vec<_>>>()?;
                 lefts.push((at, PyTuple::new(py, left)?));
@@ -70,12 +69,12 @@ pub fn indexed<'py>(
             continue;
         }
         let (ranges, left): Found<'py> = other.call1((at,))?.extract()?;
-        slices.push((number, Some(slice_of(ranges))));
+        slices.push((number, Some(ranges)));
         if !left.is_empty() {
             lefts.push((at, left));
         }
     }
-    Ok((reader.cut(slices)?, lefts))
+    Ok((reader.sliced(slices)?, lefts))
 }
 
 /// The same file with what a rank of `world` has of some of its tensors as its only tensors. Each is cut
@@ -92,33 +91,33 @@ pub fn shards<'py>(
 ) -> Answer<Reader> {
     let mut slices = Vec::with_capacity(numbers.len());
     for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
-        let entry = reader.entry(number)?;
+        let entry = reader.file.entry(number)?;
         let known = dim.extract::<i64>().ok();
         if let Some(slice) = known.and_then(|dim| shard_of(entry, dim, rank, world)) {
             slices.push((number, Some(slice)));
             continue;
         }
         let (ranges, _): Found<'py> = other.call1((at,))?.extract()?;
-        slices.push((number, Some(slice_of(ranges))));
+        slices.push((number, Some(ranges)));
     }
-    Ok(reader.cut(slices)?)
+    reader.sliced(slices)
 }
 
-/// What a rank has of a tensor that is cut in one dimension; None if there is no such dimension.
+/// The share of a rank of a tensor that is cut in one dimension; None if there is no such dimension.
 fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
     let dim = place_of(dim, entry.shape.len() as u64)?;
     let ranges = (0..).zip(&entry.shape).map(|(at, &len)| {
         if at != dim {
-            return 0..len;
+            return (0, len);
         }
         let each = len.div_ceil(world.max(1));
         let start = rank.saturating_mul(each).min(len);
-        start..start.saturating_add(each).min(len)
+        (start, start.saturating_add(each).min(len))
     });
     Some(ranges.collect())
 }
 
-/// What an index selects in each dimension; None if it is not known here, or no index.
+/// The steps of an index in each dimension; None if it is not known here, or no index.
 fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
     let Ok(given) = index.cast::<PyTuple>() else {
         return steps_of_items(shape, std::slice::from_ref(index));
@@ -203,8 +202,4 @@ fn place_of(number: i64, count: u64) -> Option<u64> {
     let from_back = || count.checked_sub(number.unsigned_abs());
     let place = u64::try_from(number).ok().or_else(from_back)?;
     (place < count).then_some(place)
-}
-
-fn slice_of(ranges: Vec<(u64, u64)>) -> Slice {
-    ranges.into_iter().map(|(start, end)| start..end).collect()
 }

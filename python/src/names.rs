@@ -1,6 +1,8 @@
 //! Names of tensors as Python callers know them: `str` for a path of one string, else a tuple of
 //! `str` and `int`.
 
+use std::collections::HashMap;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
 use tensorizer::error::Error;
@@ -82,6 +84,32 @@ pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
     }
     let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
     Name::from_path(steps).map_err(invalid)
+}
+
+/// The same; None for what is no name, and for a `str` that may be a name in its stored form.
+pub fn plain_name(name: &Bound<'_, PyAny>) -> Option<Name> {
+    let stored = |text: &str| text.starts_with('\u{1e}');
+    let text = name.cast::<PyString>().ok().and_then(|text| text.to_str().ok());
+    if text.is_some_and(stored) { None } else { name_from_python(name).ok() }
+}
+
+/// Dtype without `torch.` and shape of entries. Those that are alike share one object: many of them would
+/// have the garbage collector look at all others.
+pub fn described<'e, 'py>(
+    py: Python<'py>,
+    entries: impl Iterator<Item = &'e Entry>,
+) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    let mut known: HashMap<(&str, &[u64]), Bound<'py, PyTuple>> = HashMap::new();
+    let described = entries.map(|entry| {
+        let (dtype, shape) = (entry.dtype.name(), &*entry.shape);
+        if let Some(found) = known.get(&(dtype, shape)) {
+            return Ok(found.clone());
+        }
+        let made = (PyString::intern(py, dtype), PyTuple::new(py, shape)?).into_pyobject(py)?;
+        known.insert((dtype, shape), made.clone());
+        Ok(made)
+    });
+    described.collect()
 }
 
 fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {

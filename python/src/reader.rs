@@ -2,16 +2,15 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::catalog::{Entry, Whole, data_len};
+use tensorizer::format::catalog::{Entry, data_len};
 use tensorizer::{
     IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, matches_header, read_headers,
 };
@@ -27,7 +26,7 @@ use crate::handle::Handle;
 use crate::headers::Headers;
 use crate::heads::{Shown, for_python};
 use crate::iterator::TensorIterator;
-use crate::names::{name_from_python, name_to_python, stored, top_level};
+use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTensor, pickled};
 use crate::signals;
 use crate::source::Source;
@@ -36,7 +35,7 @@ use crate::watch::Loads;
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Reader {
-    file: TensorFile,
+    pub file: TensorFile,
     headers: Headers,
     /// What its loads share with those of its slices.
     loads: Arc<Loads>,
@@ -50,19 +49,6 @@ impl Reader {
     /// The same file with other tensors.
     fn of_same(&self, file: TensorFile) -> Self {
         Reader { loads: Arc::clone(&self.loads), ..Self::new(file) }
-    }
-
-    /// The same file with slices of some of its tensors as its only tensors.
-    pub fn cut(
-        &self,
-        slices: impl IntoIterator<Item = (usize, Option<Box<[Range<u64>]>>)>,
-    ) -> Result<Self> {
-        Ok(self.of_same(self.file.with_slices(slices)?))
-    }
-
-    /// The entry with this number.
-    pub fn entry(&self, number: usize) -> Result<&Entry> {
-        self.file.entry(number)
     }
 
     /// Keeps headers, and gives their module indices.
@@ -156,19 +142,22 @@ impl Reader {
     /// The same file with slices of some of its tensors as its only tensors: for each its number, and
     /// first index and end in each dimension, or None for the whole tensor.
     #[allow(clippy::type_complexity)]
-    fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Answer<Reader> {
+    pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Answer<Reader> {
         let slices = slices.into_iter().map(|(number, ranges)| {
             let ranges = ranges.map(|ranges| ranges.into_iter().map(|(start, end)| start..end));
             (number, ranges.map(Iterator::collect))
         });
-        Ok(self.cut(slices)?)
+        Ok(self.of_same(self.file.with_slices(slices)?))
     }
 
     /// Of a slice its range in each dimension of the whole tensor; None of a whole tensor.
     fn ranges(&self, number: usize) -> Answer<Option<Vec<(u64, u64)>>> {
-        let whole = self.file.entry(number)?.whole.as_ref();
-        let ranges = |whole: &Arc<Whole>| whole.slice.iter().map(|r| (r.start, r.end)).collect();
-        Ok(whole.map(ranges))
+        Ok(self
+            .file
+            .entry(number)?
+            .whole
+            .as_ref()
+            .map(|whole| whole.slice.iter().map(|range| (range.start, range.end)).collect()))
     }
 
     /// The hashes that the file holds of tensors: algorithm and value, as messages show them.
@@ -300,12 +289,7 @@ impl Reader {
 
     /// The same of several names. None also where a name is none, and where it may be in its stored form.
     fn find_all(&self, names: Vec<Bound<'_, PyAny>>) -> Vec<Option<usize>> {
-        let find = |name: &Bound<'_, PyAny>| {
-            let name = name_from_python(name).ok()?;
-            let stored = name.stored();
-            if stored.starts_with('\u{1e}') { None } else { self.file.find(stored) }
-        };
-        names.iter().map(find).collect()
+        names.iter().map(|name| self.file.find(plain_name(name)?.stored())).collect()
     }
 
     /// First steps of the names of these tensors, each with the number of its tensor or the list of
@@ -375,25 +359,13 @@ impl Reader {
         Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
 
-    /// `(dtype without "torch.", shape)` of each of some tensors. Those that are alike share one object:
-    /// many of them would have the garbage collector look at all others.
+    /// `(dtype without "torch.", shape)` of each of some tensors.
     fn describe_all<'py>(
         &self,
         py: Python<'py>,
         numbers: Vec<usize>,
     ) -> Answer<Vec<Bound<'py, PyTuple>>> {
-        let mut known: HashMap<(&str, &[u64]), Bound<'py, PyTuple>> = HashMap::new();
-        let described = numbers.into_iter().map(|number| -> Answer<_> {
-            let entry = self.file.entry(number)?;
-            let (dtype, shape) = (entry.dtype.name(), &*entry.shape);
-            if let Some(found) = known.get(&(dtype, shape)) {
-                return Ok(found.clone());
-            }
-            let made = (PyString::intern(py, dtype), PyTuple::new(py, shape)?).into_pyobject(py)?;
-            known.insert((dtype, shape), made.clone());
-            Ok(made)
-        });
-        described.collect()
+        Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
     /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor

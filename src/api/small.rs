@@ -65,7 +65,7 @@ pub fn load_small(
     Ok(Some(loaded))
 }
 
-/// What is kept of a header, after checking that it is what the index says.
+/// The part of a header that is kept, after checking that it is what the index says.
 fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<KeptHeader> {
     if raw.is_empty() {
         return Ok(KeptHeader::none());

@@ -45,6 +45,7 @@ class Cuts(Mapping[int, Part]):
         ``other`` is asked about indices that are none, or not of the usual types.
         """
         reader, lefts = indexed(file.reader, numbers, indices, other)
+        file.close_with(reader)
         cuts = Cuts(numbers, reader)
         rests = {numbers[at]: left for at, left in lefts if cuts._places[numbers[at]] == at}
         return cuts, rests
@@ -60,24 +61,31 @@ class Cuts(Mapping[int, Part]):
             ValueError: One has a part already.
 
         """
-        dim = shard.dim
-        dims = [dim(name) for name in wanted] if callable(dim) else [dim] * len(wanted)
-        cut = [row for row in zip(wanted.items(), dims, strict=True) if row[1] is not None]
-        names = [name for (name, _), _ in cut]
-        numbers = [number for (_, number), _ in cut]
+        names, numbers = list(wanted), list(wanted.values())
+        dims: list[Any] = [shard.dim] * len(names)
+        if callable(shard.dim):
+            dims = list(map(shard.dim, names))
+        if None in dims:
+            cut = [at for at, dim in enumerate(dims) if dim is not None]
+            names = [names[at] for at in cut]
+            numbers = [numbers[at] for at in cut]
+            dims = [dims[at] for at in cut]
+        if not numbers:
+            return others
         end = _first_again(numbers, others)
-        shapes = file.reader.describe
 
         def other(at: int) -> tuple[Sequence[tuple[int, int]], tuple[Any, ...]]:
-            one = dataclasses.replace(shard, dim=cut[at][1])
-            part = one.part(names[at], shapes(numbers[at])[1])
+            one = dataclasses.replace(shard, dim=dims[at])
+            part = one.part(names[at], file.reader.describe(numbers[at])[1])
             return part.boxes[0].ranges if part else (), ()
 
-        chosen, of_dims = numbers[: end + 1], [found for _, found in cut[: end + 1]]
-        reader = shards(file.reader, chosen, of_dims, shard.rank, shard.world, other)
+        until = end + 1
+        rank, world = shard.rank, shard.world
+        reader = shards(file.reader, numbers[:until], dims[:until], rank, world, other)
+        file.close_with(reader)
         if end < len(numbers):
             raise ValueError(f"both a slice and a shard of {names[end]!r} are asked for")
-        return Cuts(numbers, reader, others) if numbers else others
+        return Cuts(numbers, reader, others)
 
     def places(self, numbers: Sequence[int]) -> list[int] | None:
         """Return the numbers that tensors have in the reader; None if it has not all of them."""

@@ -11,7 +11,7 @@ from ..modules import state
 from ..tensors.exchange import cast_dtype, dtype_of
 from .tensor_file import TensorFile
 
-#: What torch makes parameters of plain tensors with.
+#: The maker of parameters of plain tensors in torch.
 _made = torch.Tensor._make_subclass
 
 

@@ -103,6 +103,8 @@ class TensorFile:
         #: By which it can be opened again.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
+        #: Readers of parts, which are closed with this file.
+        self._planned: list[Reader] = []
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         #: Bytes read so far, of slices too.
         self._read = [0]
@@ -261,6 +263,10 @@ class TensorFile:
         """
         return self._over(reader) if self._checkpoint is None else None
 
+    def close_with(self, reader: Reader) -> None:
+        """Have a reader that slices of the file have made closed together with it."""
+        self._planned.append(reader)
+
     def _over(self, reader: Reader) -> TensorFile:
         part = copy.copy(self)
         part.reader = reader
@@ -300,6 +306,8 @@ class TensorFile:
             self._shards.close()
         if self._reader is not None:
             self._reader.close()
+        for planned in self._planned:
+            planned.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
         stream, self._stream = self._stream, None
