@@ -14,6 +14,7 @@ from ranks import groups
 from scripted import FaultServer, Relay
 from tensorizer.group import exchange, plan
 from tensorizer.group.plan import Batch, Wanted
+from tensorizer.group.wishes import Structure, Wish, merged
 
 FORMATS = ["tensors", "enc.tensors", "safetensors", "index", "pt"]
 
@@ -127,15 +128,76 @@ def test_overlaps(seed):
         assert set(left[here].flatten().tolist()) == both
 
 
-def test_rows_of_all():
-    assert plan.rows_of_all([]) == {}
-    assert plan.rows_of_all([{}, {}]) == {}
-    found = plan.rows_of_all(
-        [{5: (2, 4), 1: (0, 0)}, {5: (7, 9), 3: (1, 2)}, {1: (3, 4), 3: (0, 0)}]
-    )
-    assert found == {1: (3, 4), 3: (1, 2), 5: (2, 9)}
-    assert list(found) == [1, 3, 5]
-    assert plan.rows_of_all([{0: (0, 0)}, {0: (0, 0)}]) == {0: (0, 0)}
+def wishes_of(rng, members, count):
+    """Random wishes: of each member the rows of some tensors of 9 rows; some want the same."""
+    kinds = []
+    for _ in range(rng.randint(1, members)):
+        some = sorted(rng.sample(range(count), rng.randint(0, count)))
+        kinds.append([(n, *sorted(rng.sample(range(9), 2)), 9) for n in some])
+    return [rng.choice(kinds) for _ in range(members)]
+
+
+def merge(wishes, count, in_one_piece=()):
+    groups = {}
+    for wish in wishes:
+        data = wish.structure.encoded()
+        groups.setdefault(data, []).append(wish.table)
+    return merged([(Structure.decoded(d), t) for d, t in groups.items()], count, in_one_piece)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_that_several_members_want_are_shared(seed):
+    rng = random.Random(seed)
+    count = 6
+    wanted = wishes_of(rng, rng.randint(1, 6), count)
+    in_one_piece = rng.sample(range(count), rng.randint(0, 2))
+    found = merge([Wish.of(one) for one in wanted], count, in_one_piece)
+    for number in range(count):
+        ends = [(start, stop) for one in wanted for n, start, stop, _ in one if n == number]
+        assert (number in found.shared) + (number in found.alone) == bool(ends)
+        rows = [row for start, stop in ends for row in range(start, stop)]
+        if len(set(rows)) < len(rows) or (number in in_one_piece and len(ends) > 1):
+            assert number in found.shared
+        if len(ends) == 1:
+            assert number in found.alone
+        if number in found.shared:
+            assert found.shared[number] == (min(rows), max(rows) + 1)
+    assert list(found.shared) == sorted(found.shared)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wishes_come_as_they_were_sent(seed):
+    for one in wishes_of(random.Random(seed), 3, 8):
+        wish = Wish.of(one)
+        again = Structure.decoded(wish.structure.encoded())
+        assert torch.equal(again.columns, wish.structure.columns)
+        assert again.digest() == wish.structure.digest()
+        rows = [(n, *wish.table[kind]) for n, kind in again.columns.t().tolist()]
+        assert rows == [row[:3] for row in one]
+
+
+@pytest.mark.parametrize("world", [8, 512, 1024])
+def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
+    """Of 20,000 tensors; some have fewer rows than there are ranks."""
+    shapes = [8192, 1024, 1000, 8192, 28672, 28672, 10, 8192, 8192, 100]
+
+    def wish(rank):
+        each = [-(-rows // world) for rows in shapes]
+        cut = [(min(rank * n, rows), min(rank * n + n, rows), rows)
+               for n, rows in zip(each, shapes, strict=True)]  # fmt: skip
+        return Wish.of((number, *cut[number % 10]) for number in range(20_000))
+
+    wishes = {rank: wish(rank) for rank in {0, 1, 5, world // 2, world - 1}}
+    # Those without a row of the short tensors have another one.
+    assert len({one.structure.digest() for one in wishes.values()}) <= 3
+    for one in wishes.values():
+        # A padded all-gather: every rank receives the longest of all, once.
+        assert world * len(one.structure.encoded()) <= 10_000_000
+        assert len(one.table) <= 6
+    found = merge(list(wishes.values()), 20_000)
+    assert found.shared == {} and len(found.alone) == 20_000
+    same = merge([wishes[0], *wishes.values()], 20_000)
+    assert len(same.shared) == 20_000 and not same.alone
 
 
 # Real ranks
@@ -189,6 +251,21 @@ def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
     assert few == [few[0]] * 2 and many == [few[0]] * 8
     of_load, of_answers = few[0]
     assert of_load <= 12 and of_answers == [1, 2, 2]
+
+
+def test_a_rank_receives_nothing_of_what_it_alone_wants(ranks, folder):
+    of_rows, of_names, of_pairs = zip(*ranks.run("groups.received", 4, folder), strict=True)
+    assert of_rows == of_names == (0.0,) * 4
+    # All have what two of them want.
+    assert max(of_pairs) > 0
+
+
+def test_48_ranks_take_few_descriptors(ranks, tmp_path):
+    tensorizer.save({"a": torch.arange(100_000)}, tmp_path / "few.tensors")
+    first, *others = ranks.run("groups.descriptors", 48, tmp_path, 256)
+    assert max(others) <= 16, others
+    # The first one has the store of torch's group, to which each rank has a connection more.
+    assert first <= 16 + 48
 
 
 def test_connections_are_kept_from_load_to_load(ranks, folder):

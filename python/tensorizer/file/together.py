@@ -13,10 +13,13 @@ from .._types import Head
 from ..group import plan
 from ..group.exchange import BATCH_BYTES, Exchange, Shares, batch_bytes
 from ..group.members import Members
+from ..group.wishes import Merged, Structure, Table, Wish, merged
 from ..tensors.exchange import cast_dtype, dtype_of
 from .parts import Wanted
-from .tensor_file import TensorFile
+from .tensor_file import TensorFile, in_batches
 
+#: Bytes of tensors that are held twice while they are cast.
+_CAST_BYTES = 256 << 20
 #: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
 _ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
 
@@ -93,16 +96,35 @@ def fill_together(
     """
     file = wanted.file
     lens = file.reader.data_lens()
-    # What has no data in the file takes no time.
-    empty = [n for n in wanted.numbers if lens[n] == 0]
-    own: dict[int, tuple[int, int]] = {}
-    for number in wanted.numbers:
-        if lens[number]:
-            shape = file.reader.describe(number)[1]
-            own[number] = wanted.part(number).rows() if shape else (0, 1)
-    rows = plan.rows_of_all(members.tell(own))
-    rows = {number: ends for number, ends in rows.items() if ends[0] < ends[1]}
+    numbers = [number for number in wanted.numbers if lens[number]]
+    whole = (verify or file.verify) != "nothing"
+    found = _merged(members, _wish(wanted, numbers), file, whole)
+    alone = Wanted(file, [n for n in numbers if n in found.alone], wanted.parts)
 
+    def fill_alone() -> None:
+        # What has no data in the file takes no time.
+        for number in wanted.numbers:
+            if lens[number] == 0:
+                tensors[number].detach().zero_()
+        # What a hub publishes is compared before others wait for a batch of this member.
+        if whole:
+            file.read([], torch.device("cpu"), verify)
+        _fill_alone(alone, tensors, verify)
+
+    members.together(fill_alone)
+    if found.shared:
+        _fill_shared(members, wanted, tensors, verify, found.shared)
+
+
+def _fill_shared(
+    members: Members,
+    wanted: Wanted,
+    tensors: Mapping[int, torch.Tensor],
+    verify: str | None,
+    rows: Mapping[int, tuple[int, int]],
+) -> None:
+    """Fill tensors with what several members want, from batches that one of them fetches."""
+    file = wanted.file
     whole = (verify or file.verify) != "nothing"
     all_wanted: list[plan.Wanted] = []
 
@@ -118,11 +140,6 @@ def fill_together(
     shares, lens_of_all = members.together(shared, lambda shares: shares.batch)
 
     def prepared() -> Exchange:
-        for number in empty:
-            tensors[number].detach().zero_()
-        # What a hub publishes is compared before others wait for a batch of this member.
-        if whole:
-            file.read([], torch.device("cpu"), verify)
         file.reader.limit_memory(file.memory_limit, shares.beside)
         batches = plan.batches(all_wanted, members.size, min(lens_of_all))
         device = _buffers_on(members, tensors)
@@ -140,6 +157,52 @@ def fill_together(
 
     exchange, _ = members.together(prepared)
     exchange.run()
+
+
+def _wish(wanted: Wanted, numbers: Sequence[int]) -> Wish:
+    """Return which rows of tensors this member wants."""
+    shapes = (shape for _, shape in wanted.file.reader.describe_all(numbers))
+
+    def rows(number: int, shape: Sequence[int]) -> tuple[int, int, int]:
+        if not shape:
+            return 0, 1, 1
+        first, end = wanted.part(number).rows() if number in wanted.parts else (0, shape[0])
+        return first, end, shape[0]
+
+    return Wish.of((n, *rows(n, shape)) for n, shape in zip(numbers, shapes, strict=True))
+
+
+def _merged(members: Members, mine: Wish, file: TensorFile, whole: bool) -> Merged:
+    """Return what all members want. Each different structure travels once."""
+    told = members.tell((mine.structure.digest(), mine.table))
+    tables: dict[bytes, list[Table]] = {}
+    for digest, table in told:
+        tables.setdefault(digest, []).append(table)
+    structures = [mine.structure]
+    if len(tables) > 1:
+        digests = [digest for digest, _ in told]
+        firsts = [digests.index(digest) for digest in tables]
+        sent = members.tell(mine.structure.encoded() if members.rank in firsts else b"")
+        structures = [Structure.decoded(sent[rank]) for rank in firsts]
+    in_one_piece = range(len(file)) if whole else file.strided(range(len(file)))
+    wishes = zip(structures, tables.values(), strict=True)
+    return merged(wishes, len(file), list(in_one_piece))
+
+
+def _fill_alone(wanted: Wanted, tensors: Mapping[int, torch.Tensor], verify: str | None) -> None:
+    """Fill tensors with what this member alone wants, without the others."""
+    file = wanted.file
+    file.reader.limit_memory(file.memory_limit)
+    places = {number: tensors[number] for number in wanted.numbers}
+    if file.dtype is None:
+        if places:
+            wanted.fill(places, verify)
+        return
+    # Tensors to be cast are loaded a few at a time.
+    for numbers in in_batches(wanted.numbers, file.reader.memory_len, _CAST_BYTES):
+        some = Wanted(file, numbers, wanted.parts)
+        for number, tensor in some.load(lambda number: places[number].device, verify).items():
+            places[number].detach().copy_(tensor)
 
 
 def made_for(wanted: Wanted, device_of: Callable[[int], torch.device]) -> dict[int, torch.Tensor]:

@@ -171,7 +171,7 @@ class Members:
             self._among_devices = devices[0] if devices else None
             del devices
         else:
-            made = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
+            made = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._options())
             self._among_hosts, self._among_devices = made, None
             calls.last, self._made = [made], calls.count
             self._last = calls.last
@@ -179,6 +179,18 @@ class Members:
         if self._have_left:
             # It was not waited for.
             self.leave()
+
+    def _options(self) -> Any:
+        """Return options of gloo for connections that are made when they are first used.
+
+        A ring and a tree of all members take few of them: a connection of each member to each other
+        would take as many descriptors as there are members.
+        """
+        gloo: Any = distributed_c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._timeout
+        return options
 
     def done(self) -> None:
         """End a call that ended well at all members: the next one goes on with its connections."""

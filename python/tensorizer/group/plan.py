@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..tensors.sharding import Ranges
@@ -123,16 +123,3 @@ def overlap(one: Ranges, other: Ranges) -> tuple[Ranges, Ranges] | None:
         here.append((low - start, high - start))
         there.append((low - other_start, high - other_start))
     return tuple(here), tuple(there)
-
-
-def rows_of_all(found: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
-    """Return the rows of each tensor that hold what any member wants, in rising order."""
-    rows: dict[int, tuple[int, int]] = {}
-    for of_member in found:
-        for number, (start, stop) in of_member.items():
-            known = rows.get(number)
-            if known is None or known[0] == known[1]:
-                rows[number] = start, stop
-            elif start < stop:
-                rows[number] = min(start, known[0]), max(stop, known[1])
-    return dict(sorted(rows.items()))

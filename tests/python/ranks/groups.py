@@ -1,6 +1,7 @@
 """Loads by groups: every byte is fetched by one rank."""
 
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -432,3 +433,57 @@ def collectives(folder):
                 assert told[dist.get_rank()][1] == value and len(told[0][1]) >= 1
                 found.append(len(counts) - before)
     return of_load, found
+
+
+def received(folder):
+    """Return the bytes that each rank receives from others, as a multiple of what it wants.
+
+    With rows of its own, with names of its own, and with rows that two ranks want.
+    """
+    counts, begin = [], members.Members.broadcast
+
+    def counted(self, data, rank):
+        counts.append(data.nbytes * (rank != self.rank))
+        return begin(self, data, rank)
+
+    members.Members.broadcast = counted
+    fetch_together(BATCH)
+    found = []
+    with group() as (rank, world):
+        uri, _, made = of_kind(folder, "tensors")
+        names = ["rows", "words"]
+        few = [name for at, name in enumerate(made) if at % world == rank]
+        calls = [
+            ({"names": names, "shard": tensorizer.Shard(0, rank, world)}, names),
+            ({"names": few}, few),
+            ({"names": names, "shard": tensorizer.Shard(0, rank // 2, world // 2)}, names),
+        ]
+        for options, expected in calls:
+            counts.clear()
+            loaded = tensorizer.load(uri, group=dist.group.WORLD, **options)
+            assert list(loaded) == expected
+            shard = options.get("shard")
+            for name, tensor in loaded.items():
+                part = made[name] if shard is None else cut(made[name], 0, shard.world, shard.rank)
+                assert_equal(tensor, part, name)
+            wanted = sum(tensor.nbytes for tensor in loaded.values())
+            # What members tell each other is some hundred bytes.
+            found.append(sum(one for one in counts if one > 4096) / wanted)
+    return found
+
+
+def descriptors(folder, most):
+    """Load with few descriptors; return how many more there are then, and those of torch."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    fetch_together(BATCH)
+
+    def count():
+        return len(os.listdir("/proc/self/fd"))
+
+    with group(50):
+        dist.barrier()
+        before = count()
+        for _ in range(2):
+            found = tensorizer.load(f"{folder}/few.tensors", group=dist.group.WORLD)
+            assert_equal(found["a"], torch.arange(100_000))
+        return count() - before
