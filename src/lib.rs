@@ -110,6 +110,7 @@ pub use api::load::{load, load_into};
 pub use api::load::{load_counted, load_into_uninit};
 pub use api::load_options::LoadOptions;
 pub use api::part::Opening;
+pub use api::parts::ShardIndex;
 pub use api::save::{Writer, save, save_to};
 pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 #[doc(hidden)]

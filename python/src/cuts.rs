@@ -123,10 +123,10 @@ fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
         return steps_of_items(shape, std::slice::from_ref(index));
     };
     let items: Vec<_> = given.iter().collect();
-    if let [dim, start, stop] = items.as_slice() {
-        if !items.iter().any(|item| is_rest(item) || item.is_instance_of::<PySlice>()) {
-            return steps_of_range(shape, dim, start, stop);
-        }
+    if let [dim, start, stop] = items.as_slice()
+        && !items.iter().any(|item| is_rest(item) || item.is_instance_of::<PySlice>())
+    {
+        return steps_of_range(shape, dim, start, stop);
     }
     steps_of_items(shape, &items)
 }

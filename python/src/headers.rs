@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
-use tensorizer::Brief;
 use tensorizer::codec::KeptHeader;
+use tensorizer::error::{Error, Result};
+use tensorizer::{Brief, TensorFile, matches_header, read_headers};
+use tensorizer_torch::exchange::Lent;
+use tensorizer_torch::tensor::{Devices, one_to_save};
+
+use crate::signals;
 
 /// By number.
 #[derive(Default)]
@@ -33,4 +38,27 @@ impl Headers {
             }
         }
     }
+}
+
+/// Whether tensors have the bytes, types and shapes of tensors of a file.
+pub fn matching(
+    file: &TensorFile,
+    headers: &Headers,
+    lent: &Lent,
+    numbers: &[usize],
+) -> Result<Vec<bool>> {
+    file.check_hashes()?;
+    let missing = headers.missing(numbers);
+    headers.keep(&missing, read_headers(file, &missing, &signals)?);
+    let (tensors, mut devices) = (lent.list()?, Devices::default());
+    let mut out = Vec::with_capacity(numbers.len());
+    for (at, &number) in numbers.iter().enumerate() {
+        let entry = file.entry(number)?;
+        let name = entry.name.clone();
+        let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
+        let header = headers.known(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
+        let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
+        out.push(same && matches_header(&tensor.data, &header, entry, file.uri(), &signals)?);
+    }
+    Ok(out)
 }

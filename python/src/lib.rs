@@ -17,6 +17,7 @@ mod namespaces;
 mod open;
 mod pickled;
 mod reader;
+mod shards;
 mod sink;
 mod source;
 mod verification;
@@ -77,6 +78,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<handle::Handle>()?;
     module.add_class::<iterator::TensorIterator>()?;
     module.add_class::<reader::Reader>()?;
+    module.add_class::<shards::ShardIndex>()?;
     module.add_class::<crypt::Encryption>()?;
     module.add_class::<crypt::Decryption>()?;
     module.add_class::<sink::PathSink>()?;

@@ -9,21 +9,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use tensorizer::TensorFile;
 use tensorizer::codec::KeptHeader;
-use tensorizer::error::{Error, Result};
+use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
-use tensorizer::{
-    IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, matches_header, read_headers,
-};
+use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::iterate::Tensors;
 use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
-use tensorizer_torch::tensor::{Devices, one_to_save};
 
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::gil;
 use crate::handle::Handle;
-use crate::headers::Headers;
+use crate::headers::{Headers, matching};
 use crate::heads::{Shown, for_python};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
@@ -42,7 +39,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    fn new(file: TensorFile) -> Self {
+    pub fn new(file: TensorFile) -> Self {
         Reader { file, headers: Headers::default(), loads: Arc::default() }
     }
 
@@ -439,25 +436,9 @@ impl Reader {
 
     /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
     fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
-        Ok(gil::without(py, || -> Result<_> {
-            self.file.check_hashes()?;
+        Ok(gil::without(py, || {
             let lent = borrow(&handle.0)?;
-            let tensors = lent.list()?;
-            let missing = self.headers.missing(&numbers);
-            self.headers.keep(&missing, read_headers(&self.file, &missing, &signals)?);
-            let mut devices = Devices::default();
-            let mut out = Vec::with_capacity(numbers.len());
-            for (at, number) in numbers.iter().enumerate() {
-                let entry = self.file.entry(*number)?;
-                let name = entry.name.clone();
-                let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-                let header = self.headers.known(*number);
-                let header = header.ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
-                let uri = self.file.uri();
-                out.push(same && matches_header(&tensor.data, &header, entry, uri, &signals)?);
-            }
-            Ok(out)
+            matching(&self.file, &self.headers, &lent, &numbers)
         })?)
     }
 }

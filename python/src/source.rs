@@ -6,7 +6,6 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::Brief;
 use tensorizer::error::{Error, Result};
-use tensorizer::format::shards;
 use tensorizer::io::ReadAt;
 use tensorizer::mem::Buffers;
 
@@ -82,20 +81,6 @@ impl Source {
     fn close(&self) {
         let source = self.source.lock().take();
         drop(source);
-    }
-
-    /// True if it may be the index of a checkpoint in several files, as its first bytes tell.
-    fn is_index(&self, py: Python<'_>) -> Answer<bool> {
-        let (source, base) = (self.shared()?, self.base);
-        if source.capabilities().len.is_none() {
-            // It can be read only once.
-            return Ok(false);
-        }
-        Ok(gil::without(py, || -> Result<_> {
-            let mut first = [0; 64];
-            let read = source.read_at(base, &mut Buffers::of(&mut first), &signals)?;
-            Ok(shards::begins(first.get(..read).unwrap_or(&first)))
-        })?)
     }
 
     /// The address, without its secrets.

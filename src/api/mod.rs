@@ -13,7 +13,7 @@ pub mod load;
 pub mod load_options;
 mod open;
 pub mod part;
-mod parts;
+pub mod parts;
 mod proven;
 pub mod save;
 pub mod save_options;

@@ -8,7 +8,7 @@ use super::copies::{opened, with_sound_copies};
 use super::file::TensorFile;
 use super::head::Head;
 use super::part::Opening;
-use super::parts::open_parts;
+use super::parts::ShardIndex;
 use crate::cancel::{Cancel, Never};
 use crate::error::Result;
 use crate::format::shards;
@@ -48,7 +48,11 @@ impl Opening<'_> {
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
         with_sound_copies(&|error| opened(&source, error), self.cancel, || {
             let head = Head::read(Arc::clone(&source), base, self.cancel)?;
-            if shards::begins(head.bytes()) { open_parts(head, self) } else { head.open(self) }
+            if shards::begins(head.bytes()) {
+                ShardIndex::read(head, self)?.open_wanted(self)
+            } else {
+                head.open(self)
+            }
         })
     }
 }

@@ -7,6 +7,7 @@ use super::copies::{opened, with_sound_copies};
 use super::file::TensorFile;
 use super::head::Head;
 use super::part::{Opening, Part, malformed};
+use crate::cancel::Cancel;
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
 use crate::fallible::{LISTS, collected, listed, more_room, with_room};
@@ -23,101 +24,150 @@ const AT_ONCE_OF_SERVERS: usize = 64;
 /// Bytes that a server is asked for first of a file in which one tensor is wanted.
 const FIRST_OF_ONE: u64 = 64 << 10;
 
-/// The files of an index that are opened.
-struct Chosen<'i> {
-    index: &'i Index,
-    /// Their numbers in it, in rising order.
-    numbers: Vec<usize>,
+/// The index of a checkpoint in several files, which lie beside it.
+pub struct ShardIndex {
+    head: Head,
+    index: Index,
     /// The file of each tensor that the index names, by the stored form of its name.
     promised: BTreeMap<String, usize>,
+    /// What others need to open the index without a request, if that is kept.
+    known: Option<CachedHead>,
+}
+
+/// The files of an index that are opened.
+struct Chosen<'i> {
+    index: &'i ShardIndex,
+    /// Their numbers in it, in rising order.
+    numbers: Vec<usize>,
+    /// Bytes that a server is asked for first of each; None for the usual number.
     first: Option<u64>,
 }
 
-impl<'i> Chosen<'i> {
-    /// The files of the tensors that are wanted; all where the index does not name one of these.
-    fn new(index: &'i Index, wanted: Option<&BTreeSet<String>>, uri: &str) -> Result<Self> {
-        let promised = promised(index, uri)?;
-        let files = wanted.and_then(|wanted| {
-            wanted.iter().map(|name| promised.get(name).copied()).collect::<Option<BTreeSet<_>>>()
-        });
-        let files = files.filter(|files| !files.is_empty());
-        let one = files.is_some() && wanted.is_some_and(|wanted| wanted.len() == 1);
-        let numbers = match files {
-            Some(files) => listed(files, LISTS)?,
-            None => listed(0..index.files.len(), LISTS)?,
-        };
-        Ok(Chosen { index, numbers, promised, first: one.then_some(FIRST_OF_ONE) })
-    }
-
+impl Chosen<'_> {
     /// The names of the files.
-    fn names(&self) -> impl Iterator<Item = &'i String> + '_ {
-        self.numbers.iter().filter_map(|&number| self.index.files.get(number))
+    fn names(&self) -> impl Iterator<Item = &String> {
+        self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
     }
 
     /// True if the index says that a tensor is in another file than this of those that are opened.
     fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
-        let found = self.promised.get(name.stored());
+        let found = self.index.promised.get(name.stored());
         found.is_some_and(|promised| self.numbers.get(file) != Some(promised))
     }
 }
 
-/// Opens the files that an index names. They lie beside it.
-pub fn open_parts(head: Head, opening: &Opening<'_>) -> Result<TensorFile> {
-    let uri = head.source().uri().to_owned();
-    let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
-    let index = shards::parse(&json).map_err(|e| e.of(&uri))?;
-    let chosen = Chosen::new(&index, opening.wanted, &uri)?;
-    let parts = open_all(&head, &chosen, &uri, opening)?;
-    let mut heads: Vec<CachedHead> = Vec::new();
-    heads.extend(opening.known(&**head.source(), head.base(), &json, &[]));
-    let mut sources = with_room(parts.len(), LISTS)?;
-    let mut entries: Vec<Entry> = Vec::new();
-    let mut metadata: Option<BTreeMap<String, String>> = None;
-    let mut formats = parts.iter().map(|part| part.format);
-    let format = formats.next().ok_or_else(|| malformed(&uri, "it names no files".to_owned()))?;
-    if formats.any(|other| other != format) {
-        return Err(malformed(&uri, "it names files of several formats".to_owned()));
-    }
-    for (file, part) in parts.into_iter().enumerate() {
-        // Where two files hold a tensor, the index says which of them counts.
-        let elsewhere =
-            |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
-        more_room(&mut entries, part.entries.len(), LISTS)?;
-        entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
-        if let Some(pairs) = part.metadata {
-            metadata.get_or_insert_default().extend(pairs);
+impl ShardIndex {
+    /// Reads the index of a source; None if its first bytes are of something else, or can be read only
+    /// once.
+    pub fn of_source(
+        source: Arc<dyn ReadAt>,
+        base: u64,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<Self>> {
+        if source.capabilities().len.is_none() {
+            return Ok(None);
         }
-        heads.extend(part.head);
-        sources.push(part.source);
+        with_sound_copies(&|error| opened(&source, error), cancel, || {
+            let head = Head::read(Arc::clone(&source), base, cancel)?;
+            let is_index = shards::begins(head.bytes());
+            is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
+        })
     }
-    if !index.metadata.is_empty() {
-        metadata.get_or_insert_default().extend(index.metadata.iter().cloned());
+
+    /// Reads an index, of which the first bytes are known.
+    pub fn read(head: Head, opening: &Opening<'_>) -> Result<Self> {
+        let uri = head.source().uri();
+        let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
+        let index = shards::parse(&json).map_err(|e| e.of(uri))?;
+        let promised = promised(&index, uri)?;
+        let known = opening.known(&**head.source(), head.base(), &json, &[]);
+        Ok(ShardIndex { head, index, promised, known })
     }
-    let mut names = NameTree::default();
-    for (number, entry) in entries.iter().enumerate() {
-        names.insert(&entry.name, number).map_err(|_| {
-            let what =
-                format!("tensor `{}` is in two files, and the index names neither", entry.name);
-            malformed(&uri, what)
-        })?;
+
+    /// The address of the index.
+    pub fn uri(&self) -> &str {
+        self.head.source().uri()
     }
-    let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
-    let metadata = Arc::new(Ok(metadata));
-    if format.names_tensors() {
-        check_all_are_there(&chosen, &names, &uri)?;
+
+    /// The number of the file that has a tensor, by the stored form of its name.
+    pub fn file_of(&self, name: &str) -> Option<usize> {
+        self.promised.get(name).copied()
     }
-    let numbers = chosen.numbers;
-    let mut promised = BTreeMap::new();
-    if !format.names_tensors() {
-        // One by one, as above.
-        for (name, file) in index.tensors {
-            if let Ok(opened) = numbers.binary_search(&file) {
-                promised.insert(name, opened);
+
+    /// Opens one of the files, for one tensor.
+    pub fn open_one(&self, file: usize, opening: &Opening<'_>) -> Result<TensorFile> {
+        let chosen = Chosen { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
+        self.open(&chosen, opening)
+    }
+
+    /// Opens the files of the tensors that are wanted; all where the index does not name one of these.
+    pub fn open_wanted(&self, opening: &Opening<'_>) -> Result<TensorFile> {
+        let files = opening.wanted.and_then(|wanted| {
+            wanted.iter().map(|name| self.file_of(name)).collect::<Option<BTreeSet<_>>>()
+        });
+        let files = files.filter(|files| !files.is_empty());
+        let one = files.is_some() && opening.wanted.is_some_and(|wanted| wanted.len() == 1);
+        let numbers = match files {
+            Some(files) => listed(files, LISTS)?,
+            None => listed(0..self.index.files.len(), LISTS)?,
+        };
+        let first = one.then_some(FIRST_OF_ONE);
+        self.open(&Chosen { index: self, numbers, first }, opening)
+    }
+
+    fn open(&self, chosen: &Chosen<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
+        let uri = self.uri();
+        let parts = open_all(&self.head, chosen, uri, opening)?;
+        let mut heads: Vec<CachedHead> = Vec::new();
+        heads.extend(self.known.clone());
+        let mut sources = with_room(parts.len(), LISTS)?;
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut metadata: Option<BTreeMap<String, String>> = None;
+        let mut formats = parts.iter().map(|part| part.format);
+        let format =
+            formats.next().ok_or_else(|| malformed(uri, "it names no files".to_owned()))?;
+        if formats.any(|other| other != format) {
+            return Err(malformed(uri, "it names files of several formats".to_owned()));
+        }
+        for (file, part) in parts.into_iter().enumerate() {
+            // Where two files hold a tensor, the index says which of them counts.
+            let elsewhere =
+                |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
+            more_room(&mut entries, part.entries.len(), LISTS)?;
+            entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
+            if let Some(pairs) = part.metadata {
+                metadata.get_or_insert_default().extend(pairs);
+            }
+            heads.extend(part.head);
+            sources.push(part.source);
+        }
+        if !self.index.metadata.is_empty() {
+            metadata.get_or_insert_default().extend(self.index.metadata.iter().cloned());
+        }
+        let mut names = NameTree::default();
+        for (number, entry) in entries.iter().enumerate() {
+            names.insert(&entry.name, number).map_err(|_| {
+                let what =
+                    format!("tensor `{}` is in two files, and the index names neither", entry.name);
+                malformed(uri, what)
+            })?;
+        }
+        let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
+        let metadata = Arc::new(Ok(metadata));
+        let mut promised = BTreeMap::new();
+        if format.names_tensors() {
+            check_all_are_there(chosen, &names, uri)?;
+        } else {
+            // One by one, as `promised` does.
+            for (name, file) in &self.index.tensors {
+                if let Ok(opened) = chosen.numbers.binary_search(file) {
+                    promised.insert(name.clone(), opened);
+                }
             }
         }
+        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
+        Ok(TensorFile::new(uri.to_owned(), sources, catalog, None, heads))
     }
-    let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
-    Ok(TensorFile::new(uri, sources, catalog, None, heads))
 }
 
 /// The file of each tensor that the index names, by the stored form of its name.
@@ -133,10 +183,10 @@ fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
 
 fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Result<()> {
     let opened = |file: &usize| chosen.numbers.binary_search(file).is_ok();
-    let mut promised = chosen.promised.iter().filter(|(_, file)| opened(file));
+    let mut promised = chosen.index.promised.iter().filter(|(_, file)| opened(file));
     let missing = promised.find(|(name, _)| names.find(name).is_none());
     let Some((name, &file)) = missing else { return Ok(()) };
-    let shard = chosen.index.files.get(file).map_or("", String::as_str);
+    let shard = chosen.index.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
         Brief(name.trim_start_matches('\u{1e}')),

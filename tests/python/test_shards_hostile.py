@@ -38,11 +38,11 @@ def write_index(folder, weight_map=None, text=None):
     return path
 
 
-def refused(path, said, error=FormatError, names=None):
+def refused(path, said, error=FormatError, names=None, lazily=TensorDeserializer):
     """Every way in says the same, and what is wrong where."""
     for call in (
         lambda: tensorizer.load(path, "cpu"),
-        lambda: TensorDeserializer(path, "cpu", lazy_load=True),
+        lambda: lazily(path, "cpu", lazy_load=True),
         lambda: tensorizer.load(path.parent, "cpu"),
     ):
         with pytest.raises(error, match=said) as info:
@@ -52,6 +52,11 @@ def refused(path, said, error=FormatError, names=None):
         assert "defect" not in str(info.value)
     with pytest.raises(RuntimeError, match=said):
         ops.load(str(path))
+
+
+def refused_shards(path, said, **given):
+    """A lazily opened file opens its shards where they are asked for."""
+    refused(path, said, lazily=lambda *args, **kwds: len(TensorDeserializer(*args, **kwds)), **given)
 
 
 OUTSIDE = ["../secret.safetensors", "../model/1.safetensors", "x/../../secret.safetensors", "..",
@@ -121,22 +126,22 @@ def test_shards_of_other_formats(folder, kind):
     elif kind == "zip":
         torch.save({"b": torch.ones(3)}, shard)
         path = write_index(folder, {"a": "1.safetensors", "b": shard.name})
-        refused(path, "files of several formats|is a checkpoint of torch.save", names=path)
+        refused_shards(path, "files of several formats|is a checkpoint of torch.save", names=path)
         return
     elif kind != "itself":
         shard.write_text({"empty": "", "text": "hello", "page": "<html></html>"}[kind])
     name = INDEX if kind == "itself" else shard.name
     path = write_index(folder, {"a": "1.safetensors", "b": name})
-    refused(path, "not a shard: expected a safetensors file or a checkpoint", names=folder / name)
+    refused_shards(path, "not a shard: expected a safetensors file or a checkpoint", names=folder / name)
 
 
 def test_shards_that_are_malformed(folder):
     path = write_index(folder, {"a": "1.safetensors", "b": "2.safetensors"})
     shard = folder / "2.safetensors"
     shard.write_bytes(pack({"b": info("U8", [5])}, b"1234"))
-    refused(path, "tensor `b`: expected 5 bytes", names=shard)
+    refused_shards(path, "tensor `b`: expected 5 bytes", names=shard)
     shard.write_bytes(pack({"b": info()}, b"1234")[:-1])
-    refused(path, "truncated|end", names=shard)
+    refused_shards(path, "truncated|end", names=shard)
 
 
 def test_shards_that_are_no_files(folder):
@@ -159,14 +164,14 @@ def test_shards_that_are_no_files(folder):
 
 def test_a_tensor_that_is_promised(folder):
     path = write_index(folder, {"a": "1.safetensors", "c": "2.safetensors"})
-    refused(path, "expected tensor `c` in `2.safetensors`, which does not hold it")
+    refused_shards(path, "expected tensor `c` in `2.safetensors`, which does not hold it")
     # In another shard than promised is not there either.
     path = write_index(folder, {"a": "2.safetensors", "b": "1.safetensors"})
-    refused(path, "expected tensor `[ab]` in `[12].safetensors`, which does not hold it")
+    refused_shards(path, "expected tensor `[ab]` in `[12].safetensors`, which does not hold it")
     path = write_index(folder, {"a": "1.safetensors", "\x1b[2J\n": "2.safetensors"})
-    refused(path, r"expected tensor `\\x1b\[2J\\x0a`")
+    refused_shards(path, r"expected tensor `\\x1b\[2J\\x0a`")
     path = write_index(folder, {"a": "1.safetensors", "x" * 5_000: "2.safetensors"})
-    refused(path, "expected tensor `xxx")
+    refused_shards(path, "expected tensor `xxx")
 
 
 def test_a_tensor_in_two_shards_that_the_index_does_not_name(folder):
@@ -174,7 +179,7 @@ def test_a_tensor_in_two_shards_that_the_index_does_not_name(folder):
         tensors = {str(number): torch.ones(1), "both": torch.ones(number)}
         save_file(tensors, folder / f"{number}.safetensors")
     path = write_index(folder, {"1": "1.safetensors", "2": "2.safetensors"})
-    refused(path, "tensor `both` is in two files, and the index names neither")
+    refused_shards(path, "tensor `both` is in two files, and the index names neither")
 
 
 #: What is wrong with an index, and what is said.

@@ -4,6 +4,8 @@ import json
 import resource
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -160,6 +162,18 @@ def test_a_lazy_file_opens_the_others_when_they_are_asked_for(server):
         with pytest.raises(KeyError, match="none"):
             file["none"]
     assert list(file) == [f"t{number}" for number in range(COUNT)]
+
+
+def test_a_lazy_file_reads_its_index_once_and_each_shard_once(server):
+    with TensorDeserializer(server.address, "cpu", lazy_load=True) as file:
+        names = [f"t{number}" for number in range(10)] * 3
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda name: file[name], names))
+    assert [int(tensor[0]) for tensor in found] == list(range(10)) * 3
+    paths = [path for path, _ in server.requests]
+    assert paths.count(INDEX) == 1
+    heads = Counter(path for path, length in server.requests if length == 64 << 10)
+    assert heads == {shard(number): 1 for number in range(10)}
 
 
 def test_a_lazy_file_that_was_closed_still_has_names(folder):

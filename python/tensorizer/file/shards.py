@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .._locks import OwnLock
-from .._native import Reader
+from .._native import Reader, ShardIndex
 
 if TYPE_CHECKING:
     from .._native import Source
@@ -16,96 +17,74 @@ class Shards:
     """The files that an index names. Safe to be used by several threads.
 
     Args:
-        open_index: Opens the index, which is done at once, and again if it was closed before all
-            files were opened.
-        prepare: Called with each reader before it is used.
+        index: The index. It is closed with this object.
+        open_index: Opens the source of the index again.
 
     """
 
-    def __init__(self, open_index: Callable[[], Source], prepare: Callable[[Reader], None]) -> None:
-        self._open_index, self._prepare = open_index, prepare
-        self._source: Source | None = open_index()
-        self._lock = OwnLock()
-        self._parts: list[Reader] = []
+    def __init__(self, index: ShardIndex, open_index: Callable[[], Source]) -> None:
+        self._index, self._open_index = index, open_index
+        #: The files that were opened, by their numbers in the index.
+        self._opened: dict[int, Reader] = {}
+        self._locks: dict[int, OwnLock] = {}
         self._whole: Reader | None = None
+        self._whole_lock = OwnLock()
         self._closed = False
 
     @property
     def uri(self) -> str:
         """The address of the index."""
-        return self._whole.uri if self._source is None and self._whole else self._index().uri
-
-    @property
-    def is_whole(self) -> bool:
-        """True if all files are open, or it is no index."""
-        return self._whole is not None
-
-    def is_index(self) -> bool:
-        """Tell whether it is the index of several files."""
-        return self._index().is_index()
+        return self._index.uri
 
     def part(self, name: str) -> Reader | None:
-        """Return a reader of the file that has a tensor, and perhaps of others.
+        """Return a reader of the file that has a tensor.
 
-        None where all files are needed to tell, or are open.
+        None where all files are needed to tell.
         """
-        with self._lock.here():
-            if self._whole is not None or self._closed:
-                return None
-            for part in self._parts:
-                if part.find(name) is not None:
-                    return part
-            part = Reader(self._index(), wanted=[name])
-            self._prepare(part)
-            if part.format != "safetensors" or part.find(name) is None:
-                part.close()
-                return None
-            self._parts.append(part)
-            return part
+        if self._closed:
+            return None
+        number = self._index.file_of(name)
+        if number is None:
+            return None
+        part = self._opened.get(number)
+        if part is None:
+            with self._locks.setdefault(number, OwnLock()).here():
+                part = self._opened.get(number)
+                if part is None:
+                    part = self._opened[number] = self._index.open(number)
+                    if self._closed:
+                        part.close()
+        return part if part.format == "safetensors" and part.find(name) is not None else None
 
     def whole(self) -> Reader:
-        """Return a reader of all files."""
-        with self._lock.here():
+        """Return a reader of all files. Closed, it still has names and shapes."""
+        with self._whole_lock.here():
             if self._whole is None:
-                source = self._index()
-                try:
-                    self._whole = Reader(source)
-                finally:
-                    if self._closed:
-                        source.close()
-                self._prepare(self._whole)
                 if self._closed:
-                    self._whole.close()
+                    self._whole = self._open_again()
                 else:
-                    self.close_parts()
-                    self._source = None
-                    source.close()
+                    self._whole = self._index.open_all()
+                    if self._closed:
+                        self._whole.close()
             return self._whole
 
-    def _index(self) -> Source:
-        # After an end without all files their names and shapes can still be asked for.
-        source = self._open_index() if self._source is None else self._source
-        if not self._closed:
-            self._source = source
-        return source
+    def _open_again(self) -> Reader:
+        with contextlib.closing(self._open_index()) as source:
+            whole = Reader(source)
+        whole.close()
+        return whole
 
     def stop(self) -> None:
         """End loads that are under way, and refuse more."""
-        for reader in [*self._parts, *([] if self._whole is None else [self._whole])]:
+        for reader in self._readers():
             reader.stop()
-
-    def close_parts(self) -> None:
-        """Close what all files stand in for."""
-        parts, self._parts = self._parts, []
-        for part in parts:
-            part.close()
 
     def close(self) -> None:
         """Close all files. Closing again does nothing."""
         self._closed = True
-        self.close_parts()
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-        if self._whole is not None:
-            self._whole.close()
+        self._index.close()
+        for reader in self._readers():
+            reader.close()
+
+    def _readers(self) -> list[Reader]:
+        return [*self._opened.values(), *([] if self._whole is None else [self._whole])]

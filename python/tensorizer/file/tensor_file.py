@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, Source, TensorIterator, open as native_open, shares_of_tensors
+from .._native import (
+    Reader,
+    ShardIndex,
+    Source,
+    TensorIterator,
+    open as native_open,
+    shares_of_tensors,
+)
 from .._types import Head, Name, OpenOptions, Slice
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
@@ -121,19 +128,18 @@ class TensorFile:
             keep_heads = by_address and heads is not None and not heads
             opened = self._opened_by(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
-            if opened is not None and lazily and plain:
-                self._shards = shards = Shards(opened, self._prepare)
-                self.is_local, self.heads = not by_address, []
-                if shards.is_index():
-                    return
-                self._reader = shards.whole()
-            elif opened is not None:
+            if opened is not None:
+                # Readers have handles of their own; an exception keeps this one in its traceback.
                 with contextlib.closing(opened()) as source:
-                    # Which has a handle of its own; an exception keeps this one in its traceback.
+                    index = ShardIndex.of(source) if lazily and plain else None
+                    if index is not None:
+                        self._shards = Shards(index, opened)
+                        self.is_local, self.heads = not by_address, []
+                        return
                     self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
             else:
                 self._reader = _open_reader(file_obj)
-            self._prepare(self._reader)
+            self._reader.limit_memory(self.memory_limit)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = _is_local(file_obj) or self.reader.local
             told = None if progress is None else progress.part()
@@ -176,9 +182,6 @@ class TensorFile:
             return functools.partial(native_open, target.path, {"path": True})
         return None
 
-    def _prepare(self, reader: Reader) -> None:
-        reader.limit_memory(self.memory_limit)
-
     @property
     def reader(self) -> Reader:
         """The native reader of the file, for which all its shards are opened."""
@@ -186,6 +189,7 @@ class TensorFile:
             if self._shards is None:
                 raise AttributeError("reader")
             reader = self._shards.whole()
+            reader.limit_memory(self.memory_limit)
             if reader.format == "torch":
                 self._checkpoint = Checkpoint(reader)
                 reader = self._checkpoint.reader
@@ -218,6 +222,7 @@ class TensorFile:
         reader = self._shards.part(name)
         if reader is None:
             return None
+        reader.limit_memory(self.memory_limit)
         part = copy.copy(self)
         part._reader, part._shards, part._stream = reader, None, None
         return part

@@ -1,0 +1,76 @@
+//! `tensorizer._C.ShardIndex`: the index of a checkpoint in several files, opened one by one.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use tensorizer::error::{Error, Result};
+use tensorizer::{Brief, Opening, ShardIndex as Index};
+
+use crate::errors::Answer;
+use crate::gil;
+use crate::names::plain_name;
+use crate::reader::Reader;
+use crate::signals;
+use crate::source::Source;
+
+/// An index that was read. All methods may be called from several threads.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct ShardIndex {
+    index: Brief<Option<Arc<Index>>>,
+    uri: String,
+}
+
+impl ShardIndex {
+    /// The index, unless it was closed.
+    fn shared(&self) -> Result<Arc<Index>> {
+        let index = self.index.lock();
+        index
+            .clone()
+            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+    }
+}
+
+#[pymethods]
+impl ShardIndex {
+    /// Reads the index of a source; None if the source is something else, or can be read only once.
+    #[staticmethod]
+    fn of(py: Python<'_>, source: &Source) -> Answer<Option<Self>> {
+        let (base, source) = (source.base(), source.shared()?);
+        let index = gil::without(py, || Index::of_source(source, base, &signals))?;
+        Ok(index.map(|index| ShardIndex {
+            uri: index.uri().to_owned(),
+            index: Brief::new(Some(Arc::new(index))),
+        }))
+    }
+
+    /// The number of the file that has a tensor; None where the index does not say.
+    fn file_of(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
+        let index = self.shared()?;
+        Ok(plain_name(name).and_then(|name| index.file_of(name.stored())))
+    }
+
+    /// Opens one of the files.
+    fn open(&self, py: Python<'_>, file: usize) -> Answer<Reader> {
+        let index = self.shared()?;
+        let opening = Opening { storages: true, ..Opening::new(&signals) };
+        Ok(Reader::new(gil::without(py, || index.open_one(file, &opening))?))
+    }
+
+    /// Opens all files.
+    fn open_all(&self, py: Python<'_>) -> Answer<Reader> {
+        let index = self.shared()?;
+        let opening = Opening { storages: true, ..Opening::new(&signals) };
+        Ok(Reader::new(gil::without(py, || index.open_wanted(&opening))?))
+    }
+
+    fn close(&self) {
+        let index = self.index.lock().take();
+        drop(index);
+    }
+
+    /// The address, without its secrets.
+    #[getter]
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+}
