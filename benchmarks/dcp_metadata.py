@@ -1,4 +1,4 @@
-"""What ``checkpoint.json`` of many ranks costs: bytes, and CPU of the coordinator and of each rank.
+"""Measure ``checkpoint.json`` of many ranks: bytes, and CPU of the coordinator and of each rank.
 
 The plans of all ranks are made in this process, without tensors and without files of ranks. Each
 rank has a part of every tensor.

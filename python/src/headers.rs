@@ -40,7 +40,7 @@ impl Headers {
     }
 }
 
-/// Whether tensors have the bytes, types and shapes of tensors of a file.
+/// Compares the bytes, types and shapes of tensors with those of a file.
 pub fn matching(
     file: &TensorFile,
     headers: &Headers,

@@ -434,7 +434,7 @@ impl Reader {
         Ok(self.keep_all(&numbers, headers))
     }
 
-    /// Whether lent tensors have the bytes, types and shapes of these tensors of the file.
+    /// Compares lent tensors with the bytes, types and shapes of these tensors of the file.
     fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
         Ok(gil::without(py, || {
             let lent = borrow(&handle.0)?;

@@ -56,7 +56,9 @@ def refused(path, said, error=FormatError, names=None, lazily=TensorDeserializer
 
 def refused_shards(path, said, **given):
     """A lazily opened file opens its shards where they are asked for."""
-    refused(path, said, lazily=lambda *args, **kwds: len(TensorDeserializer(*args, **kwds)), **given)
+    refused(
+        path, said, lazily=lambda *args, **kwds: len(TensorDeserializer(*args, **kwds)), **given
+    )
 
 
 OUTSIDE = ["../secret.safetensors", "../model/1.safetensors", "x/../../secret.safetensors", "..",
@@ -132,7 +134,9 @@ def test_shards_of_other_formats(folder, kind):
         shard.write_text({"empty": "", "text": "hello", "page": "<html></html>"}[kind])
     name = INDEX if kind == "itself" else shard.name
     path = write_index(folder, {"a": "1.safetensors", "b": name})
-    refused_shards(path, "not a shard: expected a safetensors file or a checkpoint", names=folder / name)
+    refused_shards(
+        path, "not a shard: expected a safetensors file or a checkpoint", names=folder / name
+    )
 
 
 def test_shards_that_are_malformed(folder):

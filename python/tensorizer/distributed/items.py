@@ -35,7 +35,7 @@ def damaged(uri: str, error: Exception) -> FormatError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of an item are: the file, beside this one, and the name of its tensor.
+    """The place of an item's bytes: the file, beside this one, and the name of its tensor.
 
     Attributes:
         dtype, shape: What a checkpoint that was read says of the tensor.

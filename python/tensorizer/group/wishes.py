@@ -1,4 +1,4 @@
-"""What members of a group want of a file: as few bytes to send, and merged."""
+"""The tensors that members of a group want of a file: in few bytes to send, and merged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Merged:
-    """What all members want together.
+    """The wants of all members together.
 
     Attributes:
         shared: By number the rows of each tensor of which several members want the same ones, in

@@ -467,7 +467,7 @@ def received(folder):
                 part = made[name] if shard is None else cut(made[name], 0, shard.world, shard.rank)
                 assert_equal(tensor, part, name)
             wanted = sum(tensor.nbytes for tensor in loaded.values())
-            # What members tell each other is some hundred bytes.
+            # Members tell each other some hundred bytes.
             found.append(sum(one for one in counts if one > 4096) / wanted)
     return found
 
