@@ -99,7 +99,8 @@ def planned(kind: str) -> tuple[float, float]:
     tables = [wish(number).table for number in range(0, world, 64)]
     told = len(pickle.dumps((mine.structure.digest(), max(tables, key=lambda one: len(str(one))))))
     begun = time.process_time()
-    merged([(mine.structure, [tables[n % len(tables)] for n in range(world)])], count, [])
+    of_all = [(n, tables[n % len(tables)]) for n in range(world)]
+    merged([(mine.structure, of_all)], count, [], (0, world))
     return own + time.process_time() - begun, world * max(512, told) / 1e6
 
 

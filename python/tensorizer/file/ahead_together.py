@@ -14,7 +14,7 @@ from .choice import Choice, Chosen
 from .parts import Wanted
 from .progress import Progress
 from .tensor_file import TensorFile, in_batches
-from .together import fill_together, is_read_by_each, made_for, open_together
+from .together import Prepared, fill_together, made_for, open_together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,10 +44,9 @@ def open_for_group(
             raise
     made: list[AheadTogether | ReadAhead] = []
     with members:
-        file = open_together(members, opened)
+        file, by_each = open_together(members, opened)
         try:
             chosen, _ = members.together(lambda: choice.of(file, told))
-            by_each = is_read_by_each(members, file)
             # Members may have buffers of their own, and all cut the same batches.
             least = min(members.tell(buffer_bytes))
 
@@ -103,9 +102,11 @@ class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
         """Return what this member wants of a batch."""
         numbers = [number for number in batch if number in self._wanted]
         wanted = Wanted(self._file, numbers, self._chosen.wanted.parts)
-        made = self._members.together(lambda: made_for(wanted, self._chosen.device_of))
-        places = made[0]
-        fill_together(self._members, wanted, places)
+
+        def prepare() -> Prepared:
+            return Prepared(wanted, made_for(wanted, self._chosen.device_of))
+
+        places = fill_together(self._members, prepare).tensors
         return [(number, places[number]) for number in wanted.numbers]
 
     def close(self) -> None:

@@ -59,20 +59,33 @@ class Choice:
         return self.of(file, progress).load()
 
     def load_together(
-        self, file: TensorFile, members: Members, progress: Progress
+        self, file: TensorFile, members: Members, progress: Progress, *, by_each: bool
     ) -> dict[Name, torch.Tensor]:
-        """Do the same at all members of a group."""
-        from .together import fill_together, is_read_by_each, made_for  # with a
+        """Do the same at all members of a group, and finish the progress.
+
+        With ``by_each``, each member reads the file for itself.
+        """
+        from .together import Prepared, fill_together, made_for  # with a
         # group only: torch.distributed is slow to import
 
-        what, _ = members.together(lambda: self.of(file, progress))
-        if is_read_by_each(members, file):
+        def load() -> dict[Name, torch.Tensor]:
+            loaded = self.of(file, progress).load()
+            progress.finish()
+            return loaded
+
+        if by_each:
             file.reader.share_cache()
-            return members.together(what.load)[0]
+            return members.together(load)[0]
         file.keeps_shared = False
-        places, _ = members.together(lambda: what.places() or made_for(what.wanted, what.device_of))
-        fill_together(members, what.wanted, places)
-        return what.named(places)
+        chosen: list[Chosen] = []
+
+        def prepare() -> Prepared:
+            chosen.append(what := self.of(file, progress))
+            places = what.places() or made_for(what.wanted, what.device_of)
+            return Prepared(what.wanted, places)
+
+        prepared = fill_together(members, prepare, progress.finish)
+        return chosen[0].named(prepared.tensors)
 
 
 class Chosen:

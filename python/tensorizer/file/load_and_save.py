@@ -138,11 +138,12 @@ def load(
             return what.load(file, told)
     from .together import open_together  # as above
 
-    with told, members, open_together(members, opened) as file:
-        loaded = what.load_together(file, members, told)
-        members.together(told.finish)
-        members.done()
-        return loaded
+    with told, members:
+        file, by_each = open_together(members, opened)
+        with file:
+            loaded = what.load_together(file, members, told, by_each=by_each)
+            members.done()
+            return loaded
 
 
 def save(

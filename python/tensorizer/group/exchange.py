@@ -12,7 +12,7 @@ import torch
 
 from .._errors import GroupError
 from .._native import shares_of_group
-from .members import Members
+from .linked import Linked
 from .plan import Batch
 
 #: Bytes of a batch, at most, about: some milliseconds of a fast network.
@@ -25,6 +25,8 @@ _SENT_AT_ONCE = 2
 _ON_THE_WAY = 1 / 10
 #: Bytes in front of a batch that say whether its owner, or anything at it, has failed.
 _HEADER = 64
+
+_CPU = torch.device("cpu")
 
 #: Fills a buffer with a batch.
 Fetch: TypeAlias = Callable[[Batch, torch.Tensor], None]
@@ -72,14 +74,44 @@ class Shares:
         return cls(batch - _HEADER, at_once, beside)
 
 
+class Buffers:
+    """The memory of batches, for exchanges that follow each other.
+
+    Args:
+        device: Where it is.
+        pinned: Whether it is host memory from which a device copies at full speed.
+
+    Attributes:
+        every: The buffers.
+
+    """
+
+    def __init__(self, device: torch.device = _CPU, *, pinned: bool = False) -> None:
+        self._device, self._pinned = device, pinned
+        self._count = self._size = 0
+        self.every: list[torch.Tensor] = []
+
+    def need(self, exchange: Exchange) -> None:
+        """Be enough for an exchange, too."""
+        self._count = max(self._count, exchange.buffer_count)
+        self._size = max(self._size, exchange.buffer_len)
+
+    def make(self) -> None:
+        """Take the memory."""
+        device = self._device
+        kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": self._pinned}
+        self.every = [torch.empty(self._size, **kind) for _ in range(self._count)]
+        if device.type == "cuda":
+            # Their memory may still be in use on this stream, and is filled on others.
+            torch.cuda.current_stream(device).synchronize()
+
+
 class Exchange:
     """One pass over all batches. They come in order, at all members at once.
 
     Args:
-        members: Who takes part.
-        batches: What each of them fetches, the same at all of them.
-        device: Where the buffers are.
-        pinned: Whether they are host memory from which a device copies at full speed.
+        batches: What each member fetches, the same at all of them.
+        rank: The number of this one among them.
         fetch: Called on other threads.
         deliver: Called for every batch, those of this member too.
         stop: Ends what is being fetched.
@@ -89,54 +121,61 @@ class Exchange:
 
     def __init__(
         self,
-        members: Members,
         batches: Sequence[Batch],
+        rank: int,
         *,
-        device: torch.device,
-        pinned: bool,
         fetch: Fetch,
         deliver: Deliver,
         stop: Callable[[], None],
         at_once: int = _READ_AT_ONCE,
     ) -> None:
-        self._members, self._batches = members, batches
+        self._batches, self._rank = batches, rank
         self._fetch, self._deliver, self._stop = fetch, deliver, stop
-        self._mine = deque(batch for batch in batches if batch.owner == members.rank)
+        self._mine = deque(batch for batch in batches if batch.owner == rank)
         size = _HEADER + max((batch.nbytes for batch in batches), default=0)
         # While a batch is sent, others are read or wait for their turn. Those that are much longer
         # than usual come one by one.
         usual = size <= _HEADER + 2 * BATCH_BYTES
         self._sent_at_once = _SENT_AT_ONCE if usual else 1
         self._at_once = at_once
-        own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
-
-        def buffers(count: int) -> deque[torch.Tensor]:
-            kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
-            return deque(torch.empty(size, **kind) for _ in range(count))
-
-        self._free, self._for_others = buffers(own), buffers(self._sent_at_once)
-        if device.type == "cuda":
-            # Their memory may still be in use on this stream, and is filled on others.
-            torch.cuda.current_stream(device).synchronize()
+        self.buffer_len = size
+        self._own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
+        self._free: deque[torch.Tensor] = deque()
+        self._for_others: deque[torch.Tensor] = deque()
         self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
         self._failed: BaseException | None = None
 
-    def run(self) -> None:
-        """Fetch, send and deliver everything.
+    @property
+    def buffer_count(self) -> int:
+        """The number of buffers that it needs at once."""
+        return self._own + self._sent_at_once
+
+    def run(
+        self, members: Linked, buffers: Buffers, failed: BaseException | None = None
+    ) -> BaseException | None:
+        """Fetch, send and deliver everything; return what has failed here.
+
+        Args:
+            members: The connections to the others.
+            buffers: Enough of them; they are free when it ends.
+            failed: What has failed here before: the others are told by what this member sends.
 
         Raises:
-            BaseException: What has failed here, or at another member.
+            GroupError: A member was lost.
 
         """
+        every = buffers.every[: self.buffer_count]
+        self._free, self._for_others = deque(every[: self._own]), deque(every[self._own :])
+        self._failed = failed
         pool = ThreadPoolExecutor(self._at_once, "tensorizer-fetch")
         try:
-            self._pass(pool)
+            self._pass(pool, members)
         except GroupError:
             raise
         except BaseException:
             # The others would wait.
-            self._members.leave()
+            members.leave()
             raise
         finally:
             if self._coming or self._failed is not None:
@@ -145,26 +184,26 @@ class Exchange:
             self._coming.clear()
             # They keep the connections open, and tracebacks have this object.
             self._sent.clear()
-        failed, self._failed = self._failed, None
+        failed, self._failed = self._failed or members.interrupted(), None
         try:
-            self._members.agree(failed)
+            return failed
         finally:
             del failed
 
-    def _pass(self, pool: ThreadPoolExecutor) -> None:
+    def _pass(self, pool: ThreadPoolExecutor, members: Linked) -> None:
         """Go through all batches, or to the first whose owner has failed."""
         self._fetch_more(pool)
         for batch in self._batches:
-            own = batch.owner == self._members.rank
-            buffer = self._fetched() if own else self._for_others.popleft()
+            own = batch.owner == self._rank
+            buffer = self._fetched(members) if own else self._for_others.popleft()
             data = buffer[: _HEADER + batch.nbytes]
-            self._sent.append((batch, buffer, self._members.broadcast(data, batch.owner)))
-            if len(self._sent) == self._sent_at_once and not self._finish():
+            self._sent.append((batch, buffer, members.broadcast(data, batch.owner)))
+            if len(self._sent) == self._sent_at_once and not self._finish(members):
                 break
             self._fetch_more(pool)
         # What others have begun to send, they finish.
         while self._sent:
-            self._finish()
+            self._finish(members)
 
     def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
         """Have batches read into all buffers that are free."""
@@ -173,10 +212,10 @@ class Exchange:
             inside = buffer[_HEADER : _HEADER + batch.nbytes]
             self._coming.append((buffer, pool.submit(self._fetch, batch, inside)))
 
-    def _fetched(self) -> torch.Tensor:
+    def _fetched(self, members: Linked) -> torch.Tensor:
         """Wait for the next batch of this member; its header says whether all is well here."""
         buffer, future = self._coming.popleft()
-        self._failed = self._failed or self._members.interrupted()
+        self._failed = self._failed or members.interrupted()
         if self._failed is None:
             try:
                 future.result()
@@ -185,11 +224,11 @@ class Exchange:
         buffer[0] = self._failed is not None
         return buffer
 
-    def _finish(self) -> bool:
+    def _finish(self, members: Linked) -> bool:
         """Wait for the oldest batch that is being sent; tell whether its owner is well."""
         batch, buffer, work = self._sent.popleft()
         try:
-            self._members.wait(work)
+            members.wait(work)
         finally:
             del work
         well = not bool(buffer[0])
@@ -201,5 +240,5 @@ class Exchange:
         if buffer.is_cuda:
             # A buffer is free when the copies out of it are done.
             torch.cuda.current_stream(buffer.device).synchronize()
-        (self._free if batch.owner == self._members.rank else self._for_others).append(buffer)
+        (self._free if batch.owner == self._rank else self._for_others).append(buffer)
         return well

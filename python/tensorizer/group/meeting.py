@@ -16,22 +16,22 @@ from typing import Any
 
 #: What becomes of a call: one of these, which the first member that knows says.
 _ALL_HERE, _ONE_LEFT, _IN_VAIN = "all are here", "one of them left", "one of them waited in vain"
-#: Seconds between two looks.
-_PAUSE = 2e-3
+#: Seconds between two looks: at first, at most of few members, and for each where there are more,
+#: which one store answers.
+_PAUSE, _LONGEST_PAUSE, _PAUSE_FOR_EACH = 1e-3, 5e-3, 2e-4
 
 
 def meet(
-    store: Any,
-    member: tuple[int, int],
-    timeout: datetime.timedelta,
-    leaves: threading.Event,
-    told: str,
-) -> set[str]:
-    """Wait until all are here, or this one leaves; return what they tell each other by that.
+    store: Any, size: int, timeout: datetime.timedelta, leaves: threading.Event, told: str
+) -> bool:
+    """Wait until all are here, or this one leaves; return whether all tell the same.
+
+    The requests of each member to the store do not become more with the number of members, and it
+    asks the less often the more there are.
 
     Args:
         store: Where they meet.
-        member: The rank of this one, and their number.
+        size: Their number.
         timeout: How long they are waited for.
         leaves: Set when this one leaves.
         told: What this one tells.
@@ -41,16 +41,17 @@ def meet(
 
     """
     until = time.monotonic() + timeout.total_seconds()
-    rank, size = member
-    everybody = [f"here/{other}" for other in range(size)]
+    pause, longest = _PAUSE, max(_LONGEST_PAUSE, size * _PAUSE_FOR_EACH)
     found = _ALL_HERE
     try:
-        store.set(everybody[rank], told)
-        while not store.check(["outcome"]) and not store.check(everybody):
+        store.add(f"told/{told}", 1)
+        here = store.add("here", 1)
+        while here < size and not store.check(["outcome"]):
             if leaves.is_set() or time.monotonic() > until:
                 found = _ONE_LEFT if leaves.is_set() else _IN_VAIN
                 break
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
         outcome = store.compare_set("outcome", "", found).decode()
     except BaseException:
         with contextlib.suppress(RuntimeError):
@@ -58,7 +59,7 @@ def meet(
         raise
     if outcome != _ALL_HERE:
         raise RuntimeError("timed out" if outcome == found == _IN_VAIN else outcome)
-    return {one.decode() for one in store.multi_get(everybody)}
+    return bool(store.add(f"told/{told}", 0) == size)
 
 
 def uninterrupted(

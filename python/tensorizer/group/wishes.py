@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -70,60 +70,140 @@ class Wish:
         return Wish(Structure(columns), tuple((start, stop) for start, stop, _ in kinds))
 
 
+#: The most parts of a group that a member exchanges with: each takes connections of its own.
+MOST_PARTS = 8
+#: The most rows of tables that are compared for parts: about a second of CPU.
+_MOST_COMPARED = 1_000_000
+
+#: Of a tensor, or of others that members want alike: the rows that hold what some members want, and
+#: the ranks of these.
+_Range = tuple[int, int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Merged:
-    """The wants of all members together.
+    """The wants of all members together, as they concern one of them.
 
     Attributes:
-        shared: By number the rows of each tensor of which several members want the same ones, in
-            rising order: the range that holds what any member wants.
-        alone: The tensors of which each member wants other rows, or which one member wants.
+        shared: By the ranks of those that want the same, or overlapping, rows of tensors: for each
+            tensor, by number in rising order, the rows that hold what any of these wants. This
+            member is one of each of them.
+        alone: The tensors of which this member wants rows that no other one wants.
+        exchanges: Whether any members want the same, which is told alike to all of them.
 
     """
 
-    shared: dict[int, tuple[int, int]]
+    shared: dict[tuple[int, ...], dict[int, tuple[int, int]]]
     alone: frozenset[int]
+    exchanges: bool
 
 
 def merged(
-    wishes: Iterable[tuple[Structure, Sequence[Table]]], count: int, in_one_piece: Sequence[int]
+    wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]],
+    count: int,
+    in_one_piece: Sequence[int],
+    member: tuple[int, int],
 ) -> Merged:
     """Merge the wishes of all members.
 
+    All members want the same of many tensors, or the same parts: tensors are compared by what
+    members want of them, each different case once. A member that wanted something together with
+    more than :data:`MOST_PARTS` others sets of members shares with all of them instead.
+
     Args:
-        wishes: Each structure once, with the tables of all members that have it.
+        wishes: Each structure once, with the ranks and tables of all members that have it.
         count: The number of tensors of the file.
         in_one_piece: Tensors that are always fetched as a whole: if several members want parts of
             one, these are shared.
+        member: The rank of this one, and the number of all.
 
     """
-    lows = torch.full((count,), torch.iinfo(torch.int64).max, dtype=torch.int64, device="cpu")
-    highs = torch.full((count,), -1, dtype=torch.int64, device="cpu")
-    shared = torch.zeros(count, dtype=torch.bool, device="cpu")
-    whole = shared.clone()
-    whole[torch.tensor(in_one_piece, dtype=torch.int64, device="cpu")] = True
+    rank, size = member
+    times = torch.zeros(count, dtype=torch.int64, device="cpu")
+    cases = times.clone()
+    cases[torch.tensor(in_one_piece, dtype=torch.int64, device="cpu")] = 1
+    mine = times[:0]
+    for seed, (structure, tables) in enumerate(wishes):
+        numbers, kinds = structure.columns
+        times[numbers] += len(tables)
+        # Sums of random numbers are the same for the same kinds, and for no others.
+        seeded = torch.Generator(device="cpu").manual_seed(seed)
+        ends = (len(tables[0][1]),)
+        marks = torch.randint(-(2**63), 2**63 - 1, ends, generator=seeded, device="cpu")
+        cases[numbers] += marks[kinds]
+        if any(of == rank for of, _ in tables):
+            mine = numbers
+    several = torch.nonzero(times > 1).flatten()
+    alone = set(mine[times[mine] == 1].tolist())
+    shared: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
+    found, case_of = torch.unique(cases[several], return_inverse=True)
+    examples = several.new_zeros(len(found)).scatter_(0, case_of, several)
+    ranges: list[list[_Range]] = []
+    parts: set[tuple[int, ...]] = set()
+    few = len(found) * size <= _MOST_COMPARED
+    if few:
+        one_piece = set(in_one_piece)
+        rows = zip(_rows(wishes, examples), examples.tolist(), strict=True)
+        ranges = [_ranges(of_case, example in one_piece) for of_case, example in rows]
+        parts = {ranks for of_case in ranges for *_, ranks in of_case if len(ranks) > 1}
+    often = Counter(rank for ranks in parts for rank in ranks)
+    if not few or max(often.values(), default=0) > MOST_PARTS:
+        everyone = tuple(range(size))
+        shared[everyone] = _by_all(wishes, count, several)
+        return Merged(shared, frozenset(alone), True)
+    # By case the range that has this member.
+    own = [next((one for one in of_case if rank in one[2]), None) for of_case in ranges]
+    for number, case in zip(several.tolist(), case_of.tolist(), strict=True):
+        of_case = own[case]
+        if of_case is None:
+            continue
+        start, stop, ranks = of_case
+        if len(ranks) == 1:
+            alone.add(number)
+        else:
+            shared.setdefault(ranks, {})[number] = (start, stop)
+    return Merged(dict(sorted(shared.items())), frozenset(alone), bool(parts))
+
+
+def _rows(
+    wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]], examples: torch.Tensor
+) -> list[list[tuple[int, int, int]]]:
+    """Return the rows that members want of some tensors: first, end, and the rank."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(len(examples))]
     for structure, tables in wishes:
         numbers, kinds = structure.columns
-        merged_kinds = [_together(of_kind) for of_kind in zip(*tables, strict=True)]
-        of_kinds = torch.tensor(merged_kinds, dtype=torch.int64, device="cpu").view(-1, 3)
-        low, high, overlap = of_kinds[kinds].unbind(1)
-        known_low, known_high = lows[numbers], highs[numbers]
-        # Rows in a gap between others are taken for shared, too.
-        apart = (low >= known_high) | (high <= known_low)
-        several = (known_high >= 0) | (len(tables) > 1)
-        shared[numbers] |= ~apart | (overlap != 0) | (whole[numbers] & several)
-        lows[numbers] = torch.minimum(known_low, low)
-        highs[numbers] = torch.maximum(known_high, high)
-    both = torch.nonzero(shared).flatten()
-    rows = zip(both.tolist(), lows[both].tolist(), highs[both].tolist(), strict=True)
-    alone = torch.nonzero(~shared & (highs >= 0)).flatten()
-    return Merged(
-        {number: (start, stop) for number, start, stop in rows}, frozenset(alone.tolist())
-    )
+        at = torch.searchsorted(numbers, examples).clamp(max=max(len(numbers) - 1, 0))
+        here = torch.nonzero(numbers[at] == examples).flatten() if len(numbers) else at[:0]
+        for case, kind in zip(here.tolist(), kinds[at[here]].tolist(), strict=True):
+            found[case] += [(*table[kind], rank) for rank, table in tables]
+    return found
 
 
-def _together(ranges: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return the range that holds some others, and 1 if any of these overlap."""
-    ordered = sorted(ranges)
-    overlap = any(stop > start for (_, stop), (start, _) in pairwise(ordered))
-    return ordered[0][0], max(stop for _, stop in ordered), int(overlap)
+def _ranges(rows: Iterable[tuple[int, int, int]], in_one_piece: bool) -> list[_Range]:
+    """Put rows together that overlap, or all that are in one piece."""
+    made: list[tuple[int, int, list[int]]] = []
+    for start, stop, rank in sorted(rows):
+        if made and (in_one_piece or start < made[-1][1]):
+            low, high, ranks = made.pop()
+            made.append((low, max(high, stop), [*ranks, rank]))
+        else:
+            made.append((start, stop, [rank]))
+    return [(start, stop, tuple(sorted(ranks))) for start, stop, ranks in made]
+
+
+def _by_all(
+    wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]],
+    count: int,
+    several: torch.Tensor,
+) -> dict[int, tuple[int, int]]:
+    """Return the range that holds what any member wants, of tensors that several want."""
+    lows = torch.full((count,), torch.iinfo(torch.int64).max, dtype=torch.int64, device="cpu")
+    highs = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+    for structure, tables in wishes:
+        numbers, kinds = structure.columns
+        of_all = torch.tensor([table for _, table in tables], dtype=torch.int64, device="cpu")
+        low, high = of_all.amin(0)[kinds, 0], of_all.amax(0)[kinds, 1]
+        lows[numbers] = torch.minimum(lows[numbers], low)
+        highs[numbers] = torch.maximum(highs[numbers], high)
+    rows = zip(lows[several].tolist(), highs[several].tolist(), strict=True)
+    return dict(zip(several.tolist(), rows, strict=True))

@@ -416,12 +416,14 @@ def collectives(folder):
 
         return counting
 
-    for name in ("broadcast", "_allgather"):
+    for name in ("broadcast", "gather"):
         setattr(members.Members, name, counted(getattr(members.Members, name)))
-    fetch_together(BATCH)
     with group() as (_, size):
         tensorizer.load(f"{folder}/tiny.tensors", group=dist.group.WORLD)
-        of_load = len(counts)
+        of_local = len(counts)
+        fetch_together(BATCH)
+        tensorizer.load(f"{folder}/tiny.tensors", group=dist.group.WORLD)
+        of_load = len(counts) - of_local
         some = members.Members.of(dist.group.WORLD)
         with some:
             # Short answers, a long one of one member, and long ones of all.
@@ -432,7 +434,7 @@ def collectives(folder):
                 assert [rank for rank, _ in told] == list(range(size))
                 assert told[dist.get_rank()][1] == value and len(told[0][1]) >= 1
                 found.append(len(counts) - before)
-    return of_load, found
+    return of_load, of_local, found
 
 
 def received(folder):
@@ -457,6 +459,7 @@ def received(folder):
             ({"names": names, "shard": tensorizer.Shard(0, rank, world)}, names),
             ({"names": few}, few),
             ({"names": names, "shard": tensorizer.Shard(0, rank // 2, world // 2)}, names),
+            ({"names": names}, names),
         ]
         for options, expected in calls:
             counts.clear()

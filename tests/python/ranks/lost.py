@@ -33,14 +33,14 @@ WAIT = 10
 
 def on_the_way(function, number, act):
     """Do something before the ``number``-th batch that a function of this rank gets."""
-    own, count = getattr(together, function), iter(range(1 << 30))
+    own, count = getattr(together._Sharing, function), iter(range(1 << 30))
 
     def changed(*args):
         if next(count) == number:
             act()
         own(*args)
 
-    setattr(together, function, changed)
+    setattr(together._Sharing, function, changed)
 
 
 def load(uri, **options):
@@ -136,19 +136,22 @@ def errors_on_the_way(folder):
     uri = f"{folder}/g.tensors"
     found = {}
 
-    def say(name, function, at, act):
-        own = getattr(together, function)
+    def say(name, function, at, act, **options):
+        own = getattr(together._Sharing, function)
         if dist.get_rank() == at:
             on_the_way(function, *act)
         try:
-            load(uri)
+            load(uri, **options)
             found[name] = None
         except BaseException as error:
             found[name] = [type(error).__name__, str(error), getattr(error, "__notes__", None)]
-        setattr(together, function, own)
+        setattr(together._Sharing, function, own)
         works(uri)
 
-    with group():
+    with group() as (rank, world):
+        # Of pairs, each of which exchanges by itself.
+        pairs = {"shard": tensorizer.Shard(0, rank // 2, world // 2)}
+        say("pair", "_fetch", 1, (0, fail), names=["rows", "words"], **pairs)
         say("read", "_fetch", 1, (3, fail))
         say("first", "_fetch", 1, (0, fail))
         say("odd", "_fetch", 1, (3, fail_oddly))
@@ -237,7 +240,7 @@ def connecting(folder):
     with group() as (rank, _):
         works(uri)
         # Connections that are kept would not be made.
-        for calls in members._CALLS[dist.group.WORLD].values():
+        for calls in members.CALLS[dist.group.WORLD].values():
             calls.kept = 0
         connect = dist.ProcessGroupGloo
 

@@ -1,0 +1,190 @@
+"""Processes that are connected to each other, and what they exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .._errors import GroupError
+from . import leaving, tree
+from .calls import Connections
+
+#: Seconds that a member waits for others beyond the group's timeout, which they see first.
+_GRACE = 10.0
+
+
+class Linked:
+    """Connections of a process and others, for nothing else.
+
+    Args:
+        rank: The number of this process among them.
+        size: How many there are.
+        on_device: Whether they exchange tensors of CUDA devices without the CPU.
+        timeout: How long they wait for each other.
+
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, on_device: bool, timeout: datetime.timedelta
+    ) -> None:
+        self.rank, self.size, self.on_device = rank, size, on_device
+        self._timeout = timeout
+        self._process = os.getpid()
+        self._interrupt: BaseException | None = None
+        self._have_left = False
+        self._connections = Connections()
+        self._store: Any = None
+        #: The ranks of a part of the members, for the names of its keys.
+        self._part = ""
+
+    def connect_hosts(self, connections: Connections, store: Any) -> None:
+        """Prepare connections, which are made when they are first used.
+
+        Trees of all members take few of them: a connection of each member to each other would take
+        as many descriptors as there are members.
+        """
+        gloo: Any = distributed_c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._timeout
+        connections.hosts = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def leave(self) -> None:
+        """Give the connections up, for others not to wait for this process."""
+        if self._process != os.getpid():
+            return  # they are the parent's, which goes on
+        first, self._have_left = not self._have_left, True
+        groups = self._connections.take_all()
+        if self._store is not None and (first or groups):
+            leaving.tell(self._store)
+        for group in groups:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                group.abort()
+            del group
+        leaving.let_go(groups)
+
+    def check_process(self) -> None:
+        """Refuse a process that was forked off the one that has made the connections.
+
+        Raises:
+            RuntimeError: It was.
+
+        """
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "these connections belong to the process that made them: this one was forked off it"
+            )
+
+    def gather(self, data: bytes, length: int) -> list[bytes]:
+        """Return so many bytes of every member; those of shorter ones have zeros behind them."""
+        every = torch.zeros(self.size, length, dtype=torch.uint8, device="cpu")
+        mine = bytearray(data[:length].ljust(length, b"\0"))
+        every[self.rank] = torch.frombuffer(mine, dtype=torch.uint8)
+        with self._collective():
+            gathered = tree.Gather(self._connections.hosts, every, self.rank)
+        try:
+            self.wait(gathered)
+        except BaseException:
+            gathered.stop()
+            raise
+        self.wait(self.broadcast(every, 0))
+        return [one.tobytes() for one in every.numpy()]
+
+    def from_one(self, data: bytes, rank: int, length: int) -> bytes:
+        """Return the bytes of one member, which it gives to all."""
+        mine = bytearray(data.ljust(length, b"\0") if rank == self.rank else length)
+        sent = torch.frombuffer(mine, dtype=torch.uint8)
+        self.wait(self.broadcast(sent, rank))
+        return sent.numpy().tobytes()
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Check that there are connections, to begin an exchange."""
+        self.check_process()
+        with self.or_lost():
+            if self._connections.hosts is None:
+                raise RuntimeError("the connections were given up")
+            yield
+
+    def broadcast(self, data: torch.Tensor, rank: int) -> Any:
+        """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        with self._collective():
+            # No frame of a traceback may have the group: see leave.
+            if data.is_cuda and self.on_device:
+                return self._of_devices().broadcast([data], options)
+            return self._connections.hosts.broadcast([data], options)
+
+    def _of_devices(self) -> Any:
+        """Return the connections between devices, which take long to be made."""
+        if self._connections.devices is None:
+            options = dist.ProcessGroupNCCL.Options()
+            # Its own watchdog would end the process, where a member is lost.
+            options._timeout = self._timeout + datetime.timedelta(seconds=6 * _GRACE)
+            store = distributed_c10d.PrefixStore(f"devices{self._part}", self._store)
+            made = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._connections.devices = made
+            del made
+        return self._connections.devices
+
+    def wait(self, work: Any) -> None:
+        """Wait for an exchange, to its end even where this process is interrupted.
+
+        Raises:
+            GroupError: It did not come to its end.
+
+        """
+        until = time.monotonic() + self._timeout.total_seconds() + _GRACE
+        pause = 1e-4
+        try:
+            with self.or_lost(), leaving.watch(self._store) as another_left:
+                while not work.is_completed():
+                    if time.monotonic() > until:
+                        raise RuntimeError("timed out")
+                    if another_left():
+                        raise RuntimeError("one of them left")
+                    self._pause(pause)
+                    pause = min(pause * 1.5, 5e-3)
+                work.wait()
+        finally:
+            # It keeps the connections open, and a traceback keeps this frame.
+            del work
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, and remember an interruption; a second one ends the call at once."""
+        try:
+            time.sleep(seconds)
+        except BaseException as interrupt:
+            if self._interrupt is not None:
+                self.leave()
+                raise
+            # Frames of its traceback have the exchange.
+            self._interrupt = interrupt.with_traceback(None)
+
+    def interrupted(self) -> BaseException | None:
+        """Return what has interrupted this process during an exchange, once."""
+        interrupt, self._interrupt = self._interrupt, None
+        return interrupt
+
+    @contextlib.contextmanager
+    def or_lost(self) -> Iterator[None]:
+        """Leave where anything fails, and raise an error of the connections as GroupError."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave()
+            if not isinstance(error, (RuntimeError, dist.DistError)):
+                raise
+            raise GroupError(
+                f"rank {self.rank} of {self.size} lost the other members of its group, or they "
+                f"did not answer within {self._timeout}: {error}"
+            ) from error

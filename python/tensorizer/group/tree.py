@@ -1,0 +1,93 @@
+"""A binomial tree of members, up which each sends what it and those below it have to tell.
+
+Gloo gathers by a ring, in as many steps as there are members; a tree takes the logarithm of them,
+and each member a few connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+
+
+def below(rank: int, size: int) -> tuple[list[int], int]:
+    """Return the children of a member, and the end of the ranks from its own on that are below."""
+    reach = rank & -rank or size
+    steps = (1 << power for power in range(reach.bit_length()) if 1 << power < reach)
+    return [rank + step for step in steps if rank + step < size], min(rank + reach, size)
+
+
+def parent(rank: int) -> int:
+    """Return the member that another one sends to; the first one sends to none."""
+    return rank & (rank - 1)
+
+
+class Gather:
+    """Gathers a row of each member at the first one, on a thread.
+
+    A message of gloo ends for those that wait for it, in the connection itself, until it ends.
+
+    Args:
+        group: The connections of all members.
+        rows: A row for each member, of which the own one is filled. It is the first one that gets
+            all of them.
+        rank: The number of this member.
+
+    """
+
+    def __init__(self, group: Any, rows: torch.Tensor, rank: int) -> None:
+        self._ended = threading.Event()
+        self._failed: BaseException | None = None
+        self._works: list[Any] = []
+        self._stopped = False
+        threading.Thread(
+            target=self._run, args=(group, rows, rank), name="tensorizer-tell", daemon=True
+        ).start()
+
+    def _run(self, group: Any, rows: torch.Tensor, rank: int) -> None:
+        try:
+            children, end = below(rank, len(rows))
+            for child in children:
+                _, last = below(child, len(rows))
+                self._works.append(group.recv([rows[child:last]], child, 0))
+            for work in list(self._works):
+                work.wait()
+            if rank and not self._stopped:
+                sent = group.send([rows[rank:end]], parent(rank), 0)
+                self._works.append(sent)
+                sent.wait()
+        except BaseException as error:
+            self._failed = error.with_traceback(None)
+        finally:
+            # They keep the connections open, as this frame does.
+            self._works.clear()
+            del group
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Raise what has failed.
+
+        Raises:
+            RuntimeError: A connection was lost.
+
+        """
+        failed, self._failed = self._failed, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed
+
+    def stop(self) -> None:
+        """End the waiting for others, where the call has failed."""
+        self._stopped = True
+        for work in list(self._works):
+            with contextlib.suppress(RuntimeError):
+                work.abort()
