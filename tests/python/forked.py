@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,7 +88,9 @@ class Process:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may have ended already, and the word of that be on its way.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
