@@ -1,8 +1,8 @@
 """A process that the server of ``forking.py`` has forked: how others see it, and how it ends."""
 
 import atexit
-import gc
 import contextlib
+import gc
 import os
 import signal
 import subprocess

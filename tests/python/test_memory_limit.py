@@ -263,6 +263,18 @@ def test_parts_of_an_upload(moto):
     assert free > 64 * MIB + SLACK, "the limit makes no difference"
 
 
+def test_an_upload_holds_its_parts_once(moto):
+    """Without a limit: 47.5 MiB in six parts, and not a copy of all of it besides."""
+
+    def of(size):
+        code = UPLOAD.replace("20 << 20", size)
+        return grown(code, "s3://bucket/short", 0, **moto.settings())
+
+    # What a first upload takes, however short it is.
+    anyway = of("1 << 10")
+    assert of("19 << 18") - anyway <= 1.6 * 6 * 8 * MIB
+
+
 def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
     for name, value in moto.settings().items():
         monkeypatch.setenv(name, value)

@@ -9,8 +9,6 @@ use super::copies::Copy;
 /// Bytes for each thread that wait to be hashed; beyond, threads hash before they write more.
 /// Half a batch: hashing and writing take about as long.
 const WAITING: usize = 2 << 20;
-/// At least two batches, so that one is there when another was hashed.
-const LEAST: usize = 8 << 20;
 
 /// Some of a tensor's data.
 pub struct Chunk<'c> {
@@ -47,9 +45,11 @@ pub struct Backlog {
 }
 
 impl Backlog {
-    /// For so many threads, or with a bound.
-    pub fn new(threads: usize, most: Option<u64>) -> Self {
-        let usual = WAITING.saturating_mul(threads).max(LEAST);
+    /// For so many threads, or with a bound. At least two batches wait, so that one is there when another
+    /// was hashed.
+    pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
+        let least = usize::try_from(batch_len.saturating_mul(2)).unwrap_or(usize::MAX);
+        let usual = WAITING.saturating_mul(threads).max(least);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
         let enough = most.map_or(usual, |most| most.min(usual));
         Backlog { waiting: AtomicUsize::new(0), enough }

@@ -1,8 +1,9 @@
 //! Copies of what is written, to be hashed as it was written: the caller may change a tensor while
 //! it is saved, and hashes of other bytes than those in the file would condemn it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 
+use crate::cancel::{Cancel, POLL};
 use crate::error::Result;
 use crate::fallible::append;
 
@@ -13,6 +14,40 @@ const SHORT: usize = 64 << 10;
 #[derive(Default)]
 pub struct Copies {
     free: Mutex<Vec<Vec<u8>>>,
+}
+
+/// Has few threads make copies at once: most of those of an upload only wait for its server.
+pub struct CopyTurns {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+/// A thread's turn, until it is dropped.
+pub struct CopyTurn<'t>(&'t CopyTurns);
+
+impl CopyTurns {
+    /// For so many threads.
+    pub fn new(threads: usize) -> Self {
+        CopyTurns { free: Mutex::new(threads.max(1)), freed: Condvar::new() }
+    }
+
+    /// Waits for a turn.
+    pub fn next(&self, cancel: &dyn Cancel) -> Result<CopyTurn<'_>> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free == 0 {
+            free = self.freed.wait_timeout(free, POLL).unwrap_or_else(PoisonError::into_inner).0;
+            cancel.check()?;
+        }
+        *free -= 1;
+        Ok(CopyTurn(self))
+    }
+}
+
+impl Drop for CopyTurn<'_> {
+    fn drop(&mut self) {
+        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.0.freed.notify_one();
+    }
 }
 
 /// Bytes as they were when they were copied.

@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::{Bytes, Chunk};
-use super::copies::Copies;
+use super::copies::{Copies, CopyTurns};
 use super::item::Item;
-use super::jobs::{Job, Span, batches};
+use super::jobs::{BATCH_LEN, Job, Span, batches};
 use super::origin::{HostCopy, Origin};
 use super::pass::Pass;
 use crate::cancel::Cancel;
@@ -22,6 +22,8 @@ use crate::mem::pinned::Share;
 pub struct Feeder<'f, 'p> {
     pub pass: &'f Pass<'p>,
     pub copies: &'p Copies,
+    /// Bounds the copies of an upload; None where threads do not wait for a server.
+    pub turns: Option<&'f CopyTurns>,
     pub streams: &'f StreamsByDevice,
     /// How many staging buffers the call may have, if that is bounded.
     pub share: Option<&'f Arc<Share>>,
@@ -31,14 +33,16 @@ impl<'p> Feeder<'_, 'p> {
     /// Feeds the bytes of one job.
     pub fn feed(&self, job: Job, control: &Control<'_>) -> Result<()> {
         match job {
-            Job::Memory(spans) => self.memory(&spans, control),
-            Job::Deferred(tensor) => self.deferred(tensor, control),
-            Job::Device(tensor) => self.device(tensor, control),
-            Job::DeviceGroup(tensors) => self.device_group(tensors, control),
+            Job::Memory(spans) => self.memory(&spans, control)?,
+            Job::Deferred(tensor) => self.deferred(tensor, control)?,
+            Job::Device(tensor) => self.device(tensor, control)?,
+            Job::DeviceGroup(tensors) => self.device_group(tensors, control)?,
         }
+        self.pass.settle(control)
     }
 
     fn memory(&self, spans: &[Span], control: &Control<'_>) -> Result<()> {
+        let _turn = self.turns.map(|turns| turns.next(control)).transpose()?;
         let chunks = spans.iter().map(|&Span { tensor, start, len }| {
             let item = self.pass.item(tensor)?;
             let bytes = match &item.origin {
@@ -63,13 +67,14 @@ impl<'p> Feeder<'_, 'p> {
         if (*copy).as_ref().len() as u64 != item.entry.data_len {
             return Err(changed(item));
         }
-        for spans in batches(self.pass.items, tensor..tensor + 1)? {
+        for spans in batches(self.pass.items, tensor..tensor + 1, BATCH_LEN)? {
             self.pass.hash_backlog(control)?;
             let chunks = spans.iter().map(|&Span { start, len, .. }| {
                 let bytes = Bytes::Shared(Arc::clone(&copy), range(item, start, len)?);
                 Ok(Chunk { tensor, start, bytes })
             });
             self.pass.put(collected(chunks, PLAN)?, control)?;
+            self.pass.settle(control)?;
         }
         let let_go = || Arc::strong_count(&copy) == 1;
         while !let_go() && self.pass.hash(&let_go, control)? {}
@@ -79,12 +84,13 @@ impl<'p> Feeder<'_, 'p> {
     fn device(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
         let from = self.on_device(tensor)?;
         let stream = self.streams.next(from)?;
-        let hash = || self.pass.hash_all_ready(control);
+        let hash = || self.pass.hash_all_ready(control).and_then(|()| self.pass.settle(control));
         let all = 0..from.memory.size();
         self.downloader(&hash, control).each_chunk(from, all, stream, |start, chunk| {
             let len = chunk.as_ref().len();
             let bytes = Bytes::Shared(Arc::new(chunk), 0..len);
             self.pass.put(vec![Chunk { tensor, start, bytes }], control)?;
+            self.pass.settle(control)?;
             self.pass.hash_backlog(control)
         })
     }
@@ -94,7 +100,7 @@ impl<'p> Feeder<'_, 'p> {
         let from = collected(from, PLAN)?;
         let Some(first) = from.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
-        let hash = || self.pass.hash_all_ready(control);
+        let hash = || self.pass.hash_all_ready(control).and_then(|()| self.pass.settle(control));
         let (all, ranges) = self.downloader(&hash, control).together(&from, stream)?;
         let all: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(all);
         let chunks = tensors.zip(ranges).map(|(tensor, range)| {

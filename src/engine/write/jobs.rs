@@ -11,7 +11,9 @@ use crate::error::Result;
 use crate::fallible::{collected, listed, more_room, push};
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
-const BATCH_LEN: u64 = 4 << 20;
+pub const BATCH_LEN: u64 = 4 << 20;
+/// The same of an upload, where a write is a copy into a part.
+pub const UPLOAD_BATCH_LEN: u64 = PIECE_LEN;
 /// SHA-256 sees a tensor front to back: tensors of this size take turns, so that several are hashed
 /// at once.
 const TURN_LEN: u64 = 16 << 20;
@@ -41,11 +43,17 @@ pub enum Job {
 }
 
 /// Cuts runs of tensors in memory into batches; the others are jobs of their own. In file order,
-/// except that so many large tensors take turns. Batches of each tensor stay in order. A device's
-/// staging buffers have `staging` bytes.
-pub fn jobs(items: &[Item<'_>], in_turns: usize, staging: usize) -> Result<Vec<Job>> {
+/// except that so many large tensors take turns. Batches of each tensor stay in order, and have
+/// `batch_len` bytes at most. A device's staging buffers have `staging` bytes.
+pub fn jobs(
+    items: &[Item<'_>],
+    in_turns: usize,
+    staging: usize,
+    batch_len: u64,
+) -> Result<Vec<Job>> {
     let mut jobs = Turns { in_turns, begun: Vec::new(), jobs: Vec::new() };
-    let in_memory = |tensors| listed(batches(items, tensors)?.into_iter().map(Job::Memory), PLAN);
+    let in_memory =
+        |tensors| listed(batches(items, tensors, batch_len)?.into_iter().map(Job::Memory), PLAN);
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
         // A tensor that was grouped with those before.
@@ -84,8 +92,8 @@ const LIMITS: Limits = Limits {
     passing: u64::MAX,
 };
 
-/// The data of neighbours in the file, in batches.
-pub fn batches(items: &[Item<'_>], tensors: Range<usize>) -> Result<Vec<Vec<Span>>> {
+/// The data of neighbours in the file, in batches of so many bytes at most.
+pub fn batches(items: &[Item<'_>], tensors: Range<usize>, len: u64) -> Result<Vec<Vec<Span>>> {
     let first = tensors.start;
     let run = items.get(tensors).unwrap_or(&[]).iter();
     let extents = run.map(|item| Extent {
@@ -95,7 +103,7 @@ pub fn batches(items: &[Item<'_>], tensors: Range<usize>) -> Result<Vec<Vec<Span
         data_len: item.entry.data_len,
     });
     let extents = listed(extents, PLAN)?;
-    let batches = partition(&extents, &LIMITS)?;
+    let batches = partition(&extents, &Limits { len, ..LIMITS })?;
     collected(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
 }
 

@@ -33,6 +33,9 @@ pub struct Pass<'p> {
     /// Those of large tensors.
     pub pool: HashPool<Waiting<'p>>,
     pub backlog: &'p Backlog,
+    /// True if the sink keeps what is written until it is sent. Then copies are hashed and let go before
+    /// a thread waits for a server, so that bytes are not held twice.
+    pub sends: bool,
     /// What stands for each header in a manifest or a name.
     pub digests: Mutex<Vec<[u8; 32]>>,
     /// Grows by the data written.
@@ -59,7 +62,8 @@ impl<'p> Pass<'p> {
 
     /// Writes chunks that follow each other in the file. A small tensor comes whole: it is hashed
     /// first, and its header goes with it. The chunks of a large one may come in any order; its
-    /// header is written when the pool has hashed all of them.
+    /// header is written when the pool has hashed all of them. Parts that are complete wait for
+    /// [`Pass::settle`].
     pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
         let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
@@ -81,7 +85,7 @@ impl<'p> Pass<'p> {
         let len: u64 = chunks.iter().map(|chunk| chunk.bytes.as_ref().len() as u64).sum();
         self.progress.fetch_add(len, Ordering::Relaxed);
         if plain {
-            return self.settle(control);
+            return Ok(());
         }
         self.counters.time(Stage::Hash, || -> Result<()> {
             for Chunk { tensor, start, bytes } in chunks {
@@ -94,14 +98,19 @@ impl<'p> Pass<'p> {
             }
             Ok(())
         })?;
-        self.settle(control)
+        if self.sends { self.hash_all_ready(control) } else { Ok(()) }
     }
 
     /// Hashes some of what was written; false if there is nothing to do, or not enough while more
     /// is to be written, as `more_to_write` says. Writes the headers of tensors whose hashes have
     /// become complete.
     pub fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
-        self.hash_taken(self.pool.take(more_to_write, || control.stopped()), control)
+        let taken = self.pool.take(more_to_write, || control.stopped());
+        let found = self.hash_taken(taken, control)?;
+        if found {
+            self.settle(control)?;
+        }
+        Ok(found)
     }
 
     /// Hashes what can be hashed at once, as long as there is something. Whoever is about to wait
@@ -132,7 +141,6 @@ impl<'p> Pass<'p> {
             let offset = self.item(tensor)?.entry.header_offset;
             self.write(offset, &mut [IoSlice::new(&header)], control)?;
         }
-        self.settle(control)?;
         Ok(true)
     }
 
@@ -197,7 +205,8 @@ impl<'p> Pass<'p> {
         self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, control))
     }
 
-    fn settle(&self, control: &Control<'_>) -> Result<()> {
+    /// Sends what the sink has that is complete.
+    pub fn settle(&self, control: &Control<'_>) -> Result<()> {
         self.counters.time(Stage::Write, || self.sink.settle(control))
     }
 }

@@ -4,10 +4,10 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 
 use super::chunk::Backlog;
-use super::copies::Copies;
+use super::copies::{Copies, CopyTurns};
 use super::feed::Feeder;
 use super::item::Item;
-use super::jobs::{Job, jobs};
+use super::jobs::{BATCH_LEN, Job, UPLOAD_BATCH_LEN, jobs};
 use super::origin::Origin;
 use super::pass::Pass;
 use crate::cancel::Cancel;
@@ -26,6 +26,10 @@ use crate::stats::{Counters, PAGEABLE};
 
 /// Less than this is written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
+
+/// Threads that send for each one that copies what is uploaded: it copies and hashes 1 to 2 GB/s, and a
+/// connection sends some 100 MB/s.
+const SENDING_FOR_ONE_COPYING: usize = 8;
 
 /// How to write.
 pub struct WriteOptions<'o> {
@@ -63,10 +67,17 @@ pub fn write_tensors(
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
-    let jobs = jobs(items, in_turns, buffer_len()?)?;
+    let part_len = sink.kept().1;
+    let sends = part_len > 0;
+    let batch_len = if sends { UPLOAD_BATCH_LEN } else { BATCH_LEN };
+    let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
-    let (copies, backlog) = (Copies::default(), Backlog::new(threads, shares.waiting));
+    let copying = if sends { wanted.div_ceil(SENDING_FOR_ONE_COPYING) } else { threads };
+    // More would neither have a part to send nor copy.
+    let parts = usize::try_from(total.checked_div(part_len).unwrap_or(u64::MAX));
+    let threads = threads.min(parts.unwrap_or(usize::MAX).saturating_add(copying));
+    let (copies, backlog) = (Copies::default(), Backlog::new(copying, batch_len, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
     let pass = Pass {
         sink,
@@ -77,6 +88,7 @@ pub fn write_tensors(
         hashes: options.hashes,
         pool: pool(items, options.hashes)?,
         backlog: &backlog,
+        sends,
         digests: Mutex::new(repeated([0; 32], items.len(), "digests of headers")?),
         progress,
         counters: Counters::default(),
@@ -85,7 +97,9 @@ pub fn write_tensors(
         Origin::Device(bytes) => Some(bytes),
         _ => None,
     }))?;
-    let feeder = Feeder { pass: &pass, copies: &copies, streams: &streams, share: share.as_ref() };
+    let turns = sends.then(|| CopyTurns::new(copying));
+    let (turns, share) = (turns.as_ref(), share.as_ref());
+    let feeder = Feeder { pass: &pass, copies: &copies, turns, streams: &streams, share };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
