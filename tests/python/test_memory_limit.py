@@ -270,7 +270,7 @@ def test_an_upload_holds_its_parts_once(moto):
         code = UPLOAD.replace("20 << 20", size)
         return grown(code, "s3://bucket/short", 0, **moto.settings())
 
-    # What a first upload takes, however short it is.
+    # A first upload takes some, however short it is.
     anyway = of("1 << 10")
     assert of("19 << 18") - anyway <= 1.6 * 6 * 8 * MIB
 
