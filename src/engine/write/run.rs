@@ -55,14 +55,7 @@ pub fn write_tensors(
     cancel: &dyn Cancel,
 ) -> Result<Vec<[u8; 32]>> {
     items.iter().try_for_each(Item::check)?;
-    let wanted = options.threads.unwrap_or_else(|| sink.default_writers());
-    let mut wanted = wanted.clamp(1, sink.max_writers().max(1));
-    let shares = shares(sink, items, options, wanted)?;
-    wanted = shares.threads.min(sink.max_writers().max(1));
-    // Such a tensor is written by one thread from its beginning to its end, in a place of its own.
-    if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
-        wanted = wanted.min(sink.places().max(1));
-    }
+    let (wanted, shares) = wanted(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
@@ -72,11 +65,9 @@ pub fn write_tensors(
     let batch_len = if sends { UPLOAD_BATCH_LEN } else { BATCH_LEN };
     let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
-    let threads = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
-    let copying = if sends { wanted.div_ceil(SENDING_FOR_ONE_COPYING) } else { threads };
-    // More would neither have a part to send nor copy.
-    let parts = usize::try_from(total.checked_div(part_len).unwrap_or(u64::MAX));
-    let threads = threads.min(parts.unwrap_or(usize::MAX).saturating_add(copying));
+    let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
+    let (threads, copying) =
+        if sends { of_upload(useful, wanted, total / part_len) } else { (useful, useful) };
     let (copies, backlog) = (Copies::default(), Backlog::new(copying, batch_len, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
     let pass = Pass {
@@ -93,10 +84,7 @@ pub fn write_tensors(
         progress,
         counters: Counters::default(),
     };
-    let streams = StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
-        Origin::Device(bytes) => Some(bytes),
-        _ => None,
-    }))?;
+    let streams = streams_of(items)?;
     let turns = sends.then(|| CopyTurns::new(copying));
     let (turns, share) = (turns.as_ref(), share.as_ref());
     let feeder = Feeder { pass: &pass, copies: &copies, turns, streams: &streams, share };
@@ -116,6 +104,23 @@ pub fn write_tensors(
     .map_err(|error| error.with_file("saving", sink.uri()))?;
     report(&pass, &streams, threads);
     Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+/// The most threads of a call, and their shares of memory.
+fn wanted(
+    sink: &dyn WriteAt,
+    items: &[Item<'_>],
+    options: &WriteOptions<'_>,
+) -> Result<(usize, SaveShares)> {
+    let most = sink.max_writers().max(1);
+    let wanted = options.threads.unwrap_or_else(|| sink.default_writers()).clamp(1, most);
+    let shares = shares(sink, items, options, wanted)?;
+    let mut wanted = shares.threads.min(sink.max_writers().max(1));
+    // Such a tensor is written by one thread from its beginning to its end, in a place of its own.
+    if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
+        wanted = wanted.min(sink.places().max(1));
+    }
+    Ok((wanted, shares))
 }
 
 /// What the threads of a call may take, of which at most so many are wanted. Tells the sink.
@@ -169,6 +174,21 @@ fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> Result<Ha
 fn useful_threads(jobs: &[Job], sha: bool) -> usize {
     let alone = |job: &&Job| sha && matches!(job, Job::Deferred(_) | Job::Device(_));
     jobs.len() + jobs.iter().filter(alone).count()
+}
+
+fn streams_of(items: &[Item<'_>]) -> Result<StreamsByDevice> {
+    StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
+        Origin::Device(bytes) => Some(bytes),
+        _ => None,
+    }))
+}
+
+/// The threads of an upload of so many parts, and those of them that copy at once. More would neither have
+/// a part to send nor copy.
+fn of_upload(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
+    let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
+    let parts = usize::try_from(parts).unwrap_or(usize::MAX);
+    (useful.min(parts.saturating_add(copying)), copying)
 }
 
 /// Publishes what was counted.
