@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from ranks import groups
 from scripted import FaultServer, Relay
-from tensorizer.group import exchange, plan
+from tensorizer.group import exchange, plan, tree
 from tensorizer.group.plan import Batch, Wanted
 from tensorizer.group.wishes import Structure, Wish, merged
 
@@ -183,15 +183,15 @@ def test_members_share_what_they_want_alike_and_fetch_the_rest_alone(seed):
 
 
 def test_a_member_of_many_parts_shares_with_all():
-    """Each pair of ten members wants another tensor."""
+    """Each pair of ten members wants another tensor, and one more wants nothing."""
     pairs = list(itertools.combinations(range(10), 2))
     wanted = [
         [(n, rank, rank + 10, 20) for n, pair in enumerate(pairs) if rank in pair]
         for rank in range(10)
     ]
-    found = merge([Wish.of(one) for one in wanted], len(pairs))
+    found = merge([Wish.of(one) for one in [*wanted, []]], len(pairs))
     rows = {n: (low, high + 10) for n, (low, high) in enumerate(pairs)}
-    assert all(one.shared == {tuple(range(10)): rows} and one.exchanges for one in found)
+    assert all(one.shared == {tuple(range(11)): rows} and one.exchanges for one in found)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -243,6 +243,26 @@ def test_replicas_of_half_a_thousand_ranks():
     found = merged([(structure, tables)], 100_000, [], (3, 512))
     (ranks,) = found.shared
     assert ranks == tuple(range(3, 512, 8)) and len(found.shared[ranks]) == 100_000
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 31, 48, 512, 1000, 1024])
+def test_a_tree_brings_all_ranks_to_the_first_in_few_steps(size):
+    ends = {}
+    for rank in reversed(range(size)):
+        children, ends[rank] = tree.below(rank, size)
+        assert all(tree.parent(child) == rank for child in children)
+        assert len(children) <= (size - 1).bit_length()
+        # The ranks below follow each other: those of each child come next.
+        after = rank + 1
+        for child in children:
+            assert child == after
+            after = ends[child]
+        assert ends[rank] == after
+        steps, at = 0, rank
+        while at:
+            at, steps = tree.parent(at), steps + 1
+        assert steps <= size.bit_length()
+    assert ends[0] == size
 
 
 # Real ranks
@@ -299,6 +319,10 @@ def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
     assert of_load == 1 + 3 * 2 + 1 + 2
     assert of_local == 1 + 2 * 2
     assert of_answers == [2, 3, 4]
+
+
+def test_one_rank_compares_hashes(ranks, folder):
+    ranks.run("groups.verifying", 4, folder)
 
 
 def test_a_rank_receives_what_it_wants_with_others_and_nothing_else(ranks, folder):
@@ -481,7 +505,7 @@ def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):
 def test_errors_on_the_way(ranks, folder):
     found = ranks.run("lost.errors_on_the_way", 4, folder)
     told = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
-    for name, at in {"pair": 1, "read": 1, "first": 1, "delivery": 3}.items():
+    for name, at in {"pair": 1, "parts": 1, "read": 1, "first": 1, "delivery": 3}.items():
         said = [of_rank[name] for of_rank in found]
         assert [one[:2] for one in said] == [told] * 4, name
         if hasattr(BaseException, "add_note"):

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from .._native import known_limit
 from .._types import Head
 from ..group import plan
-from ..group.exchange import BATCH_BYTES, Buffers, Exchange, Shares, batch_bytes
+from ..group.exchange import BATCH_BYTES, Buffers, Exchange, GivenUp, Shares, batch_bytes
 from ..group.members import Members
 from ..group.wishes import Merged, Structure, Table, Wish, merged
 from ..tensors.exchange import cast_dtype, dtype_of
@@ -132,16 +133,20 @@ def fill_together(
         numbers.extend(number for number in found.wanted.numbers if lens[number])
         return found, _wish(found.wanted, numbers)
 
-    def told(found: tuple[Prepared, Wish]) -> tuple[bytes, Table, bool]:
+    def told(found: tuple[Prepared, Wish]) -> tuple[bytes, Table, bool, bool]:
         (wanted, _), wish = found
-        return wish.structure.digest(), wish.table, wanted.file.memory_limit is not None
+        limited = known_limit(wanted.file.memory_limit) is not None
+        return wish.structure.digest(), wish.table, wanted.file.verify != "nothing", limited
 
     (mine, wish), of_all = members.together(prepared, told)
     any_limit = any(limited for *_, limited in of_all)
+    # Hashes are of whole tensors: where one member compares them, all cut none.
+    whole = any(verifies for *_, verifies, _ in of_all)
     wanted, tensors = mine
-    found = _merged(members, wanted.file, wish, [(digest, table) for digest, table, _ in of_all])
+    wishes = [(digest, table) for digest, table, *_ in of_all]
+    found = _merged(members, wanted.file, wish, wishes, whole=whole)
     alone = Wanted(wanted.file, [n for n in numbers if n in found.alone], wanted.parts)
-    sharing = _Sharing(members, mine, found.shared)
+    sharing = _Sharing(members, mine, found.shared, whole=whole)
 
     def fill_alone() -> Shares:
         empty = set(wanted.numbers).difference(numbers)
@@ -174,6 +179,7 @@ class _Sharing:
         members: All members.
         mine: What this one wants.
         shared: By the ranks of those that want the same, the rows of tensors.
+        whole: Whether tensors are fetched in one piece.
 
     """
 
@@ -182,10 +188,11 @@ class _Sharing:
         members: Members,
         mine: Prepared,
         shared: Mapping[tuple[int, ...], Mapping[int, tuple[int, int]]],
+        *,
+        whole: bool,
     ) -> None:
         self._members, (self._wanted, self._tensors) = members, mine
         self._file = file = self._wanted.file
-        whole = file.verify != "nothing"
         self._parts = {
             ranks: [_wanted(file, number, ends, whole) for number, ends in rows.items()]
             for ranks, rows in shared.items()
@@ -233,6 +240,9 @@ class _Sharing:
             members = self._members if all_want_it else self._members.part(ranks)
             failed = exchange.run(members, self._buffers, failed)
         self._exchanges.clear()
+        if isinstance(failed, GivenUp):
+            # The member at which it has failed says so.
+            return None
         if failed is None and finish is not None:
             try:
                 finish()
@@ -297,7 +307,12 @@ def _wish(wanted: Wanted, numbers: Sequence[int]) -> Wish:
 
 
 def _merged(
-    members: Members, file: TensorFile, mine: Wish, told: Sequence[tuple[bytes, Table]]
+    members: Members,
+    file: TensorFile,
+    mine: Wish,
+    told: Sequence[tuple[bytes, Table]],
+    *,
+    whole: bool,
 ) -> Merged:
     """Return what all members want. Each different structure travels once."""
     tables: dict[bytes, list[tuple[int, Table]]] = {}
@@ -309,7 +324,7 @@ def _merged(
         sent = members.tell(mine.structure.encoded() if members.rank in firsts else b"")
         structures = [Structure.decoded(sent[rank]) for rank in firsts]
     every = range(len(file))
-    in_one_piece = every if file.verify != "nothing" else file.strided(every)
+    in_one_piece = every if whole else file.strided(every)
     wishes = list(zip(structures, tables.values(), strict=True))
     return merged(wishes, len(file), in_one_piece, (members.rank, members.size))
 
@@ -324,7 +339,8 @@ def _fill_alone(wanted: Wanted, tensors: Mapping[int, torch.Tensor]) -> None:
             wanted.fill(places)
         return
     # Tensors to be cast are loaded a few at a time.
-    for numbers in in_batches(wanted.numbers, file.reader.memory_len, _CAST_BYTES):
+    most = file.hold(_CAST_BYTES, wanted.numbers, file.reader.memory_len) // 2
+    for numbers in in_batches(wanted.numbers, file.reader.memory_len, most):
         some = Wanted(file, numbers, wanted.parts)
         for number, tensor in some.load(lambda number: places[number].device).items():
             places[number].detach().copy_(tensor)

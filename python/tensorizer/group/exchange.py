@@ -81,29 +81,34 @@ class Buffers:
         device: Where it is.
         pinned: Whether it is host memory from which a device copies at full speed.
 
-    Attributes:
-        every: The buffers.
-
     """
 
     def __init__(self, device: torch.device = _CPU, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
-        self._count = self._size = 0
-        self.every: list[torch.Tensor] = []
+        self._len = 0
+        self._memory = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
     def need(self, exchange: Exchange) -> None:
         """Be enough for an exchange, too."""
-        self._count = max(self._count, exchange.buffer_count)
-        self._size = max(self._size, exchange.buffer_len)
+        self._len = max(self._len, exchange.buffer_count * exchange.buffer_len)
 
     def make(self) -> None:
         """Take the memory."""
         device = self._device
         kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": self._pinned}
-        self.every = [torch.empty(self._size, **kind) for _ in range(self._count)]
+        self._memory = torch.empty(self._len, **kind)
         if device.type == "cuda":
-            # Their memory may still be in use on this stream, and is filled on others.
+            # It may still be in use on this stream, and is filled on others.
             torch.cuda.current_stream(device).synchronize()
+
+    def of(self, exchange: Exchange) -> list[torch.Tensor]:
+        """Return the buffers of an exchange, which no other one uses at the same time."""
+        size = exchange.buffer_len
+        return [self._memory.narrow(0, n * size, size) for n in range(exchange.buffer_count)]
+
+
+class GivenUp(Exception):
+    """An exchange that was broken off because another member has failed."""
 
 
 class Exchange:
@@ -138,13 +143,14 @@ class Exchange:
         usual = size <= _HEADER + 2 * BATCH_BYTES
         self._sent_at_once = _SENT_AT_ONCE if usual else 1
         self._at_once = at_once
-        self.buffer_len = size
+        self.buffer_len = -(-size // _HEADER) * _HEADER
         self._own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
         self._free: deque[torch.Tensor] = deque()
         self._for_others: deque[torch.Tensor] = deque()
         self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
         self._failed: BaseException | None = None
+        self._broken_off = False
 
     @property
     def buffer_count(self) -> int:
@@ -156,6 +162,8 @@ class Exchange:
     ) -> BaseException | None:
         """Fetch, send and deliver everything; return what has failed here.
 
+        :class:`GivenUp` says that it has failed at another member, which knows why.
+
         Args:
             members: The connections to the others.
             buffers: Enough of them; they are free when it ends.
@@ -165,7 +173,7 @@ class Exchange:
             GroupError: A member was lost.
 
         """
-        every = buffers.every[: self.buffer_count]
+        every = buffers.of(self)
         self._free, self._for_others = deque(every[: self._own]), deque(every[self._own :])
         self._failed = failed
         pool = ThreadPoolExecutor(self._at_once, "tensorizer-fetch")
@@ -184,7 +192,10 @@ class Exchange:
             self._coming.clear()
             # They keep the connections open, and tracebacks have this object.
             self._sent.clear()
-        failed, self._failed = self._failed or members.interrupted(), None
+        # An interruption comes first: the connections of a part, which know it, are asked once.
+        failed, self._failed = members.interrupted() or self._failed, None
+        if failed is None and self._broken_off:
+            failed = GivenUp()
         try:
             return failed
         finally:
@@ -199,11 +210,12 @@ class Exchange:
             data = buffer[: _HEADER + batch.nbytes]
             self._sent.append((batch, buffer, members.broadcast(data, batch.owner)))
             if len(self._sent) == self._sent_at_once and not self._finish(members):
+                self._broken_off = True
                 break
             self._fetch_more(pool)
         # What others have begun to send, they finish.
         while self._sent:
-            self._finish(members)
+            self._broken_off |= not self._finish(members)
 
     def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
         """Have batches read into all buffers that are free."""

@@ -53,7 +53,11 @@ class Linked:
         """
         gloo: Any = distributed_c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_default_device(lazy_init=True)]
+        # As torch itself does it, but for the moment of connecting.
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [gloo.create_device(interface=n, lazy_init=True) for n in names] or [
+            gloo.create_default_device(lazy_init=True)
+        ]
         options._timeout = self._timeout
         connections.hosts = dist.ProcessGroupGloo(store, self.rank, self.size, options)
 

@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 
 #: Bytes of what every member tells at once, and of the length in front of it.
 _TOLD_AT_ONCE, _LENGTH = 512, 8
+#: Connections of parts that are kept from call to call: each takes descriptors and threads.
+_MOST_PARTS_KEPT = 32
 
 
 class Members(Linked):
@@ -159,12 +161,16 @@ class Members(Linked):
                     part._interrupt = interruption
                 finally:
                     del failure, interruption
+            if part.on_device:
+                # Connections between devices are made while nothing is watched: all are here first.
+                part.gather(b"", 1)
         return part
 
     def done(self) -> None:
         """End a call that ended well at all members: the next one goes on with its connections."""
         calls = Calls.of(self._name, self.size)
-        if calls.last is self._connections and calls.last.hosts is not None:
+        few_parts = len(self._connections.of_parts) <= _MOST_PARTS_KEPT
+        if calls.last is self._connections and calls.last.hosts is not None and few_parts:
             calls.kept = self._made
 
     def together(

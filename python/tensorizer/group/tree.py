@@ -6,7 +6,6 @@ and each member a few connections.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -28,7 +27,8 @@ def parent(rank: int) -> int:
 class Gather:
     """Gathers a row of each member at the first one, on a thread.
 
-    A message of gloo ends for those that wait for it, in the connection itself, until it ends.
+    Gloo tells nothing of a message before it is waited for, and only a lost connection or the
+    time-out ends the waiting: the thread is not waited for where the call fails before.
 
     Args:
         group: The connections of all members.
@@ -41,7 +41,6 @@ class Gather:
     def __init__(self, group: Any, rows: torch.Tensor, rank: int) -> None:
         self._ended = threading.Event()
         self._failed: BaseException | None = None
-        self._works: list[Any] = []
         self._stopped = False
         threading.Thread(
             target=self._run, args=(group, rows, rank), name="tensorizer-tell", daemon=True
@@ -50,20 +49,18 @@ class Gather:
     def _run(self, group: Any, rows: torch.Tensor, rank: int) -> None:
         try:
             children, end = below(rank, len(rows))
+            works = []
             for child in children:
                 _, last = below(child, len(rows))
-                self._works.append(group.recv([rows[child:last]], child, 0))
-            for work in list(self._works):
-                work.wait()
+                works.append(group.recv([rows[child:last]], child, 0))
+            while works:
+                works.pop(0).wait()
             if rank and not self._stopped:
-                sent = group.send([rows[rank:end]], parent(rank), 0)
-                self._works.append(sent)
-                sent.wait()
+                group.send([rows[rank:end]], parent(rank), 0).wait()
         except BaseException as error:
             self._failed = error.with_traceback(None)
         finally:
-            # They keep the connections open, as this frame does.
-            self._works.clear()
+            # It keeps the connections open.
             del group
             self._ended.set()
 
@@ -86,8 +83,5 @@ class Gather:
             del failed
 
     def stop(self) -> None:
-        """End the waiting for others, where the call has failed."""
+        """Send no more, where the call has failed."""
         self._stopped = True
-        for work in list(self._works):
-            with contextlib.suppress(RuntimeError):
-                work.abort()

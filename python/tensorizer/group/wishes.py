@@ -201,6 +201,8 @@ def _by_all(
     highs = torch.full((count,), -1, dtype=torch.int64, device="cpu")
     for structure, tables in wishes:
         numbers, kinds = structure.columns
+        if not len(numbers):
+            continue
         of_all = torch.tensor([table for _, table in tables], dtype=torch.int64, device="cpu")
         low, high = of_all.amin(0)[kinds, 0], of_all.amax(0)[kinds, 1]
         lows[numbers] = torch.minimum(lows[numbers], low)

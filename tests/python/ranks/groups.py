@@ -437,6 +437,19 @@ def collectives(folder):
     return of_load, of_local, found
 
 
+def verifying(folder):
+    """Load with hashes that one rank compares, of rows that all want and of rows of its own."""
+    fetch_together(BATCH)
+    with group() as (rank, world):
+        uri, _, made = of_kind(folder, "tensors")
+        options = {"group": dist.group.WORLD, "verify_hash": rank == 0}
+        same(tensorizer.load(uri, **options), made)
+        shard = tensorizer.Shard(0, rank, world)
+        found = tensorizer.load(uri, names=["rows", "cube"], shard=shard, **options)
+        for name, tensor in found.items():
+            assert_equal(tensor, cut(made[name], 0, world, rank), name)
+
+
 def received(folder):
     """Return the bytes that each rank receives from others, as a multiple of what it wants.
 

@@ -152,6 +152,9 @@ def errors_on_the_way(folder):
         # Of pairs, each of which exchanges by itself.
         pairs = {"shard": tensorizer.Shard(0, rank // 2, world // 2)}
         say("pair", "_fetch", 1, (0, fail), names=["rows", "words"], **pairs)
+        # Of parts that have a member together, which is told by one of them.
+        names = [["rows", "cube"], ["rows"], ["cube"], []][rank]
+        say("parts", "_fetch", 1, (0, fail), names=names)
         say("read", "_fetch", 1, (3, fail))
         say("first", "_fetch", 1, (0, fail))
         say("odd", "_fetch", 1, (3, fail_oddly))
