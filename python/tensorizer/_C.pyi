@@ -13,6 +13,7 @@ __all__ = [
     "Handle",
     "PathSink",
     "Reader",
+    "ShardIndex",
     "Sink",
     "Source",
     "TensorIterator",
