@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._native import local_path
+from .._native import Reader, local_path, open as native_open
+from .._types import OpenOptions
+from ..streams.addresses import is_address
 from ..streams.atomic import AtomicRandom
 
 if TYPE_CHECKING:
@@ -154,3 +157,35 @@ def _descriptor(file_obj: Any) -> int | None:
             file_obj.flush()
         file_obj = file_obj.raw
     return int(file_obj.fileno()) if type(file_obj) is io.FileIO else None
+
+
+def is_local(opened: Any) -> bool:
+    """Tell whether what was opened is a file of this machine."""
+    elsewhere = is_address(opened) or isinstance(opened, Memory)
+    target = None if elsewhere else classify(opened)
+    return isinstance(target, (LocalPath, Descriptor))
+
+
+def open_reader(file_obj: Any) -> Reader:
+    """Open a descriptor, stream or object, or bytes in memory."""
+    if isinstance(file_obj, Memory):
+        return _read(file_obj.data, {"uri": file_obj.uri})
+    target = classify(file_obj)
+    if isinstance(target, LocalPath):
+        return _read(target.path, {"path": True})
+    if isinstance(target, Remote):
+        return Reader(target.source, target.base)
+    if not isinstance(file_obj, int):
+        readable = getattr(file_obj, "readable", None)
+        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
+            raise ValueError(f"expected a readable file: {target.uri}")
+    place: OpenOptions = {"uri": target.uri, "base": target.base}
+    if isinstance(target, Descriptor):
+        return _read(target.number, place)
+    return _read(target.file, {**place, "size": target.size})
+
+
+def _read(file: Any, options: OpenOptions) -> Reader:
+    with contextlib.closing(native_open(file, options)) as source:
+        # Which has a handle of its own; an exception keeps this one in its traceback.
+        return Reader(source)

@@ -138,10 +138,10 @@ class TensorFile:
                         return
                     self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
             else:
-                self._reader = _open_reader(file_obj)
+                self._reader = opening.open_reader(file_obj)
             self._reader.limit_memory(self.memory_limit)
             self.heads = self.reader.heads() if keep_heads else []
-            self.is_local = _is_local(file_obj) or self.reader.local
+            self.is_local = opening.is_local(file_obj) or self.reader.local
             told = None if progress is None else progress.part()
             if told is not None:
                 self.reader.watch(told)
@@ -575,38 +575,6 @@ def in_batches(
         size += length(number)
     if batch:
         yield batch
-
-
-def _is_local(opened: Any) -> bool:
-    """Tell whether what was opened is a file of this machine."""
-    elsewhere = is_address(opened) or isinstance(opened, opening.Memory)
-    target = None if elsewhere else opening.classify(opened)
-    return isinstance(target, (opening.LocalPath, opening.Descriptor))
-
-
-def _open_reader(file_obj: Any) -> Reader:
-    """Open a descriptor, stream or object, or bytes in memory."""
-    if isinstance(file_obj, opening.Memory):
-        return _read(file_obj.data, {"uri": file_obj.uri})
-    target = opening.classify(file_obj)
-    if isinstance(target, opening.LocalPath):
-        return _read(target.path, {"path": True})
-    if isinstance(target, opening.Remote):
-        return Reader(target.source, target.base)
-    if not isinstance(file_obj, int):
-        readable = getattr(file_obj, "readable", None)
-        if not hasattr(file_obj, "read") or (readable is not None and not readable()):
-            raise ValueError(f"expected a readable file: {target.uri}")
-    place: OpenOptions = {"uri": target.uri, "base": target.base}
-    if isinstance(target, opening.Descriptor):
-        return _read(target.number, place)
-    return _read(target.file, {**place, "size": target.size})
-
-
-def _read(file: Any, options: OpenOptions) -> Reader:
-    with contextlib.closing(native_open(file, options)) as source:
-        # Which has a handle of its own; an exception keeps this one in its traceback.
-        return Reader(source)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
