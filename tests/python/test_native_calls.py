@@ -47,8 +47,9 @@ def wrapped(value, calls):
 def calls(monkeypatch):
     """Return a list of the native calls that were made."""
     made = []
-    opened = tensor_file._read
-    monkeypatch.setattr(tensor_file, "_read", lambda *a: wrapped(opened(*a), made))
+    monkeypatch.setattr(
+        tensor_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
+    )
     for module, name in ((cuts, "indexed"), (cuts, "shards"), (exchange, "_lend")):
         function = getattr(module, name)
 
@@ -105,6 +106,8 @@ def test_calls_do_not_grow_with_the_tensors(tmp_path, calls, load):
         load(tmp_path / "f.tensors", tensors)
         counts.append(sorted(calls))
     assert counts[0] == counts[1]
+    # The reader is among what is counted.
+    assert {"load", "load_into"} & set(counts[0])
 
 
 @pytest.mark.parametrize(
