@@ -30,7 +30,7 @@ pub struct ShardIndex {
     index: Index,
     /// The file of each tensor that the index names, by the stored form of its name.
     promised: BTreeMap<String, usize>,
-    /// What others need to open the index without a request, if that is kept.
+    /// The head by which others open the index without a request, if that is kept.
     known: Option<CachedHead>,
 }
 
@@ -130,7 +130,7 @@ impl ShardIndex {
             return Err(malformed(uri, "it names files of several formats".to_owned()));
         }
         for (file, part) in parts.into_iter().enumerate() {
-            // Where two files hold a tensor, the index says which of them counts.
+            // Of two files that hold a tensor, the index says which one counts.
             let elsewhere =
                 |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
             more_room(&mut entries, part.entries.len(), LISTS)?;

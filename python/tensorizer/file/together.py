@@ -334,9 +334,10 @@ def _fill_alone(wanted: Wanted, tensors: Mapping[int, torch.Tensor]) -> None:
     file = wanted.file
     file.reader.limit_memory(file.memory_limit)
     places = {number: tensors[number] for number in wanted.numbers}
+    if not places:
+        return
     if file.dtype is None:
-        if places:
-            wanted.fill(places)
+        wanted.fill(places)
         return
     # Tensors to be cast are loaded a few at a time.
     most = file.hold(_CAST_BYTES, wanted.numbers, file.reader.memory_len) // 2
