@@ -88,8 +88,11 @@ def planned(kind: str) -> tuple[float, float]:
     def wish(number: int) -> Wish:
         parts = 1 if kind == "all" else world
         place = 0 if kind == "all" else number
-        each = [(place * -(-n // parts), (place + 1) * -(-n // parts), n) for n in shapes]
-        return Wish.of((n, *each[n % 10]) for n in range(count))
+        each = [(place * -(-n // parts), (place + 1) * -(-n // parts)) for n in shapes]
+        wide = kind == "columns of its own"
+        ranges = [((0, 4096), ends) if wide else (ends,) for ends in each]
+        of = [(4096, n) if wide else (n,) for n in shapes]
+        return Wish.of((n, ranges[n % 10], of[n % 10]) for n in range(count))
 
     begun = time.process_time()
     mine = wish(0)
@@ -125,7 +128,7 @@ def main() -> None:
             found = [measure(chosen.ranks, uri, together) for _ in range(chosen.rounds)]
             first, second, opened = (statistics.median(one[at] for one in found) for at in range(3))
             rows.append(f"| {what} | {first:.3f} | {second:.3f} | {opened:.0f} |")
-    plans = [f"| {kind} | {cpu:.2f} | {size:.2f} |" for kind in ("all", "rows of its own")
+    plans = [f"| {kind} | {cpu:.2f} | {size:.2f} |" for kind in ("all", "rows of its own", "columns of its own")
              for cpu, size in [planned(kind)]]  # fmt: skip
     page = f"""# {chosen.ranks} ranks load 400 kB, and what 512 ranks tell each other
 

@@ -65,10 +65,10 @@ def test_shards_by_name():
             Shard(0, rank, world)
 
 
-def test_rows_of_parts():
-    assert Part.of_ranges([(2, 5), (1, 2)]).rows() == (2, 5)
-    assert Part.of_ranges([(2, 5), (1, 1)]).rows() == (0, 0)
-    assert Part((0,), ()).rows() == (0, 0)
+def test_bounds_of_parts():
+    assert Part.of_ranges([(2, 5), (1, 2)]).bounds() == ((2, 5), (1, 2))
+    assert Part.of_ranges([(2, 5), (1, 1)]).bounds() == ((0, 0), (0, 0))
+    assert Part((0,), ()).bounds() == ((0, 0),)
 
 
 # DTensors: every rank of many meshes, in one process

@@ -72,20 +72,27 @@ def test_one_rank_compares_hashes(ranks, folder):
 
 def test_a_rank_receives_what_it_wants_with_others_and_nothing_else(ranks, folder):
     found = zip(*ranks.run("groups.received", 4, folder), strict=True)
-    of_rows, of_names, of_pairs, of_all = found
+    of_rows, of_names, of_pairs, of_all, of_columns, of_columns_in_one_piece, of_long_rows = found
     assert of_rows == of_names == (0.0,) * 4
     # One of each pair, and of all, fetches some of it, and has a header in front of each batch.
     for shares, parts in ((of_pairs, 2), (of_all, 1)):
         assert max(shares) <= 1.1
         assert sum(shares) == pytest.approx(4 - parts, rel=0.1)
+    # A quarter of what each wants it fetches by itself, and batches have headers.
+    assert min(of_columns) > 0.7 and max(of_columns) <= 1.1
+    # One rank fetches the tensor that is compared with its hash.
+    assert sorted(of_columns_in_one_piece) == pytest.approx([0, 1, 1, 1], rel=0.1)
+    assert of_long_rows == (0.0,) * 4
 
 
 def test_48_ranks_take_few_descriptors(ranks, tmp_path):
-    tensorizer.save({"a": torch.arange(100_000)}, tmp_path / "few.tensors")
-    first, *others = ranks.run("groups.descriptors", 48, tmp_path, 256)
-    assert max(others) <= 16, others
+    tensorizer.save({"a": torch.arange(96_000).view(500, 192)}, tmp_path / "few.tensors")
+    of_rows, of_columns = zip(*ranks.run("groups.descriptors", 48, tmp_path, 256), strict=True)
     # The first one has the store of torch's group, to which each rank has a connection more.
-    assert first <= 16 + 48
+    assert of_rows[0] <= 16 + 48
+    assert max(of_rows[1:]) <= 16, of_rows
+    # Those that want columns send them to each other.
+    assert max(of_columns[1:]) <= 16 + 47, of_columns
 
 
 def test_connections_are_kept_from_load_to_load(ranks, folder):
@@ -250,7 +257,8 @@ def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):
 def test_errors_on_the_way(ranks, folder):
     found = ranks.run("lost.errors_on_the_way", 4, folder)
     told = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
-    for name, at in {"pair": 1, "parts": 1, "read": 1, "first": 1, "delivery": 3}.items():
+    for name, at in {"pair": 1, "parts": 1, "read": 1, "first": 1, "delivery": 3, "read columns": 2,
+                     "pack": 2, "columns": 1}.items():  # fmt: skip
         said = [of_rank[name] for of_rank in found]
         assert [one[:2] for one in said] == [told] * 4, name
         if hasattr(BaseException, "add_note"):
@@ -265,8 +273,8 @@ def test_errors_on_the_way(ranks, folder):
 
 def test_a_rank_that_is_killed(ranks, folder):
     # Whether the others see it by their connections is a matter of the moment.
-    for _ in range(8):
-        found = ranks.start("lost.killed", 4, folder, "SIGKILL")
+    for turn in range(8):
+        found = ranks.start("lost.killed", 4, folder, "SIGKILL", 10, bool(turn % 2))
         assert found[2] == {"signal": 9, "late": False, "stopped": False}
         for rank in (0, 1, 3):
             kind, message, seconds, trace = found[rank]["result"]

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from tensorizer.group import exchange, plan, tree
-from tensorizer.group.plan import Batch, Wanted
-from tensorizer.group.wishes import Structure, Wish, merged
+from tensorizer.group.plan import HEADER, Batch, Boxes, Wanted
+from tensorizer.group.wishes import Share, Structure, Wish, merged
 
 
 def some_tensors(rng):
@@ -93,7 +93,7 @@ def test_batches_are_as_large_as_they_may_be():
     assert [batch.nbytes for batch in one] == [10_000] * 4
     assert plan.batches([], 4, 100) == []
     assert plan.batches([Wanted(0, (3,), 4, (0, 3), True)], 1, 1)[0] == Batch(
-        0, (plan.Piece(0, ((0, 3),), 0, 12),), 12
+        0, (plan.Piece(0, ((0, 3),), 0, 12, 0),), 12, 12, False
     )
 
 
@@ -118,12 +118,114 @@ def test_overlaps(seed):
         assert set(left[here].flatten().tolist()) == both
 
 
+def boxes_of(rng, shape, members):
+    """Random boxes of members, some of which want nothing, or the whole of some dimensions."""
+    boxes = []
+    for _ in range(members):
+        ends = [rng.choice([(0, dim), tuple(sorted(rng.sample(range(dim + 1), 2)))])
+                for dim in shape[: rng.randint(1, len(shape))]]  # fmt: skip
+        boxes.append(tuple(ends) if rng.random() < 0.9 else None)
+    return boxes
+
+
+def columns_of(shape, members, dim):
+    """The boxes of members that cut a dimension."""
+    step = -(-shape[dim] // members)
+    before = tuple((0, size) for size in shape[:dim])
+    ends = [(at * step, min(at * step + step, shape[dim])) for at in range(members)]
+    return [(*before, one) if one[0] < one[1] else None for one in ends]
+
+
+def check_what_members_receive(wanted, members, most):
+    """Pack batches as their owners do, and see that each member gets what it wants, once.
+
+    Return the bytes that each member receives of batches that are scattered.
+    """
+    seen = {(one.number, member): [] for one in wanted for member in range(members)}
+    by_number = {one.number: one for one in wanted}
+    received = 0
+    for batch in plan.batches(wanted, members, most):
+        assert batch.scattered or batch.received == batch.nbytes
+        received += batch.received * batch.scattered
+        if batch.scattered and not by_number[batch.pieces[0].number].whole:
+            assert members * (HEADER + batch.received) <= most
+        for member in range(members):
+            end = 0
+            for piece in batch.pieces:
+                one = by_number[piece.number]
+                box = one.box(member)
+                common = plan.common(piece.ranges, box)
+                if common is None:
+                    continue
+                assert piece.place % 64 == 0 and end <= piece.place
+                sent = common if batch.scattered else piece.ranges
+                end = piece.place + math.prod(b - a for a, b in sent) * one.itemsize
+                assert end <= batch.received
+                seen[piece.number, member] += indices(common)
+    for (number, member), found in seen.items():
+        box = by_number[number].box(member)
+        expected = [] if box is None else list(indices(box))
+        assert sorted(found) == sorted(expected)
+    return received
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_members_receive_what_they_want_once(seed):
+    rng = random.Random(seed)
+    members, wanted = rng.randint(2, 5), []
+    for number in range(rng.randint(1, 5)):
+        shape = tuple(rng.choice([1, 2, 3, 5, 8, 20]) for _ in range(rng.randint(1, 3)))
+        of = boxes_of(rng, shape, members)
+        if rng.random() < 0.5:
+            of = columns_of(shape, members, rng.randrange(len(shape)))
+        rows = [box[0] for box in of if box is not None]
+        if rows:
+            ends = min(a for a, _ in rows), max(b for _, b in rows)
+            itemsize, whole = rng.choice([1, 2, 4, 8, 16]), rng.random() < 0.2
+            wanted.append(Wanted(number, shape, itemsize, ends, whole, Boxes.made(of)))
+    check_what_members_receive(wanted, members, rng.choice([1, 64, 1000, 5000, 10**6]))
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 128])
+def test_columns_are_received_once_by_many_ranks(world):
+    """Square matrices of which each rank wants columns, and experts of which it wants two kinds."""
+    wanted = []
+    for number, (shape, dim) in enumerate(
+        [((256, 1024), 1), ((256, 1000), 1), ((4, 128, 256), 1), ((4, 128, 256), 2)]
+    ):
+        boxes = Boxes.made(columns_of(shape, world, dim))
+        wanted.append(Wanted(number, shape, 2, (0, shape[0]), False, boxes))
+    received = check_what_members_receive(wanted, world, 4 << 20)
+    # Of 1,000 columns, the first ranks have a few more than the others.
+    each = sum(math.prod(one.shape) * one.itemsize for one in wanted) / world
+    assert received <= 1.1 * each
+
+
+def test_more_ranks_than_have_connections_to_each_other_receive_whole_rows():
+    boxes = Boxes.made(columns_of((4, 1024), 256, 1))
+    batches = plan.batches([Wanted(0, (4, 1024), 4, (0, 4), False, boxes)], 256, 4 << 20)
+    assert [(batch.scattered, batch.received) for batch in batches] == [(False, 4 * 4 * 1024)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "apart"),
+    [((4, 1 << 20, 2), 1, True), ((4, 1 << 20), 1, False), ((1 << 24, 2), 0, True)],
+)
+def test_long_runs_of_one_rank_are_read_by_it(shape, dim, apart):
+    of = columns_of(shape, 4, dim)
+    rows = (0, shape[0])
+    assert Wanted(0, shape, 2, rows, False, Boxes.made(of)).is_apart() == apart
+    assert not Wanted(0, shape, 2, rows, True, Boxes.made(of)).is_apart()
+    # Two that want the same exchange it.
+    assert not Wanted(0, shape, 2, rows, False, Boxes.made([*of, of[0]])).is_apart()
+
+
 def wishes_of(rng, members, count):
     """Random wishes: of each member the rows of some tensors of 9 rows; some want the same."""
     kinds = []
     for _ in range(rng.randint(1, members)):
         some = sorted(rng.sample(range(count), rng.randint(0, count)))
-        kinds.append([(n, *sorted(rng.sample(range(9), 2)), 9) for n in some])
+        kinds.append([(n, (tuple(sorted(rng.sample(range(9), 2))),), (9,)) for n in some])
     return [rng.choice(kinds) for _ in range(members)]
 
 
@@ -145,7 +247,7 @@ def test_members_share_what_they_want_alike_and_fetch_the_rest_alone(seed):
     wanted = wishes_of(rng, rng.randint(1, 6), count)
     in_one_piece = rng.sample(range(count), rng.randint(0, 2))
     found = merge([Wish.of(one) for one in wanted], count, in_one_piece)
-    rows = [{n: set(range(start, stop)) for n, start, stop, _ in one} for one in wanted]
+    rows = [{n: set(range(*ends)) for n, (ends,), _ in one} for one in wanted]
     for rank, one in enumerate(found):
         shared = {n for of_part in one.shared.values() for n in of_part}
         # Each tensor that it wants comes once, and no other one.
@@ -156,10 +258,12 @@ def test_members_share_what_they_want_alike_and_fetch_the_rest_alone(seed):
         for ranks, of_part in one.shared.items():
             assert rank in ranks and len(ranks) > 1 and list(ranks) == sorted(ranks)
             assert list(of_part) == sorted(of_part)
-            for number, (start, stop) in of_part.items():
+            for number, ((start, stop), boxes) in of_part.items():
                 # The others of the part know the same, and want some of it.
                 for other in ranks:
-                    assert found[other].shared[ranks][number] == (start, stop)
+                    assert found[other].shared[ranks][number] == of_part[number]
+                    of_other = boxes.of[ranks.index(other)] if boxes else ((start, stop),)
+                    assert rows[other][number] == set(range(*of_other[0]))
                     assert rows[other][number] <= set(range(start, stop))
                 union = set().union(*(rows[other][number] for other in ranks))
                 assert {start, stop - 1} <= union
@@ -176,12 +280,16 @@ def test_a_member_of_many_parts_shares_with_all():
     """Each pair of ten members wants another tensor, and one more wants nothing."""
     pairs = list(itertools.combinations(range(10), 2))
     wanted = [
-        [(n, rank, rank + 10, 20) for n, pair in enumerate(pairs) if rank in pair]
+        [(n, ((rank, rank + 10),), (20,)) for n, pair in enumerate(pairs) if rank in pair]
         for rank in range(10)
     ]
     found = merge([Wish.of(one) for one in [*wanted, []]], len(pairs))
     rows = {n: (low, high + 10) for n, (low, high) in enumerate(pairs)}
-    assert all(one.shared == {tuple(range(11)): rows} and one.exchanges for one in found)
+    for one in found:
+        assert list(one.shared) == [tuple(range(11))] and one.exchanges
+        assert {n: share.rows for n, share in one.shared[tuple(range(11))].items()} == rows
+        of = one.shared[tuple(range(11))][0].boxes.of
+        assert of == (((0, 10),), ((1, 11),), *(None,) * 9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -191,8 +299,20 @@ def test_wishes_come_as_they_were_sent(seed):
         again = Structure.decoded(wish.structure.encoded())
         assert torch.equal(again.columns, wish.structure.columns)
         assert again.digest() == wish.structure.digest()
-        rows = [(n, *wish.table[kind]) for n, kind in again.columns.t().tolist()]
-        assert rows == [row[:3] for row in one]
+        ranges = [(n, wish.table[kind]) for n, kind in again.columns.t().tolist()]
+        assert ranges == [row[:2] for row in one]
+
+
+def test_ranks_that_cut_columns_share_rows_and_know_who_wants_which():
+    wanted = [[(0, ((0, 6), (2 * rank, 2 * rank + 2)), (6, 8)), (1, ((0, 5), (0, 7)), (5, 7))]
+              for rank in range(4)]  # fmt: skip
+    assert {Wish.of(one).table for one in wanted} == {
+        (((0, 6), (2 * rank, 2 * rank + 2)), ((0, 5),)) for rank in range(4)
+    }
+    boxes = Boxes(tuple(one[0][1] for one in wanted), (6, 2), 1)
+    for found in merge([Wish.of(one) for one in wanted], 2):
+        assert found.shared == {(0, 1, 2, 3): {0: Share((0, 6), boxes), 1: Share((0, 5), None)}}
+        assert not found.alone
 
 
 @pytest.mark.parametrize("world", [8, 512, 1024])
@@ -202,7 +322,7 @@ def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
 
     def wish(rank):
         each = [-(-rows // world) for rows in shapes]
-        cut = [(min(rank * n, rows), min(rank * n + n, rows), rows)
+        cut = [(((min(rank * n, rows), min(rank * n + n, rows)),), (rows,))
                for n, rows in zip(each, shapes, strict=True)]  # fmt: skip
         return Wish.of((number, *cut[number % 10]) for number in range(20_000))
 
@@ -228,7 +348,7 @@ def test_replicas_of_half_a_thousand_ranks():
     """A mesh of 64 replicas of 8 parts, of 100,000 tensors."""
     numbers = torch.arange(100_000)
     structure = Structure(torch.stack([numbers, numbers % 10]))
-    tables = [(rank, tuple((rank % 8 * n, rank % 8 * n + n) for n in range(1, 11)))
+    tables = [(rank, tuple(((rank % 8 * n, rank % 8 * n + n),) for n in range(1, 11)))
               for rank in range(512)]  # fmt: skip
     found = merged([(structure, tables)], 100_000, [], (3, 512))
     (ranks,) = found.shared

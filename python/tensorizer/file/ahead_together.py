@@ -13,8 +13,9 @@ from .ahead import ReadAhead
 from .choice import Choice, Chosen
 from .parts import Wanted
 from .progress import Progress
+from .shared_batches import Prepared
 from .tensor_file import TensorFile, in_batches
-from .together import Prepared, fill_together, made_for, open_together
+from .together import fill_together, made_for, open_together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -65,8 +65,9 @@ class Choice:
 
         With ``by_each``, each member reads the file for itself.
         """
-        from .together import Prepared, fill_together, made_for  # with a
-        # group only: torch.distributed is slow to import
+        # With a group only: torch.distributed is slow to import.
+        from .shared_batches import Prepared
+        from .together import fill_together, made_for
 
         def load() -> dict[Name, torch.Tensor]:
             loaded = self.of(file, progress).load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,18 +11,17 @@ import torch
 
 from .._native import known_limit
 from .._types import Head
-from ..group import plan
-from ..group.exchange import BATCH_BYTES, Buffers, Exchange, GivenUp, Shares, batch_bytes
+from ..group.exchange import Shares
 from ..group.members import Members
 from ..group.wishes import Merged, Structure, Table, Wish, merged
 from ..tensors.exchange import cast_dtype, dtype_of
+from ..tensors.sharding import Ranges
 from .parts import Wanted
+from .shared_batches import Prepared, SharedBatches
 from .tensor_file import TensorFile, in_batches
 
 #: Bytes of tensors that are held twice while they are cast.
 _CAST_BYTES = 256 << 20
-#: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
-_ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
 
 
 def open_together(
@@ -104,13 +102,6 @@ def _digest(file: TensorFile) -> bytes:
     return digest.digest()
 
 
-class Prepared(NamedTuple):
-    """What a member wants of a file, and by number the tensors that are to be filled."""
-
-    wanted: Wanted
-    tensors: Mapping[int, torch.Tensor]
-
-
 def fill_together(
     members: Members, prepare: Callable[[], Prepared], finish: Callable[[], None] | None = None
 ) -> Prepared:
@@ -145,8 +136,9 @@ def fill_together(
     wanted, tensors = mine
     wishes = [(digest, table) for digest, table, *_ in of_all]
     found = _merged(members, wanted.file, wish, wishes, whole=whole)
-    alone = Wanted(wanted.file, [n for n in numbers if n in found.alone], wanted.parts)
-    sharing = _Sharing(members, mine, found.shared, whole=whole)
+    sharing = SharedBatches(members, mine, found.shared, whole=whole)
+    of_own = [n for n in numbers if n in found.alone or n in sharing.apart]
+    alone = Wanted(wanted.file, of_own, wanted.parts)
 
     def fill_alone() -> Shares:
         empty = set(wanted.numbers).difference(numbers)
@@ -172,138 +164,15 @@ def fill_together(
     return mine
 
 
-class _Sharing:
-    """What several members want, which one of them fetches for the others.
-
-    Args:
-        members: All members.
-        mine: What this one wants.
-        shared: By the ranks of those that want the same, the rows of tensors.
-        whole: Whether tensors are fetched in one piece.
-
-    """
-
-    def __init__(
-        self,
-        members: Members,
-        mine: Prepared,
-        shared: Mapping[tuple[int, ...], Mapping[int, tuple[int, int]]],
-        *,
-        whole: bool,
-    ) -> None:
-        self._members, (self._wanted, self._tensors) = members, mine
-        self._file = file = self._wanted.file
-        self._parts = {
-            ranks: [_wanted(file, number, ends, whole) for number, ends in rows.items()]
-            for ranks, rows in shared.items()
-        }
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
-        self._buffers = Buffers()
-
-    def shares(self) -> Shares:
-        """Return how this member shares its memory limit."""
-        most = max((self._batch_bytes(*part) for part in self._parts.items()), default=BATCH_BYTES)
-        longest = max((one.unit for part in self._parts.values() for one in part), default=0)
-        least = self._file.least(self._device(), parts=True)
-        return Shares.of(self._file.memory_limit, most, longest, least)
-
-    def _batch_bytes(self, ranks: tuple[int, ...], of_part: Sequence[plan.Wanted]) -> int:
-        """Return the length of batches of a part, which all its members know."""
-        most = _ENCRYPTED_BATCH_BYTES if self._file.reader.encrypted else BATCH_BYTES
-        return batch_bytes(sum(one.nbytes for one in of_part), len(ranks), most)
-
-    def prepare(self, shares: Shares, most: int | None = None) -> None:
-        """Make the plans, of batches of ``most`` bytes at most, and take the memory."""
-        self._file.reader.limit_memory(self._file.memory_limit, shares.beside)
-        device = self._device()
-        somewhere = any(tensor.is_cuda for tensor in self._tensors.values())
-        self._buffers = Buffers(device, pinned=device.type == "cpu" and somewhere)
-        for ranks, of_part in self._parts.items():
-            usual = self._batch_bytes(ranks, of_part)
-            exchange = Exchange(
-                plan.batches(of_part, len(ranks), usual if most is None else min(usual, most)),
-                ranks.index(self._members.rank),
-                fetch=self._fetch,
-                deliver=self._deliver,
-                stop=self._file.stop,
-                at_once=shares.at_once,
-            )
-            self._buffers.need(exchange)
-            self._exchanges[ranks] = exchange
-        self._buffers.make()
-
-    def exchange(self, finish: Callable[[], None] | None) -> BaseException | None:
-        """Exchange everything, in the same order at all members; return what has failed here."""
-        failed: BaseException | None = None
-        for ranks, exchange in self._exchanges.items():
-            all_want_it = len(ranks) == self._members.size
-            members = self._members if all_want_it else self._members.part(ranks)
-            failed = exchange.run(members, self._buffers, failed)
-        self._exchanges.clear()
-        if isinstance(failed, GivenUp):
-            # The member at which it has failed says so.
-            return None
-        if failed is None and finish is not None:
-            try:
-                finish()
-            except BaseException as error:
-                return error
-        return failed
-
-    def _device(self) -> torch.device:
-        """Return where batches are exchanged."""
-        device = torch.device("cpu")
-        if self._members.on_device:
-            here = [tensor.device for tensor in self._tensors.values() if tensor.is_cuda]
-            device = here[0] if here else torch.device("cuda", torch.cuda.current_device())
-        return device
-
-    def _fetch(self, batch: plan.Batch, buffer: torch.Tensor) -> None:
-        """Read a batch into a buffer, on a thread of its own."""
-        file = self._file
-        views = _views(file, batch, buffer)
-        whole: list[tuple[torch.Tensor, plan.Piece]] = []
-        cut: list[tuple[torch.Tensor, plan.Piece]] = []
-        for view, piece in zip(views, batch.pieces, strict=True):
-            shape = file.reader.describe(piece.number)[1]
-            (whole if list(view.shape) == shape else cut).append((view, piece))
-        # The device that is current is a matter of each thread.
-        with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
-            if whole:
-                file.fill([view for view, _ in whole], [piece.number for _, piece in whole])
-            if cut:
-                sliced = file.sliced([(piece.number, piece.ranges) for _, piece in cut])
-                sliced.fill([view for view, _ in cut], range(len(cut)))
-            if buffer.is_cuda:
-                torch.cuda.current_stream().synchronize()
-
-    def _deliver(self, batch: plan.Batch, buffer: torch.Tensor) -> None:
-        """Put what this member wants of a batch where it belongs."""
-        views = _views(self._file, batch, buffer)
-        for view, piece in zip(views, batch.pieces, strict=True):
-            tensor = self._tensors.get(piece.number)
-            if tensor is None:
-                continue
-            for box in self._wanted.part(piece.number).boxes:
-                common = plan.overlap(piece.ranges, box.ranges)
-                if common is None:
-                    continue
-                source = view[tuple(slice(*ends) for ends in common[0])]
-                to = box.of_part(tensor.detach())[tuple(slice(*ends) for ends in common[1])]
-                to.copy_(source)
-
-
 def _wish(wanted: Wanted, numbers: Sequence[int]) -> Wish:
-    """Return which rows of tensors this member wants."""
-    shapes = (shape for _, shape in wanted.file.reader.describe_all(numbers))
+    """Return which ranges of tensors this member wants."""
+    shapes = (shape or [1] for _, shape in wanted.file.reader.describe_all(numbers))
 
-    def rows(number: int, shape: Sequence[int]) -> tuple[int, int, int]:
-        if not shape:
-            return 0, 1, 1
-        first, end = wanted.part(number).rows() if number in wanted.parts else (0, shape[0])
-        return first, end, shape[0]
+    def ranges(number: int, shape: Sequence[int]) -> Ranges:
+        cut = number in wanted.parts
+        return (cut and wanted.part(number).bounds()) or tuple((0, size) for size in shape)
 
-    return Wish.of((n, *rows(n, shape)) for n, shape in zip(numbers, shapes, strict=True))
+    return Wish.of((n, ranges(n, shape), shape) for n, shape in zip(numbers, shapes, strict=True))
 
 
 def _merged(
@@ -366,19 +235,3 @@ def made_for(wanted: Wanted, device_of: Callable[[int], torch.device]) -> dict[i
                 raise
             raise MemoryError(f"tensor {wanted.file.reader.name(number)!r}: {error}") from error
     return made
-
-
-def _wanted(file: TensorFile, number: int, rows: tuple[int, int], whole: bool) -> plan.Wanted:
-    dtype, shape, _ = file.reader.describe(number)
-    whole = whole or file.is_strided(number)
-    return plan.Wanted(number, tuple(shape), dtype_of(dtype).itemsize, rows, whole)
-
-
-def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[torch.Tensor]:
-    views = []
-    for piece in batch.pieces:
-        shape = tuple(stop - start for start, stop in piece.ranges)
-        dtype = dtype_of(file.reader.describe(piece.number)[0])
-        data = buffer.narrow(0, piece.start, piece.nbytes)
-        views.append(data.view(dtype).view(shape))
-    return views

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .._errors import GroupError
 from .._native import shares_of_group
 from .linked import Linked
-from .plan import Batch
+from .plan import HEADER, Batch
 
 #: Bytes of a batch, at most, about: some milliseconds of a fast network.
 BATCH_BYTES = 32 << 20
@@ -23,14 +23,14 @@ _READ_AT_ONCE = 3
 _SENT_AT_ONCE = 2
 #: What comes to all members at once, while nothing is exchanged yet, is this share of everything.
 _ON_THE_WAY = 1 / 10
-#: Bytes in front of a batch that say whether its owner, or anything at it, has failed.
-_HEADER = 64
 
 _CPU = torch.device("cpu")
 
 #: Fills a buffer with a batch.
 Fetch: TypeAlias = Callable[[Batch, torch.Tensor], None]
-#: Takes what is wanted from a buffer with a batch.
+#: Copies what each member wants of a batch to where it is sent from.
+Pack: TypeAlias = Callable[[Batch, torch.Tensor, Sequence[torch.Tensor]], None]
+#: Takes what is wanted from a buffer with what was received of a batch.
 Deliver: TypeAlias = Callable[[Batch, torch.Tensor], None]
 
 
@@ -57,21 +57,24 @@ class Shares:
     beside: int
 
     @classmethod
-    def of(cls, limit: int | None, most: int, longest: int, reader: int) -> Shares:
+    def of(
+        cls, limit: int | None, most: int, longest: int, reader: int, *, scattered: bool
+    ) -> Shares:
         """Share a limit, for batches of ``most`` bytes; those of ``longest`` are not cut.
 
-        What reads one takes ``reader`` at least.
+        What reads one takes ``reader`` at least. ``scattered`` says that members may receive only
+        what they want of a batch.
 
         Raises:
             ValueError: The limit is too small.
 
         """
         # What is sent, of this member and of others, beside what is read.
-        others = 2 * _SENT_AT_ONCE
+        others = 2 * _SENT_AT_ONCE + scattered
         batch, at_once, beside = shares_of_group(
-            limit, most + _HEADER, _READ_AT_ONCE, others, longest + _HEADER, reader
+            limit, most + HEADER, _READ_AT_ONCE, others, longest + HEADER, reader
         )
-        return cls(batch - _HEADER, at_once, beside)
+        return cls(batch - HEADER, at_once, beside)
 
 
 class Buffers:
@@ -107,6 +110,17 @@ class Buffers:
         return [self._memory.narrow(0, n * size, size) for n in range(exchange.buffer_count)]
 
 
+class _Sent(NamedTuple):
+    """A batch on its way: what is received of it, the buffer that it is sent from at its owner, and
+    what ends when it has come.
+    """  # noqa: D205
+
+    batch: Batch
+    received: torch.Tensor
+    sent: torch.Tensor | None
+    work: Any
+
+
 class GivenUp(Exception):
     """An exchange that was broken off because another member has failed."""
 
@@ -116,8 +130,9 @@ class Exchange:
 
     Args:
         batches: What each member fetches, the same at all of them.
-        rank: The number of this one among them.
+        place: The number of this one among them, and how many they are.
         fetch: Called on other threads.
+        pack: Called for each batch of this member that is scattered, with what each is to receive.
         deliver: Called for every batch, those of this member too.
         stop: Ends what is being fetched.
         at_once: Batches that are fetched at once.
@@ -127,35 +142,43 @@ class Exchange:
     def __init__(
         self,
         batches: Sequence[Batch],
-        rank: int,
+        place: tuple[int, int],
         *,
         fetch: Fetch,
+        pack: Pack,
         deliver: Deliver,
         stop: Callable[[], None],
         at_once: int = _READ_AT_ONCE,
     ) -> None:
-        self._batches, self._rank = batches, rank
-        self._fetch, self._deliver, self._stop = fetch, deliver, stop
-        self._mine = deque(batch for batch in batches if batch.owner == rank)
-        size = _HEADER + max((batch.nbytes for batch in batches), default=0)
+        self._batches, (self._rank, self._size) = batches, place
+        self._fetch, self._pack, self._deliver, self._stop = fetch, pack, deliver, stop
+        self._mine = deque(batch for batch in batches if batch.owner == self._rank)
+        size = max(map(self._buffer_len, batches), default=HEADER)
         # While a batch is sent, others are read or wait for their turn. Those that are much longer
         # than usual come one by one.
-        usual = size <= _HEADER + 2 * BATCH_BYTES
+        usual = size <= HEADER + 2 * BATCH_BYTES
         self._sent_at_once = _SENT_AT_ONCE if usual else 1
         self._at_once = at_once
-        self.buffer_len = -(-size // _HEADER) * _HEADER
+        self.buffer_len = -(-size // HEADER) * HEADER
         self._own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
+        # A batch to be scattered is packed into another buffer, in which it is sent.
+        self._spare_count = int(any(batch.scattered for batch in self._mine))
+        self._spare: deque[torch.Tensor] = deque()
         self._free: deque[torch.Tensor] = deque()
         self._for_others: deque[torch.Tensor] = deque()
         self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
-        self._sent: deque[tuple[Batch, torch.Tensor, Any]] = deque()
+        self._sent: deque[_Sent] = deque()
         self._failed: BaseException | None = None
         self._broken_off = False
 
     @property
     def buffer_count(self) -> int:
         """The number of buffers that it needs at once."""
-        return self._own + self._sent_at_once
+        return self._own + self._spare_count + self._sent_at_once
+
+    def _buffer_len(self, batch: Batch) -> int:
+        packed = self._size * _slot(batch) if batch.scattered else 0
+        return max(HEADER + batch.nbytes, packed)
 
     def run(
         self, members: Linked, buffers: Buffers, failed: BaseException | None = None
@@ -174,7 +197,9 @@ class Exchange:
 
         """
         every = buffers.of(self)
-        self._free, self._for_others = deque(every[: self._own]), deque(every[self._own :])
+        own, spare = self._own, self._own + self._spare_count
+        self._free, self._spare = deque(every[:own]), deque(every[own:spare])
+        self._for_others = deque(every[spare:])
         self._failed = failed
         pool = ThreadPoolExecutor(self._at_once, "tensorizer-fetch")
         try:
@@ -205,10 +230,8 @@ class Exchange:
         """Go through all batches, or to the first whose owner has failed."""
         self._fetch_more(pool)
         for batch in self._batches:
-            own = batch.owner == self._rank
-            buffer = self._fetched(members) if own else self._for_others.popleft()
-            data = buffer[: _HEADER + batch.nbytes]
-            self._sent.append((batch, buffer, members.broadcast(data, batch.owner)))
+            fetched = self._fetched(members) if batch.owner == self._rank else None
+            self._sent.append(self._begin(members, batch, fetched))
             if len(self._sent) == self._sent_at_once and not self._finish(members):
                 self._broken_off = True
                 break
@@ -217,11 +240,42 @@ class Exchange:
         while self._sent:
             self._broken_off |= not self._finish(members)
 
+    def _begin(self, members: Linked, batch: Batch, fetched: torch.Tensor | None) -> _Sent:
+        """Begin to send a batch that this member has fetched, or to receive that of another one."""
+        if not batch.scattered:
+            buffer = self._for_others.popleft() if fetched is None else fetched
+            data = buffer[: HEADER + batch.nbytes]
+            return _Sent(batch, buffer, fetched, members.broadcast(data, batch.owner))
+        slots: list[torch.Tensor] = []
+        packed = None
+        if fetched is not None:
+            packed = self._spare.popleft()
+            slots = list(packed[: self._size * _slot(batch)].view(self._size, -1))
+            self._pack_all(batch, fetched, slots)
+            self._spare.append(fetched)
+        buffer = self._for_others.popleft()
+        work = members.scatter(buffer[: _slot(batch)], slots, batch.owner)
+        return _Sent(batch, buffer, packed, work)
+
+    def _pack_all(self, batch: Batch, fetched: torch.Tensor, slots: list[torch.Tensor]) -> None:
+        """Copy what each member wants of a batch to where it is sent from."""
+        inside = fetched[HEADER : HEADER + batch.nbytes]
+        try:
+            if self._failed is None:
+                self._pack(batch, inside, [slot[HEADER:] for slot in slots])
+        except BaseException as error:
+            self._failed = error
+        for slot in slots:
+            slot[0] = self._failed is not None
+        if fetched.is_cuda:
+            # It is filled again when the copies out of it are done.
+            torch.cuda.current_stream(fetched.device).synchronize()
+
     def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
         """Have batches read into all buffers that are free."""
         while self._mine and self._free:
             batch, buffer = self._mine.popleft(), self._free.popleft()
-            inside = buffer[_HEADER : _HEADER + batch.nbytes]
+            inside = buffer[HEADER : HEADER + batch.nbytes]
             self._coming.append((buffer, pool.submit(self._fetch, batch, inside)))
 
     def _fetched(self, members: Linked) -> torch.Tensor:
@@ -238,7 +292,7 @@ class Exchange:
 
     def _finish(self, members: Linked) -> bool:
         """Wait for the oldest batch that is being sent; tell whether its owner is well."""
-        batch, buffer, work = self._sent.popleft()
+        batch, buffer, sent, work = self._sent.popleft()
         try:
             members.wait(work)
         finally:
@@ -246,11 +300,19 @@ class Exchange:
         well = not bool(buffer[0])
         if well and self._failed is None:
             try:
-                self._deliver(batch, buffer[_HEADER : _HEADER + batch.nbytes])
+                self._deliver(batch, buffer[HEADER : HEADER + batch.received])
             except BaseException as error:
                 self._failed = error
         if buffer.is_cuda:
             # A buffer is free when the copies out of it are done.
             torch.cuda.current_stream(buffer.device).synchronize()
-        (self._free if batch.owner == self._rank else self._for_others).append(buffer)
+        if sent is not None:
+            self._free.append(sent)
+        if sent is not buffer:
+            self._for_others.append(buffer)
         return well
+
+
+def _slot(batch: Batch) -> int:
+    """Return the bytes that each member receives of a batch, with its header."""
+    return HEADER + batch.received

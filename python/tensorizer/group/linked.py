@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +127,26 @@ class Linked:
             if data.is_cuda and self.on_device:
                 return self._of_devices().broadcast([data], options)
             return self._connections.hosts.broadcast([data], options)
+
+    def scatter(self, received: torch.Tensor, slots: Sequence[torch.Tensor], rank: int) -> Any:
+        """Begin to send each member a tensor of its own, of one length, from one member.
+
+        Args:
+            received: What this member receives.
+            slots: At that member, what each receives.
+            rank: That member.
+
+        Returns:
+            What :meth:`wait` waits for.
+
+        """
+        options = dist.ScatterOptions()
+        options.rootRank = rank
+        every = [list(slots)] if slots else []
+        with self._collective():
+            if received.is_cuda and self.on_device:
+                return self._of_devices().scatter([received], every, options)
+            return self._connections.hosts.scatter([received], every, options)
 
     def _of_devices(self) -> Any:
         """Return the connections between devices, which take long to be made."""

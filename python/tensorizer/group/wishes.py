@@ -7,19 +7,24 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-#: First rows and ends, by kind of tensor.
-Table = tuple[tuple[int, int], ...]
+from ..tensors.sharding import Ranges
+from .plan import Boxes
+
+#: By kind of tensor, the range of each dimension that holds what is wanted, without the dimensions
+#: at the end that are wanted as a whole.
+Table: TypeAlias = tuple[Ranges, ...]
 
 
 @dataclass(frozen=True)
 class Structure:
     """The tensors that a member wants, as a column of numbers, and a column of their kinds.
 
-    Of tensors of one kind, which have as many rows each, a member wants the same rows. Members that
-    cut tensors alike have the same structure, with other rows for each kind.
+    Of tensors of one kind, whose cut dimensions are as long, a member wants the same ranges.
+    Members that cut tensors alike have the same structure, with other ranges for each kind.
     """
 
     columns: torch.Tensor
@@ -50,24 +55,26 @@ class Structure:
 
 @dataclass(frozen=True)
 class Wish:
-    """The tensors that a member wants, and of each the rows that hold what it wants."""
+    """The tensors that a member wants, and of each the ranges that hold what it wants."""
 
     structure: Structure
     table: Table
 
     @staticmethod
-    def of(wanted: Iterable[tuple[int, int, int, int]]) -> Wish:
-        """Return the wish for tensors, given in rising order as number, first row, end, and rows
-        of the whole tensor.
-        """  # noqa: D205
-        kinds: dict[tuple[int, int, int], int] = {}
+    def of(wanted: Iterable[tuple[int, Ranges, Sequence[int]]]) -> Wish:
+        """Return the wish for tensors, given in rising order as number, ranges and shape."""
+        kinds: dict[tuple[Ranges, tuple[int, ...]], int] = {}
         numbers, kind_of = [], []
-        for number, start, stop, rows in wanted:
-            if start < stop:
+        for number, ranges, shape in wanted:
+            if all(start < stop for start, stop in ranges):
+                dims = len(shape)
+                while dims > 1 and ranges[dims - 1] == (0, shape[dims - 1]):
+                    dims -= 1
+                kind = ranges[:dims], tuple(shape[:dims])
                 numbers.append(number)
-                kind_of.append(kinds.setdefault((start, stop, rows), len(kinds)))
+                kind_of.append(kinds.setdefault(kind, len(kinds)))
         columns = torch.tensor([numbers, kind_of], dtype=torch.int64, device="cpu")
-        return Wish(Structure(columns), tuple((start, stop) for start, stop, _ in kinds))
+        return Wish(Structure(columns), tuple(ranges for ranges, _ in kinds))
 
 
 #: The most parts of a group that a member exchanges with: each takes connections of its own.
@@ -75,9 +82,22 @@ MOST_PARTS = 8
 #: The most rows of tables that are compared for parts: about a second of CPU.
 _MOST_COMPARED = 1_000_000
 
-#: Of a tensor, or of others that members want alike: the rows that hold what some members want, and
-#: the ranks of these.
-_Range = tuple[int, int, tuple[int, ...]]
+
+class Share(NamedTuple):
+    """The rows of a tensor that some members want, and the box of each.
+
+    Attributes:
+        rows: The rows that hold what any of them wants.
+        boxes: What each of them wants; None where all want these rows.
+
+    """
+
+    rows: tuple[int, int]
+    boxes: Boxes | None
+
+
+#: Of tensors that members want alike: what some members want, and the ranks of these.
+_Shared: TypeAlias = tuple[Share, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -86,14 +106,13 @@ class Merged:
 
     Attributes:
         shared: By the ranks of those that want the same, or overlapping, rows of tensors: for each
-            tensor, by number in rising order, the rows that hold what any of these wants. This
-            member is one of each of them.
+            tensor, by number in rising order, what these want. This member is one of each of them.
         alone: The tensors of which this member wants rows that no other one wants.
         exchanges: Whether any members want the same, which is told alike to all of them.
 
     """
 
-    shared: dict[tuple[int, ...], dict[int, tuple[int, int]]]
+    shared: dict[tuple[int, ...], dict[int, Share]]
     alone: frozenset[int]
     exchanges: bool
 
@@ -135,77 +154,92 @@ def merged(
             mine = numbers
     several = torch.nonzero(times > 1).flatten()
     alone = set(mine[times[mine] == 1].tolist())
-    shared: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
+    shared: dict[tuple[int, ...], dict[int, Share]] = {}
     found, case_of = torch.unique(cases[several], return_inverse=True)
-    examples = several.new_zeros(len(found)).scatter_(0, case_of, several)
-    ranges: list[list[_Range]] = []
-    parts: set[tuple[int, ...]] = set()
-    few = len(found) * size <= _MOST_COMPARED
-    if few:
-        one_piece = set(in_one_piece)
-        rows = zip(_rows(wishes, examples), examples.tolist(), strict=True)
-        ranges = [_ranges(of_case, example in one_piece) for of_case, example in rows]
-        parts = {ranks for of_case in ranges for *_, ranks in of_case if len(ranks) > 1}
-    often = Counter(rank for ranks in parts for rank in ranks)
-    if not few or max(often.values(), default=0) > MOST_PARTS:
-        everyone = tuple(range(size))
+    everyone = tuple(range(size))
+    if len(found) * size > _MOST_COMPARED:
         shared[everyone] = _by_all(wishes, count, several)
         return Merged(shared, frozenset(alone), True)
-    # By case the range that has this member.
-    own = [next((one for one in of_case if rank in one[2]), None) for of_case in ranges]
+    examples = several.new_zeros(len(found)).scatter_(0, case_of, several)
+    boxes = _boxes(wishes, examples)
+    one_piece = set(in_one_piece)
+    of_cases = [
+        _shares(of_case, example in one_piece)
+        for of_case, example in zip(boxes, examples.tolist(), strict=True)
+    ]
+    parts = {ranks for of_case in of_cases for _, ranks in of_case if len(ranks) > 1}
+    often = Counter(rank for ranks in parts for rank in ranks)
+    if max(often.values(), default=0) > MOST_PARTS:
+        of_cases = [[(_share(of_case, everyone), everyone)] for of_case in boxes]
+    # By case what has this member.
+    own = [next((one for one in of_case if rank in one[1]), None) for of_case in of_cases]
     for number, case in zip(several.tolist(), case_of.tolist(), strict=True):
         of_case = own[case]
         if of_case is None:
             continue
-        start, stop, ranks = of_case
+        share, ranks = of_case
         if len(ranks) == 1:
             alone.add(number)
         else:
-            shared.setdefault(ranks, {})[number] = (start, stop)
+            shared.setdefault(ranks, {})[number] = share
     return Merged(dict(sorted(shared.items())), frozenset(alone), bool(parts))
 
 
-def _rows(
+def _boxes(
     wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]], examples: torch.Tensor
-) -> list[list[tuple[int, int, int]]]:
-    """Return the rows that members want of some tensors: first, end, and the rank."""
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(len(examples))]
+) -> list[list[tuple[Ranges, int]]]:
+    """Return the boxes that members want of some tensors, each with the rank."""
+    found: list[list[tuple[Ranges, int]]] = [[] for _ in range(len(examples))]
     for structure, tables in wishes:
         numbers, kinds = structure.columns
         at = torch.searchsorted(numbers, examples).clamp(max=max(len(numbers) - 1, 0))
         here = torch.nonzero(numbers[at] == examples).flatten() if len(numbers) else at[:0]
         for case, kind in zip(here.tolist(), kinds[at[here]].tolist(), strict=True):
-            found[case] += [(*table[kind], rank) for rank, table in tables]
+            found[case] += [(table[kind], rank) for rank, table in tables]
     return found
 
 
-def _ranges(rows: Iterable[tuple[int, int, int]], in_one_piece: bool) -> list[_Range]:
-    """Put rows together that overlap, or all that are in one piece."""
-    made: list[tuple[int, int, list[int]]] = []
-    for start, stop, rank in sorted(rows):
-        if made and (in_one_piece or start < made[-1][1]):
-            low, high, ranks = made.pop()
-            made.append((low, max(high, stop), [*ranks, rank]))
+def _shares(boxes: Iterable[tuple[Ranges, int]], in_one_piece: bool) -> list[_Shared]:
+    """Put boxes together whose rows overlap, or all that are in one piece."""
+    made: list[tuple[int, list[tuple[Ranges, int]]]] = []
+    for ranges, rank in sorted(boxes):
+        start, stop = ranges[0]
+        if made and (in_one_piece or start < made[-1][0]):
+            high, together = made.pop()
+            made.append((max(high, stop), [*together, (ranges, rank)]))
         else:
-            made.append((start, stop, [rank]))
-    return [(start, stop, tuple(sorted(ranks))) for start, stop, ranks in made]
+            made.append((stop, [(ranges, rank)]))
+    shared = []
+    for _, together in made:
+        ranks = tuple(sorted(rank for _, rank in together))
+        shared.append((_share(together, ranks), ranks))
+    return shared
+
+
+def _share(boxes: Sequence[tuple[Ranges, int]], ranks: Sequence[int]) -> Share:
+    """Return what members of some ranks want together."""
+    rows = [ranges[0] for ranges, _ in boxes]
+    by_rank = {rank: ranges for ranges, rank in boxes}
+    ends = min(start for start, _ in rows), max(stop for _, stop in rows)
+    return Share(ends, Boxes.made([by_rank.get(rank) for rank in ranks]))
 
 
 def _by_all(
     wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]],
     count: int,
     several: torch.Tensor,
-) -> dict[int, tuple[int, int]]:
-    """Return the range that holds what any member wants, of tensors that several want."""
+) -> dict[int, Share]:
+    """Return the rows that hold what any member wants, of tensors that several want."""
     lows = torch.full((count,), torch.iinfo(torch.int64).max, dtype=torch.int64, device="cpu")
     highs = torch.full((count,), -1, dtype=torch.int64, device="cpu")
     for structure, tables in wishes:
         numbers, kinds = structure.columns
         if not len(numbers):
             continue
-        of_all = torch.tensor([table for _, table in tables], dtype=torch.int64, device="cpu")
+        rows = [[ranges[0] for ranges in table] for _, table in tables]
+        of_all = torch.tensor(rows, dtype=torch.int64, device="cpu")
         low, high = of_all.amin(0)[kinds, 0], of_all.amax(0)[kinds, 1]
         lows[numbers] = torch.minimum(lows[numbers], low)
         highs[numbers] = torch.maximum(highs[numbers], high)
-    rows = zip(lows[several].tolist(), highs[several].tolist(), strict=True)
-    return dict(zip(several.tolist(), rows, strict=True))
+    ends = zip(lows[several].tolist(), highs[several].tolist(), strict=True)
+    return {n: Share(rows, None) for n, rows in zip(several.tolist(), ends, strict=True)}

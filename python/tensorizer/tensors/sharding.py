@@ -69,10 +69,15 @@ class Part:
         ]
         return Part(tuple(map(_length, runs)), tuple(boxes))
 
-    def rows(self) -> tuple[int, int]:
-        """Return the range of the first dimension that holds all of it; nothing of no elements."""
-        ends = [box.ranges[0] for box in self.boxes if math.prod(box.shape)]
-        return (min(ends)[0], max(stop for _, stop in ends)) if ends else (0, 0)
+    def bounds(self) -> Ranges:
+        """Return the range of each dimension that holds all of it; empty ranges of no elements."""
+        boxes = [box.ranges for box in self.boxes if math.prod(box.shape)]
+        if not boxes:
+            return ((0, 0),) * len(self.shape)
+        if len(boxes) == 1:
+            return boxes[0]
+        dims = zip(*boxes, strict=True)
+        return tuple((min(ends)[0], max(stop for _, stop in ends)) for ends in dims)
 
 
 @dataclass(frozen=True)

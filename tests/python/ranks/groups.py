@@ -19,7 +19,7 @@ from ranks.common import (
     torch,
 )
 from ranks.dtensors import of_format
-from tensorizer.group import members
+from tensorizer.group import members, plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -453,53 +453,75 @@ def verifying(folder):
 def received(folder):
     """Return the bytes that each rank receives from others, as a multiple of what it wants.
 
-    With rows of its own, with names of its own, and with rows that two ranks want.
+    With rows of its own, with names of its own, with rows that two ranks want, with everything, and
+    with columns of its own: of tensors that are cut, of those in one piece, and of long rows.
     """
-    counts, begin = [], members.Members.broadcast
+    counts = []
+    begin, begin_scatter = members.Members.broadcast, members.Members.scatter
 
     def counted(self, data, rank):
-        counts.append(data.nbytes * (rank != self.rank))
+        # Members tell each other some hundred bytes.
+        counts.append(data.nbytes * (rank != self.rank and data.nbytes > 4096))
         return begin(self, data, rank)
 
-    members.Members.broadcast = counted
+    def counted_scatter(self, data, slots, rank):
+        counts.append(data.nbytes * (rank != self.rank))
+        return begin_scatter(self, data, slots, rank)
+
+    members.Members.broadcast, members.Members.scatter = counted, counted_scatter
     fetch_together(BATCH)
     found = []
     with group() as (rank, world):
         uri, _, made = of_kind(folder, "tensors")
         names = ["rows", "words"]
         few = [name for at, name in enumerate(made) if at % world == rank]
+        two = ["rows", "cube"]
+        by_columns = {"shard": tensorizer.Shard(1, rank, world)}
         calls = [
             ({"names": names, "shard": tensorizer.Shard(0, rank, world)}, names),
             ({"names": few}, few),
             ({"names": names, "shard": tensorizer.Shard(0, rank // 2, world // 2)}, names),
             ({"names": names}, names),
+            ({"names": two, **by_columns}, two),
+            ({"names": ["rows"], **by_columns, "verify_hash": True}, ["rows"]),
+            ({"names": ["words"], **by_columns}, ["words"]),
         ]
         for options, expected in calls:
             counts.clear()
+            plan._LONG_RUN = 5000 if expected == ["words"] else 1 << 20
             loaded = tensorizer.load(uri, group=dist.group.WORLD, **options)
             assert list(loaded) == expected
             shard = options.get("shard")
             for name, tensor in loaded.items():
-                part = made[name] if shard is None else cut(made[name], 0, shard.world, shard.rank)
+                part = made[name]
+                if shard is not None:
+                    part = cut(part, shard.dim, shard.world, shard.rank)
                 assert_equal(tensor, part, name)
             wanted = sum(tensor.nbytes for tensor in loaded.values())
-            # Members tell each other some hundred bytes.
-            found.append(sum(one for one in counts if one > 4096) / wanted)
+            found.append(sum(counts) / wanted)
     return found
 
 
 def descriptors(folder, most):
-    """Load with few descriptors; return how many more there are then, and those of torch."""
+    """Load with few descriptors; return how many more there are than of torch.
+
+    That is once for loads of the whole, and once more for those of columns.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     fetch_together(BATCH)
 
     def count():
         return len(os.listdir("/proc/self/fd"))
 
-    with group(50):
+    whole = torch.arange(96_000).view(500, 192)
+    counts = []
+    with group(50) as (rank, world):
         dist.barrier()
         before = count()
-        for _ in range(2):
-            found = tensorizer.load(f"{folder}/few.tensors", group=dist.group.WORLD)
-            assert_equal(found["a"], torch.arange(100_000))
-        return count() - before
+        for shard in (None, tensorizer.Shard(1, rank, world)):
+            for _ in range(2):
+                uri = f"{folder}/few.tensors"
+                found = tensorizer.load(uri, group=dist.group.WORLD, shard=shard)
+                assert_equal(found["a"], whole if shard is None else cut(whole, 1, world, rank))
+            counts.append(count() - before)
+    return counts

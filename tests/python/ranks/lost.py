@@ -18,7 +18,7 @@ from ranks.common import (
     torch,
 )
 from ranks.groups import large
-from tensorizer.file import together
+from tensorizer.file import shared_batches
 from tensorizer.group import meeting, members
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -33,23 +33,29 @@ WAIT = 10
 
 def on_the_way(function, number, act):
     """Do something before the ``number``-th batch that a function of this rank gets."""
-    own, count = getattr(together._Sharing, function), iter(range(1 << 30))
+    own, count = getattr(shared_batches.SharedBatches, function), iter(range(1 << 30))
 
     def changed(*args):
         if next(count) == number:
             act()
         own(*args)
 
-    setattr(together._Sharing, function, changed)
+    setattr(shared_batches.SharedBatches, function, changed)
 
 
 def load(uri, **options):
     return tensorizer.load(uri, group=dist.group.WORLD, **options)
 
 
+def columns():
+    """Return the option by which each rank wants columns of its own of two tensors."""
+    dim = {"rows": 1, "cube": 1}.get
+    return {"shard": tensorizer.Shard(dim, dist.get_rank(), dist.get_world_size())}
+
+
 def works(uri):
     """Check that the next call works, with a batch of each rank."""
-    before = together.BATCH_BYTES
+    before = shared_batches.BATCH_BYTES
     fetch_together(1 << 19)
     found, made = load(uri, names=["rows", "t0"]), large()
     fetch_together(before)
@@ -137,7 +143,7 @@ def errors_on_the_way(folder):
     found = {}
 
     def say(name, function, at, act, **options):
-        own = getattr(together._Sharing, function)
+        own = getattr(shared_batches.SharedBatches, function)
         if dist.get_rank() == at:
             on_the_way(function, *act)
         try:
@@ -145,7 +151,7 @@ def errors_on_the_way(folder):
             found[name] = None
         except BaseException as error:
             found[name] = [type(error).__name__, str(error), getattr(error, "__notes__", None)]
-        setattr(together._Sharing, function, own)
+        setattr(shared_batches.SharedBatches, function, own)
         works(uri)
 
     with group() as (rank, world):
@@ -159,10 +165,13 @@ def errors_on_the_way(folder):
         say("first", "_fetch", 1, (0, fail))
         say("odd", "_fetch", 1, (3, fail_oddly))
         say("delivery", "_deliver", 3, (5, fail))
+        say("read columns", "_fetch", 2, (1, fail), names=["rows", "cube"], **columns())
+        say("pack", "_pack", 2, (1, fail), names=["rows", "cube"], **columns())
+        say("columns", "_deliver", 1, (3, fail), names=["rows", "cube"], **columns())
     return found
 
 
-def killed(folder, how, wait=WAIT):
+def killed(folder, how, wait=WAIT, by_columns=False):
     """Lose rank 2 in the middle of a load."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
@@ -173,7 +182,7 @@ def killed(folder, how, wait=WAIT):
         on_the_way("_fetch", 4, lambda: os.kill(os.getpid(), getattr(signal, how)))
     begun = time.monotonic()
     try:
-        load(uri)
+        load(uri, **(columns() if by_columns else {}))
     except BaseException as error:
         return [type(error).__name__, str(error), time.monotonic() - begun, traceback.format_exc()]
     return None
@@ -215,7 +224,7 @@ def interrupted(folder, turns):
             begun = time.monotonic()
             try:
                 try:
-                    load(uri)
+                    load(uri, **(columns() if turn % 3 == 2 else {}))
                     outcome = "done"
                 except tensorizer.GroupError:
                     outcome = "told"

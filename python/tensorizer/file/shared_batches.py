@@ -1,0 +1,207 @@
+"""Batches of tensors that one member of a group fetches for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..group import plan
+from ..group.exchange import BATCH_BYTES, Buffers, Exchange, GivenUp, Shares, batch_bytes
+from ..group.members import Members
+from ..group.wishes import Share
+from ..tensors.exchange import dtype_of
+from ..tensors.sharding import Ranges
+from .parts import Wanted
+from .tensor_file import TensorFile
+
+#: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
+_ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
+
+
+class Prepared(NamedTuple):
+    """What a member wants of a file, and by number the tensors that are to be filled."""
+
+    wanted: Wanted
+    tensors: Mapping[int, torch.Tensor]
+
+
+class SharedBatches:
+    """Batches of the tensors that several members want: one of them fetches each for the others.
+
+    Args:
+        members: All members.
+        mine: What this one wants.
+        shared: By the ranks of those that want the same, what they want of tensors.
+        whole: Whether tensors are fetched in one piece.
+
+    Attributes:
+        apart: Numbers of tensors of which each member reads what it wants by itself.
+
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        mine: Prepared,
+        shared: Mapping[tuple[int, ...], Mapping[int, Share]],
+        *,
+        whole: bool,
+    ) -> None:
+        self._members, (self._wanted, self._tensors) = members, mine
+        self._file = file = self._wanted.file
+        self.apart: set[int] = set()
+        self._parts: dict[tuple[int, ...], dict[int, plan.Wanted]] = {}
+        for ranks, shares in shared.items():
+            part = {number: _wanted(file, number, share, whole) for number, share in shares.items()}
+            self.apart |= {number for number, one in part.items() if one.is_apart()}
+            part = {number: one for number, one in part.items() if number not in self.apart}
+            if part:
+                self._parts[ranks] = part
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._buffers = Buffers()
+
+    def shares(self) -> Shares:
+        """Return how this member shares its memory limit."""
+        parts = [(len(ranks), part.values()) for ranks, part in self._parts.items()]
+        most = max((self._batch_bytes(*part) for part in parts), default=BATCH_BYTES)
+        longest = max((one.unit(size) for size, part in parts for one in part), default=0)
+        scattered = any(one.boxes is not None for _, part in parts for one in part)
+        least = self._file.least(self._device(), parts=True)
+        return Shares.of(self._file.memory_limit, most, longest, least, scattered=scattered)
+
+    def _batch_bytes(self, size: int, of_part: Iterable[plan.Wanted]) -> int:
+        """Return the length of batches of a part, which all its members know."""
+        most = _ENCRYPTED_BATCH_BYTES if self._file.reader.encrypted else BATCH_BYTES
+        return batch_bytes(sum(one.nbytes for one in of_part), size, most)
+
+    def prepare(self, shares: Shares, most: int | None = None) -> None:
+        """Make the plans, of batches of ``most`` bytes at most, and take the memory."""
+        self._file.reader.limit_memory(self._file.memory_limit, shares.beside)
+        device = self._device()
+        somewhere = any(tensor.is_cuda for tensor in self._tensors.values())
+        self._buffers = Buffers(device, pinned=device.type == "cpu" and somewhere)
+        for ranks, part in self._parts.items():
+            size, place = len(ranks), ranks.index(self._members.rank)
+            usual = self._batch_bytes(size, part.values())
+            exchange = Exchange(
+                plan.batches(part.values(), size, usual if most is None else min(usual, most)),
+                (place, size),
+                fetch=self._fetch,
+                pack=functools.partial(self._pack, part),
+                deliver=functools.partial(self._deliver, part, place),
+                stop=self._file.stop,
+                at_once=shares.at_once,
+            )
+            self._buffers.need(exchange)
+            self._exchanges[ranks] = exchange
+        self._buffers.make()
+
+    def exchange(self, finish: Callable[[], None] | None) -> BaseException | None:
+        """Exchange everything, in the same order at all members; return what has failed here."""
+        failed: BaseException | None = None
+        for ranks, exchange in self._exchanges.items():
+            all_want_it = len(ranks) == self._members.size
+            members = self._members if all_want_it else self._members.part(ranks)
+            failed = exchange.run(members, self._buffers, failed)
+        self._exchanges.clear()
+        if isinstance(failed, GivenUp):
+            # The member at which it has failed says so.
+            return None
+        if failed is None and finish is not None:
+            try:
+                finish()
+            except BaseException as error:
+                return error
+        return failed
+
+    def _device(self) -> torch.device:
+        """Return where batches are exchanged."""
+        device = torch.device("cpu")
+        if self._members.on_device:
+            here = [tensor.device for tensor in self._tensors.values() if tensor.is_cuda]
+            device = here[0] if here else torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def _fetch(self, batch: plan.Batch, buffer: torch.Tensor) -> None:
+        """Read a batch into a buffer, on a thread of its own."""
+        file = self._file
+        views = _views(file, batch, buffer)
+        whole: list[tuple[torch.Tensor, plan.Piece]] = []
+        cut: list[tuple[torch.Tensor, plan.Piece]] = []
+        for view, piece in zip(views, batch.pieces, strict=True):
+            shape = file.reader.describe(piece.number)[1]
+            (whole if list(view.shape) == shape else cut).append((view, piece))
+        # The device that is current is a matter of each thread.
+        with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
+            if whole:
+                file.fill([view for view, _ in whole], [piece.number for _, piece in whole])
+            if cut:
+                sliced = file.sliced([(piece.number, piece.ranges) for _, piece in cut])
+                sliced.fill([view for view, _ in cut], range(len(cut)))
+            if buffer.is_cuda:
+                torch.cuda.current_stream().synchronize()
+
+    def _pack(
+        self,
+        part: Mapping[int, plan.Wanted],
+        batch: plan.Batch,
+        buffer: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+    ) -> None:
+        """Copy what each member wants of a batch to where it is sent from."""
+        views = _views(self._file, batch, buffer)
+        for view, piece in zip(views, batch.pieces, strict=True):
+            for member, slot in enumerate(slots):
+                common = plan.overlap(piece.ranges, part[piece.number].box(member))
+                if common is not None:
+                    source = _sliced(view, common[0])
+                    to = slot.narrow(0, piece.place, source.nbytes)
+                    to.view(source.dtype).view(source.shape).copy_(source)
+
+    def _deliver(
+        self, part: Mapping[int, plan.Wanted], place: int, batch: plan.Batch, buffer: torch.Tensor
+    ) -> None:
+        """Put what this member wants of a batch where it belongs."""
+        for piece in batch.pieces:
+            tensor, of_batch = self._tensors.get(piece.number), piece.ranges
+            own = part[piece.number].box(place) if batch.scattered else of_batch
+            ranges = plan.common(of_batch, own)
+            if tensor is None or ranges is None:
+                continue
+            view = _view(self._file, piece.number, ranges, buffer, piece.place)
+            for box in self._wanted.part(piece.number).boxes:
+                common = plan.overlap(ranges, box.ranges)
+                if common is not None:
+                    to = _sliced(box.of_part(tensor.detach()), common[1])
+                    to.copy_(_sliced(view, common[0]))
+
+
+def _wanted(file: TensorFile, number: int, share: Share, whole: bool) -> plan.Wanted:
+    dtype, shape, _ = file.reader.describe(number)
+    whole = whole or file.is_strided(number)
+    itemsize = dtype_of(dtype).itemsize
+    return plan.Wanted(number, tuple(shape), itemsize, share.rows, whole, share.boxes)
+
+
+def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Return the pieces of a batch as tensors."""
+    return [_view(file, one.number, one.ranges, buffer, one.start) for one in batch.pieces]
+
+
+def _view(
+    file: TensorFile, number: int, ranges: Ranges, buffer: torch.Tensor, start: int
+) -> torch.Tensor:
+    """Return a box of a tensor, whose bytes begin somewhere in a buffer."""
+    shape = [stop - start for start, stop in ranges]
+    dtype = dtype_of(file.reader.describe(number)[0])
+    data = buffer.narrow(0, start, math.prod(shape) * dtype.itemsize)
+    return data.view(dtype).view(shape)
+
+
+def _sliced(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    return tensor[tuple(slice(*ends) for ends in ranges)]
