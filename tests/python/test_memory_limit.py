@@ -289,12 +289,15 @@ def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB, 1 << 30])
-def test_batches_of_a_group(limit):
-    shares = Shares.of(limit, 32 * MIB, 1, 2 * MIB)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_batches_of_a_group(limit, scattered):
+    shares = Shares.of(limit, 32 * MIB, 1, 2 * MIB, scattered=scattered)
     taken = limit - shares.beside
-    assert (shares.at_once + 4) * shares.batch + shares.at_once * taken <= limit
+    # A batch to be scattered is packed into one more.
+    assert (shares.at_once + 4 + scattered) * shares.batch + shares.at_once * taken <= limit
     assert shares.batch >= min(limit // 20, 32 * MIB)
-    assert Shares.of(None, 32 * MIB, 1, 2 * MIB) == Shares(32 * MIB, 3, 0)
+    unlimited = Shares.of(None, 32 * MIB, 1, 2 * MIB, scattered=scattered)
+    assert unlimited == Shares(32 * MIB, 3, 0)
 
 
 def test_a_group_without_room(ranks, small):
