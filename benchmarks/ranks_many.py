@@ -128,7 +128,8 @@ def main() -> None:
             found = [measure(chosen.ranks, uri, together) for _ in range(chosen.rounds)]
             first, second, opened = (statistics.median(one[at] for one in found) for at in range(3))
             rows.append(f"| {what} | {first:.3f} | {second:.3f} | {opened:.0f} |")
-    plans = [f"| {kind} | {cpu:.2f} | {size:.2f} |" for kind in ("all", "rows of its own", "columns of its own")
+    kinds = ("all", "rows of its own", "columns of its own")
+    plans = [f"| {kind} | {cpu:.2f} | {size:.2f} |" for kind in kinds
              for cpu, size in [planned(kind)]]  # fmt: skip
     page = f"""# {chosen.ranks} ranks load 400 kB, and what 512 ranks tell each other
 

@@ -33,8 +33,10 @@ mod ffi {
         fn shape(self: &Loaded, at: usize) -> &[i64];
         fn take(self: &mut Loaded, at: usize) -> Box<HostMemory>;
         fn block(self: &Loaded, at: usize) -> i64;
+        fn device(self: &Loaded, at: usize) -> usize;
         fn offset(self: &Loaded, at: usize) -> u64;
-        fn take_blocks(self: &mut Loaded) -> UniquePtr<Blocks>;
+        fn devices(self: &Loaded) -> usize;
+        fn take_blocks(self: &mut Loaded, device: usize) -> UniquePtr<Blocks>;
 
         fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<Loaded>>;
         fn op_load(uri: &str, names: Vec<String>, options: OpOptions) -> Result<Box<Loaded>>;

@@ -69,16 +69,16 @@ impl Tensors {
         for tensor in landed {
             places.push(match tensor.memory {
                 Memory::Host(buffer) => Place::Host(buffer),
-                Memory::Zeros => Place::Zeros,
+                Memory::Zeros => Place::Zeros(0),
                 Memory::Block(block) => {
                     taken.push(block);
-                    Place::Block(taken.len() - 1, 0)
+                    Place::Block(0, taken.len() - 1, 0)
                 }
             });
         }
         let blocks = match &mut *self.allocator {
-            Some(allocator) => Some(allocator.take(&taken)?),
-            None => None,
+            Some(allocator) => vec![allocator.take(&taken)?],
+            None => Vec::new(),
         };
         Ok((Loaded::new(&self.file, &numbers, places, blocks), numbers))
     }

@@ -5,7 +5,9 @@
 
 mod allocator;
 mod bridge;
+mod devices;
 pub mod exchange;
+pub mod fill;
 pub mod guard;
 pub mod iterate;
 pub mod load;

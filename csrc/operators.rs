@@ -15,9 +15,10 @@ use tensorizer::stats::Counters;
 use tensorizer::{IterateOptions, LoadOptions, Order, SaveOptions, TensorFile, Verify, save_to};
 use zeroize::Zeroizing;
 
+use crate::fill::load_into_tensors;
 use crate::guard::guard;
 use crate::iterate::{self, Tensors};
-use crate::load::{Where, load_into_tensors, load_tensors};
+use crate::load::{Where, load_tensors};
 use crate::tensor::{Loaded, to_save};
 use crate::torch::{OpOptions, TensorList};
 
@@ -141,7 +142,7 @@ pub fn op_load_checked(
             }
         }
         // Tensors that a graph gets from an operator may not share memory.
-        let destination = Where { device: options.device, apart: true };
+        let destination = Where { devices: &[options.device], apart: true };
         let options = options.into();
         let counters = Counters::default();
         let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
@@ -155,7 +156,7 @@ fn loaded(
     device: Index,
     options: LoadOptions,
 ) -> Result<Loaded> {
-    let destination = Where { device, apart: false };
+    let destination = Where { devices: &[device], apart: false };
     Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
 }
 

@@ -66,11 +66,12 @@ class OnStream {
   std::optional<c10::Stream> before_;
 };
 
-at::Tensor wrap(Loaded& loaded, const Blocks* blocks, std::size_t at) {
+at::Tensor wrap(Loaded& loaded, const std::vector<std::unique_ptr<Blocks>>& all, std::size_t at) {
   const auto shape = loaded.shape(at);
   const auto dtype = static_cast<at::ScalarType>(loaded.dtype(at));
   const auto block = loaded.block(at);
   if (block != -1) {
+    const auto& blocks = all.at(loaded.device(at));
     TORCH_CHECK(blocks != nullptr, "tensors in blocks, and no blocks");
     const at::IntArrayRef sizes(shape.data(), shape.size());
     if (block >= 0) {
@@ -214,9 +215,12 @@ std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at, std::int64_t s
 std::vector<at::Tensor> take_tensors(Loaded& loaded) {
   std::vector<at::Tensor> tensors;
   tensors.reserve(loaded.size());
-  const auto blocks = loaded.take_blocks();
+  std::vector<std::unique_ptr<Blocks>> blocks;
+  for (std::size_t device = 0; device < loaded.devices(); ++device) {
+    blocks.push_back(loaded.take_blocks(device));
+  }
   for (std::size_t at = 0; at < loaded.size(); ++at) {
-    tensors.push_back(wrap(loaded, blocks.get(), at));
+    tensors.push_back(wrap(loaded, blocks, at));
   }
   return tensors;
 }

@@ -24,8 +24,8 @@ use crate::torch::{self, Blocks, TensorInfo, TensorList, thrown};
 pub struct Loaded {
     what: What,
     places: Vec<Place>,
-    /// Memory of a device that tensors are in.
-    blocks: Option<UniquePtr<Blocks>>,
+    /// Memory that tensors are in, by device.
+    blocks: Vec<UniquePtr<Blocks>>,
 }
 
 /// Names, types and shapes.
@@ -40,10 +40,10 @@ enum What {
 pub enum Place {
     /// In host memory of its own.
     Host(HostBuffer),
-    /// In a block of device memory, from this byte on.
-    Block(usize, u64),
-    /// Nowhere: a tensor of zeros is to be made.
-    Zeros,
+    /// In the memory of a device: its place among the devices, the block, and the first byte there.
+    Block(usize, usize, u64),
+    /// Nowhere: a tensor of zeros is to be made on the device of this place.
+    Zeros(usize),
 }
 
 impl Loaded {
@@ -52,7 +52,7 @@ impl Loaded {
         file: &TensorFile,
         numbers: &[usize],
         places: Vec<Place>,
-        blocks: Option<UniquePtr<Blocks>>,
+        blocks: Vec<UniquePtr<Blocks>>,
     ) -> Self {
         let what = What::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
         Loaded { what, places, blocks }
@@ -67,7 +67,11 @@ impl Loaded {
             Ok((dtype, shape))
         });
         let what = What::Like(like.collect::<Result<_>>()?);
-        Ok(Loaded { what, places: memory.into_iter().map(Place::Host).collect(), blocks: None })
+        Ok(Loaded {
+            what,
+            places: memory.into_iter().map(Place::Host).collect(),
+            blocks: Vec::new(),
+        })
     }
 
     // C++ stays below `size()`; beyond it there is nothing to return.
@@ -118,23 +122,37 @@ impl Loaded {
     /// The block in which a tensor is; -1 for host memory, -2 for zeros that are to be made.
     pub fn block(&self, at: usize) -> i64 {
         match self.places.get(at) {
-            Some(Place::Block(block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
-            Some(Place::Zeros) => -2,
+            Some(Place::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
+            Some(Place::Zeros(_)) => -2,
             _ => -1,
+        }
+    }
+
+    /// The place among the devices of the one that a tensor is on.
+    pub fn device(&self, at: usize) -> usize {
+        match self.places.get(at) {
+            Some(Place::Block(device, ..) | Place::Zeros(device)) => *device,
+            _ => 0,
         }
     }
 
     /// Where in its block a tensor begins, in bytes.
     pub fn offset(&self, at: usize) -> u64 {
         match self.places.get(at) {
-            Some(Place::Block(_, offset)) => *offset,
+            Some(Place::Block(_, _, offset)) => *offset,
             _ => 0,
         }
     }
 
-    /// The blocks; null when they were taken before, or there are none.
-    pub fn take_blocks(&mut self) -> UniquePtr<Blocks> {
-        self.blocks.take().unwrap_or_else(UniquePtr::null)
+    /// The number of devices that tensors are on.
+    pub fn devices(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The blocks of a device; null when they were taken before, or there are none.
+    pub fn take_blocks(&mut self, device: usize) -> UniquePtr<Blocks> {
+        let blocks = self.blocks.get_mut(device);
+        blocks.map_or_else(UniquePtr::null, |blocks| std::mem::replace(blocks, UniquePtr::null()))
     }
 }
 

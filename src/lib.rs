@@ -98,7 +98,7 @@ pub use half;
 #[doc(hidden)]
 pub use api::archive::Pickled;
 #[doc(hidden)]
-pub use api::device::{Destination, DeviceLoad};
+pub use api::device::DeviceLoad;
 pub use api::file::TensorFile;
 #[doc(hidden)]
 pub use api::headers::read_headers;
@@ -117,6 +117,7 @@ pub use api::save_options::{Pair, SaveOptions, SaveTensor};
 pub use api::snapshot::snapshot;
 pub use api::tensor::{Element, Tensor};
 pub use api::typed::write;
+pub use api::upload::{Destination, OneDevice};
 #[doc(hidden)]
 pub use api::verify::matches_header;
 pub use cancel::{Cancel, Never};

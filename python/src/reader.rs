@@ -13,8 +13,9 @@ use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
 use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
+use tensorizer_torch::fill::load_into_tensors;
 use tensorizer_torch::iterate::Tensors;
-use tensorizer_torch::load::{Where, load_into_tensors, load_tensors};
+use tensorizer_torch::load::{Where, load_tensors};
 
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
@@ -365,10 +366,10 @@ impl Reader {
         Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
-    /// Loads tensors to a device: -1 for the CPU, the index for CUDA. With `apart`, each tensor
-    /// there has memory of its own. Returns the handle with which `_take` fetches them, and their
+    /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for CUDA.
+    /// With `apart`, each tensor there has memory of its own. Returns the handle with which `_take` fetches them, and their
     /// module indices.
-    #[pyo3(signature = (numbers, *, verify, readers, map, device, apart))]
+    #[pyo3(signature = (numbers, *, verify, readers, map, device, apart, devices=None))]
     #[allow(clippy::too_many_arguments)]
     fn load(
         &self,
@@ -379,10 +380,12 @@ impl Reader {
         map: bool,
         device: i16,
         apart: bool,
+        devices: Option<Vec<i16>>,
     ) -> Answer<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(readers, verify, map);
-            let destination = Where { device, apart };
+            let devices = devices.as_deref().unwrap_or(std::slice::from_ref(&device));
+            let destination = Where { devices, apart };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))

@@ -228,6 +228,7 @@ class Reader:
         map: bool,
         device: int,
         apart: bool,
+        devices: Sequence[int] | None = None,
     ) -> tuple[Handle, list[int]]: ...
     def load_into(
         self, handle: Handle, numbers: Sequence[int], *, verify: str, readers: int | None

@@ -26,4 +26,5 @@ pub mod snapshot;
 pub mod tensor;
 pub mod typed;
 mod unlock;
+pub mod upload;
 pub mod verify;

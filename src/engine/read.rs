@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::file_handles::{Access, FileHandles};
 use super::landing::Landing;
 use super::order::{LARGE, jobs};
-use super::plan::{Extent, Limits, PLAN, WorkQueue, partition};
+use super::plan::{Extent, Limits, PLAN, WorkQueue, partition_by_device};
 use super::read_task::ReadTask;
 pub use super::reading::{Begun, Codec, Reading};
 use super::sources::{Sources, access};
@@ -80,8 +80,9 @@ pub fn read_while<T: Target>(
         limits.apart = LARGE;
     }
     let large_first = begins_with_large(what, &traits, target);
-    let jobs =
-        jobs(what.extents, partition(what.extents, &limits)?, target, (step, whole), large_first)?;
+    let device_of = |tensor| target.device_of(tensor);
+    let batches = partition_by_device(what.extents, &limits, (target.devices(), &device_of))?;
+    let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
     let range = range.at_most(if is_inline(what, &traits, total) { 1 } else { jobs.len() });
     let range = WorkerRange { bytes: Some(total), ..range };
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in

@@ -88,7 +88,8 @@ impl<T: Target> ReadTask<'_, T> {
                 match self.next(number)? {
                     Some(Next::Work(mut job)) => {
                         self.target.prepare(&mut job)?;
-                        Some(Next::Work((job, self.target.enter())))
+                        let turn = job.first().map(|(batch, _)| self.target.enter(batch));
+                        Some(Next::Work((job, turn.transpose()?)))
                     }
                     Some(Next::Later) => Some(Next::Later),
                     None => None,
@@ -149,11 +150,10 @@ impl<T: Target> ReadTask<'_, T> {
     fn job<'t>(
         &'t self,
         job: Job<T>,
-        turn: T::Turn<'t>,
+        mut turn: Option<T::Turn<'t>>,
         handles: &mut FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
-        let mut turn = Some(turn);
         for (batch, planned) in job {
             let source = handles.of(batch.file)?;
             let direct = self.target.direct().filter(|direct| direct.is_of_use());
@@ -164,7 +164,10 @@ impl<T: Target> ReadTask<'_, T> {
                     continue;
                 }
             }
-            let turn = turn.take().unwrap_or_else(|| self.target.enter());
+            let turn = match turn.take() {
+                Some(turn) => turn,
+                None => self.target.enter(&batch)?,
+            };
             self.batch(batch, planned, turn, source, control)?;
         }
         Ok(())

@@ -193,21 +193,18 @@ torch.ops.tensorizer.load(path, ["w0", "w1"], out=out)
 for device in range(2):
     torch.cuda.synchronize(device)
 versions = [tensor._version for tensor in out]
-emulated.fail("nothing=1@1")
-torch.ops.tensorizer.load(path, ["w0"], out=out[:1])
-of_one = emulated.calls("cuMemcpyHtoDAsync")
-assert of_one > 0
-stream = torch.cuda.current_stream(0)
-torch.cuda.synchronize(0)
-emulated.pause(stream, 1)
-emulated.fail(f"cuMemcpyHtoDAsync=1@{of_one + 1}")
+streams = [torch.cuda.current_stream(device) for device in range(2)]
+for stream in streams:
+    emulated.pause(stream, 1)
+# Devices take turns: by the fourth copy both have some under way.
+emulated.fail("cuMemcpyHtoDAsync=1@4")
 try:
     torch.ops.tensorizer.load(path, ["w0", "w1"], out=out)
 except RuntimeError as error:
-    assert "cuda:1" in str(error), error
+    assert "cuda:" in str(error), error
 else:
     raise AssertionError("nothing failed")
-assert stream.query(), "copies to the other device are under way"
+assert all(stream.query() for stream in streams), "copies to a device are under way"
 assert all(tensor._version > before for tensor, before in zip(out, versions))
 """
     succeeds(tmp_path, code)

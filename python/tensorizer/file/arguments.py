@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
 
 
@@ -13,6 +16,21 @@ def named_device(device: torch.device | str | None) -> torch.device:
     if named.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device {str(named)!r} was asked for, but CUDA is not available")
     return named
+
+
+#: A device as an argument names it; None for torch's default device.
+DeviceType: TypeAlias = "torch.device | str | None"
+#: Returns the device of a tensor by its name, a ``str`` for a path of one string, else a tuple.
+DeviceOf: TypeAlias = Callable[[Any], "torch.device | str | None"]
+
+
+def device_or_function(device: DeviceType | DeviceOf) -> tuple[DeviceType, DeviceOf | None]:
+    """Return the argument as one device, or as a function of names. A ``torch.device`` can be
+    called, too.
+    """  # noqa: D205
+    if device is None or isinstance(device, (str, torch.device)) or not callable(device):
+        return device, None
+    return None, device
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

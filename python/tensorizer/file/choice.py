@@ -12,7 +12,7 @@ from .._types import FilterFuncType, Name
 from ..tensors import sharding
 from ..tensors.exchange import are_plain
 from ..tensors.sharding import Part, Shard
-from .arguments import resolve_device
+from .arguments import DeviceOf, DeviceType, device_or_function, resolve_device
 from .cuts import Cuts
 from .parts import Wanted
 from .progress import Progress
@@ -33,7 +33,7 @@ class Choice:
     out: Mapping[Name, torch.Tensor] | None
     like: Mapping[Name, Any] | None
     shard: Shard | None
-    device: torch.device | str | None
+    device: DeviceType | DeviceOf
 
     def asked(self) -> list[Name] | None:
         """Return the names of the tensors that are asked for; None for all of the file."""
@@ -101,7 +101,8 @@ class Chosen:
         self._choice, self._file = choice, file
         if sum(given is not None for given in (choice.out, choice.like, choice.shard)) > 1:
             raise ValueError("out=, like= and shard= exclude each other")
-        default = torch.get_default_device() if choice.device is None else choice.device
+        self._device, self._device_of = device_or_function(choice.device)
+        default = torch.get_default_device() if self._device is None else self._device
         self._default = resolve_device(default)
         self._numbers = self._chosen()
         #: Tensors that say which part is wanted, or take it.
@@ -162,7 +163,10 @@ class Chosen:
     def device_of(self, number: int) -> torch.device:
         """Return where a tensor goes."""
         given = self._given.get(number)
-        if self._choice.device is not None or given is None or self._choice.out is not None:
+        if self._device_of is not None:
+            device = self._device_of(self._file.reader.name(number))
+            return self._default if device is None else resolve_device(device)
+        if self._device is not None or given is None or self._choice.out is not None:
             return self._default
         device = sharding.device_of(given)
         return self._default if device.type == "meta" else resolve_device(device)
@@ -189,7 +193,7 @@ class Chosen:
         """Load in this process alone."""
         if self._choice.out is not None:
             return self.named(self.wanted.fill(self._given_places()))
-        if self._choice.like is None:
+        if self._choice.like is None and self._device_of is None:
             return self.named(self.wanted.load_to(self._default))
         return self.named(self.wanted.load(self.device_of))
 

@@ -13,6 +13,7 @@ import torch
 from .._types import FilterFuncType, Head, Name
 from ..tensors.sharding import Shard
 from .ahead import ReadAhead, use_on_current_stream
+from .arguments import device_or_function
 from .choice import Choice, Chosen
 from .encryption import DecryptionParams
 from .ending import close_at_exit
@@ -102,6 +103,8 @@ def iterate(
         raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
     if order not in ("file", "ready"):
         raise ValueError(f'order must be "file" or "ready", not {order!r}')
+    if device_or_function(device)[1] is not None:
+        raise TypeError("device= is one device for all tensors, not a function of their names")
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     told = Progress(progress)

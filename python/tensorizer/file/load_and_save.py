@@ -13,6 +13,7 @@ from ..group import inherited  # noqa: F401  # looks at each fork
 from ..tensors import sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors
+from .arguments import DeviceOf, DeviceType
 from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def load(
     uri: str | os.PathLike[Any] | Any,
-    device: torch.device | str | None = None,
+    device: DeviceType | DeviceOf = None,
     *,
     names: Iterable[Name] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -50,7 +51,9 @@ def load(
 
     Args:
         uri: What :class:`TensorDeserializer` opens.
-        device: Where the tensors go; None for torch's default device.
+        device: Where the tensors go; None for torch's default device. A function is called with
+            each tensor's name and returns its device, as for a model that is shared out among
+            several: these are filled at the same time.
         names: Load only these, and return them in this order. Those of nested structures are
             tuples of keys and indices, or in their stored form: U+001E and a JSON array.
         dtype: Cast floating-point tensors.

@@ -423,6 +423,34 @@ class TensorFile:
         self._read[0] += min(size, self.reader.data_len(numbers))
         return tensors, modules
 
+    def can_load_to_each(self, places: Iterable[torch.device]) -> bool:
+        """Tell whether tensors can be loaded to several devices at once."""
+        plain = self._checkpoint is None and self.reader.seekable and not self.maps
+        return plain and all(map(self._unchanged, places))
+
+    def load_to_each(
+        self,
+        numbers: Sequence[int],
+        places: Sequence[torch.device],
+        verify: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return tensors, each on its device, where :meth:`can_load_to_each` says so."""
+        if not numbers:
+            return []
+        handle, _ = self.reader.load(
+            numbers,
+            verify=verify or self.verify,
+            readers=self._num_readers,
+            map=False,
+            device=devices.CPU,
+            apart=self._clone,
+            devices=[devices.number(device) for device in places],
+        )
+        tensors = take(handle)
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._read[0] += min(size, self.reader.data_len(numbers))
+        return tensors
+
     def iterate(
         self,
         numbers: Sequence[int],

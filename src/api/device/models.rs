@@ -4,18 +4,20 @@
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::*;
 use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
+use crate::codec::hash::Verify;
 use crate::error::Error;
-use crate::io::Capabilities;
+use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::DeviceMemory;
 use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::pinned::Pool;
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
 /// Bytes of a staging buffer.
@@ -80,7 +82,7 @@ fn file() -> &'static [u8] {
 fn load(interrupted: bool) {
     let opened = TensorFile::from_source(Arc::new(Distant(file())), 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
-    let planned = DeviceLoad::new(&opened, &numbers, true).unwrap();
+    let planned = DeviceLoad::new(&opened, &numbers, &[], true).unwrap();
     let mut memory: Vec<Vec<u8>> = planned
         .block_lens()
         .unwrap()
@@ -94,13 +96,8 @@ fn load(interrupted: bool) {
     let blocks = Blocks::of(memory.iter_mut().map(block).collect()).unwrap();
     let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
     let pool = Pool::new(LEN, 4, 2);
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        memory: &blocks,
-        direct_storage: false,
-        pool: &pool,
-    };
+    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
     // Who waits for a hash looks around by itself whether to give up, which locks of models never do.
     let kinds = if interrupted { 1 } else { 3 };
     let verify = [Verify::Nothing, Verify::Crc32, Verify::All][thread_rng().gen_range(0..kinds)];
@@ -108,7 +105,8 @@ fn load(interrupted: bool) {
     let gives_up = interrupted && thread_rng().gen_bool(0.5);
     let cancel = || if gives_up { Err(Error::Cancelled) } else { Ok(()) };
     let outcome = planned.run(&to, &options, &Counters::default(), &cancel, &mut || Ok(false));
-    let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
+    let outcome =
+        outcome.and_then(|(headers, streams)| Streams::hand_over_all(streams).map(|()| headers));
     pool.release();
     assert_eq!(pool.size(), 0, "all staging memory came back");
     match outcome {

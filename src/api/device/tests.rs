@@ -14,12 +14,14 @@ use crate::api::save::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
+use crate::codec::hash::Verify;
 use crate::error::Error;
-use crate::io::StreamSource;
 use crate::io::local::FileSource;
+use crate::io::{ReadAt, StreamSource};
 use crate::mem::Buffers;
-use crate::mem::device::DeviceMemory;
 use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
 /// xorshift64, as the stand-in has it.
@@ -116,9 +118,26 @@ struct Schedule {
     direct_storage: bool,
     pipe: bool,
     selection: Vec<usize>,
+    /// The number of devices that share the tensors.
+    devices: usize,
+    /// Faults of the first device.
     faults: Faults,
     interrupted: bool,
     flipped: Option<usize>,
+}
+
+impl Schedule {
+    /// The device of each tensor; none if there is one device.
+    fn device_of(&self) -> Vec<usize> {
+        let of = |number: &usize| (number * 5 + self.seed as usize / 7) % self.devices;
+        if self.devices > 1 { self.selection.iter().map(of).collect() } else { Vec::new() }
+    }
+
+    /// The devices.
+    fn fakes(&self) -> Vec<Arc<FakeDevice>> {
+        let faults = |at| if at == 0 { self.faults } else { Faults::default() };
+        (0..self.devices).map(|at| FakeDevice::new(self.seed + at as u64, faults(at))).collect()
+    }
 }
 
 /// The file of a schedule, opened.
@@ -147,27 +166,31 @@ fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<Tensor
 fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
-    let planned = DeviceLoad::new(&file, &schedule.selection, schedule.apart)?;
+    let device_of = schedule.device_of();
+    let planned = DeviceLoad::new(&file, &schedule.selection, &device_of, schedule.apart)?;
     let lens = planned.block_lens().unwrap();
     let mut memory = if schedule.late { Memory::late(&lens) } else { Memory::new(&lens) };
-    let fake = FakeDevice::new(schedule.seed, schedule.faults);
-    let device: Arc<dyn Device> = fake.clone();
-    let pool = Pool::new(schedule.buffer_len, schedule.units, 16);
+    let fakes = schedule.fakes();
+    let devices: Vec<Arc<dyn Device>> =
+        fakes.iter().map(|fake| Arc::clone(fake) as Arc<dyn Device>).collect();
+    let pools: Vec<Pool> =
+        fakes.iter().map(|_| Pool::new(schedule.buffer_len, schedule.units, 16)).collect();
     let Memory { blocks, later, .. } = &mut memory;
     let blocks = &*blocks;
     let mut allocate = || allocate(blocks, later);
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        memory: blocks,
-        direct_storage: schedule.direct_storage,
-        pool: &pool,
-    };
+    let devices: Vec<OneDevice<'_>> = devices
+        .iter()
+        .zip(&pools)
+        .map(|(device, pool)| OneDevice { device, consumer: Consumer(0), pool })
+        .collect();
+    let direct_storage = schedule.direct_storage;
+    let to = Destination { devices: &devices, memory: blocks, direct_storage };
     // What is read from a file without decryption takes buffers only, and what passes one reader.
     let buffers = 4 + schedule.seed % 5;
     let plain = !schedule.pipe && !schedule.direct_storage && !encrypted;
     let bounded = plain && schedule.seed.is_multiple_of(3);
-    let limit = bounded.then(|| (256 << 10) + buffers * schedule.buffer_len as u64);
+    let of_all = buffers * schedule.devices as u64;
+    let limit = bounded.then(|| (256 << 10) + of_all * schedule.buffer_len as u64);
     let options = LoadOptions {
         readers: Some(schedule.readers),
         verify: schedule.verify,
@@ -179,25 +202,34 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
     };
     let counters = Counters::default();
     let outcome = planned.run(&to, &options, &counters, &interrupt, &mut allocate);
-    let outcome = outcome.and_then(|(headers, streams)| streams.hand_over().map(|()| headers));
-    assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
-    if bounded {
-        assert!(pool.size() as u64 <= buffers * schedule.buffer_len as u64, "{buffers} buffers");
-    }
-    pool.release();
-    // Of a device that was lost, nobody knows what it still uses.
-    if schedule.faults.lost.is_none() {
-        assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
+    let outcome =
+        outcome.and_then(|(headers, streams)| Streams::hand_over_all(streams).map(|()| headers));
+    for (fake, pool) in fakes.iter().zip(&pools) {
+        assert_eq!(fake.under_way(), 0, "nothing goes on after a load, whatever its outcome");
+        if bounded {
+            let size = pool.size() as u64;
+            assert!(size <= buffers * schedule.buffer_len as u64, "{buffers} buffers");
+        }
+        pool.release();
+        // Of a device that was lost, nobody knows what it still uses.
+        if schedule.faults.lost.is_none() {
+            assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
+        }
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
     memory.blocks = Blocks::new(0).unwrap();
-    for (&number, place) in schedule.selection.iter().zip(planned.places().unwrap()) {
+    check(files, schedule, &memory, &planned.places().unwrap());
+    Ok(())
+}
+
+/// Compares what was loaded with what was saved.
+fn check(files: &Files, schedule: &Schedule, memory: &Memory, places: &[Place]) {
+    for (&number, place) in schedule.selection.iter().zip(places) {
         let start = memory.starts[place.block] + place.offset as usize;
         let expected = &files.tensors[number];
         let same = memory.bytes[start..][..expected.len()] == *expected;
         assert!(same || schedule.flipped.is_some(), "tensor {number}: {schedule:?}");
     }
-    Ok(())
 }
 
 #[test]
@@ -237,6 +269,7 @@ fn a_thousand_random_schedules() {
             interrupted: fault == 4,
             flipped: (fault == 5).then(|| random.below(1 << 20) as usize),
             selection,
+            devices: if random.one_in(2) { 1 } else { 2 + random.below(2) as usize },
         };
         let outcome = load(files, &schedule, None);
         let last = files.tensors.len() - 1;
@@ -304,24 +337,16 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
-    let planned = DeviceLoad::new(&opened, &all, false).unwrap();
+    let planned = DeviceLoad::new(&opened, &all, &[], false).unwrap();
     assert_eq!(planned.block_lens().unwrap().len(), 1, "an image");
     let memory = Memory::new(&planned.block_lens().unwrap());
     let pool = Pool::new(64 << 10, 8, 16);
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        memory: &memory.blocks,
-        direct_storage: false,
-        pool: &pool,
-    };
+    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
     let (options, counters) = (LoadOptions::default(), Counters::default());
-    planned
-        .run(&to, &options, &counters, &|| Ok(()), &mut || Ok(false))
-        .unwrap()
-        .1
-        .hand_over()
-        .unwrap();
+    let (_, streams) =
+        planned.run(&to, &options, &counters, &|| Ok(()), &mut || Ok(false)).unwrap();
+    Streams::hand_over_all(streams).unwrap();
     assert!(noting.most.load(Ordering::Relaxed) > 0, "nobody waited for a copy to read on");
     assert!(fake.copies() < 60, "{} copies of 2,000 tensors", fake.copies());
 }
@@ -334,24 +359,16 @@ fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
     let noting = Arc::new(Noting::new(FileSource::open(&files.path).unwrap(), &fake));
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
-    let planned = DeviceLoad::new(&opened, &[0, 1, 2], false).unwrap();
+    let planned = DeviceLoad::new(&opened, &[0, 1, 2], &[], false).unwrap();
     let memory = Memory::new(&planned.block_lens().unwrap());
     let pool = Pool::new(256 << 10, 8, 16);
-    let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
-        memory: &memory.blocks,
-        direct_storage: false,
-        pool: &pool,
-    };
+    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
     let options = LoadOptions { readers: Some(1), verify: Verify::All, ..LoadOptions::default() };
     noting.offsets.lock().unwrap().clear();
-    planned
-        .run(&to, &options, &Counters::default(), &Never, &mut || Ok(false))
-        .unwrap()
-        .1
-        .hand_over()
-        .unwrap();
+    let (_, streams) =
+        planned.run(&to, &options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
+    Streams::hand_over_all(streams).unwrap();
     let offsets = noting.offsets.lock().unwrap();
     let second = opened.entry(1).unwrap().data_offset;
     let begun = offsets.iter().position(|&offset| offset > second + (1 << 20)).unwrap();
@@ -376,6 +393,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             direct_storage: true,
             pipe: false,
             selection: vec![0, 1, 2, 3, 4],
+            devices: 1 + (seed % 4) as usize,
             faults: Faults::default(),
             interrupted: false,
             flipped,
@@ -393,7 +411,7 @@ const NEIGHBOURS: [usize; 8] =
 #[test]
 fn hashes_never_wait_for_buffers_that_wait_for_them() {
     let files = file(&NEIGHBOURS, SaveOptions::default());
-    for readers in [1, 2, 5] {
+    for (readers, devices) in [(1, 1), (2, 1), (5, 1), (1, 2), (2, 2), (5, 3)] {
         let schedule = Schedule {
             seed: 7,
             units: 4,
@@ -405,6 +423,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
             direct_storage: false,
             pipe: false,
             selection: (0..NEIGHBOURS.len()).collect(),
+            devices,
             faults: Faults::default(),
             interrupted: false,
             flipped: None,

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use super::shared::{Shared, ToDevice};
 use super::window::{Asker, Item, Memory, Window};
-use crate::api::device::{Destination, Upload};
 use crate::api::headers::{Headers, try_key};
 use crate::api::load::load_counted;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
 use crate::api::slice_rules::RunRules;
 use crate::api::slices::{are_plain, direct_runs};
+use crate::api::upload::{Destination, OneDevice, Upload};
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::landing::{Marks, Receiver};
@@ -64,17 +64,17 @@ type Places = Vec<(usize, usize)>;
 
 impl Run<'_> {
     fn on_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
+        let device = OneDevice { device: &to.device, consumer: to.consumer, pool: to.pool };
         let destination = Destination {
-            device: &to.device,
-            consumer: to.consumer,
+            devices: std::slice::from_ref(&device),
             memory: blocks,
             direct_storage: to.direct_storage,
-            pool: to.pool,
         };
         let counters = &self.shared.counters;
         let upload = Upload {
             to: &destination,
-            streams,
+            device_of: &[],
+            streams: std::slice::from_ref(streams),
             options: self.options,
             counters,
             cancel: self.cancel,
@@ -263,7 +263,7 @@ impl Run<'_> {
         } else {
             upload.through_host(file, numbers, &places)?;
         }
-        let marks = upload.streams.marks()?;
+        let marks = upload.marks()?;
         for &(tensor, number) in tensors {
             let zeros = file.entry(number)?.is_meta();
             let memory = if zeros { Memory::Zeros } else { Memory::Block(tensor) };
@@ -440,9 +440,9 @@ impl Receiver for Landings<'_> {
         let why = "decrypted in host memory: pieces of encryption of unusual length";
         shared.counters.fallback(why);
         // Bytes that were copied there meanwhile must not come later.
-        upload.streams.finish()?;
+        upload.finish()?;
         let &number = self.numbers.get(selected).ok_or_else(|| bug(selected))?;
         upload.through_host(&shared.file, &[number], &[Place { block: tensor, offset: 0 }])?;
-        shared.window.land(tensor, Memory::Block(tensor), upload.streams.marks()?)
+        shared.window.land(tensor, Memory::Block(tensor), upload.marks()?)
     }
 }

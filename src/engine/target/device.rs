@@ -1,8 +1,8 @@
-//! The memory of a device as a target: bytes are read into staging buffers, so that what is adjacent
+//! The memory of devices as a target: bytes are read into staging buffers, so that what is adjacent
 //! on the device is adjacent there, and copied from there while others are read.
 //!
-//! Nothing waits for the device unless all staging buffers are in use; in the end the consumer's
-//! stream is told to.
+//! Nothing waits for a device unless all its staging buffers are in use; in the end the consumer's
+//! stream is told to. A batch is for one device, and waits for the buffers of no other one.
 
 use std::sync::Arc;
 
@@ -22,29 +22,55 @@ use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
-/// Where on a device the tensors of a load go.
+/// The way to one device.
+pub struct Route<'d> {
+    /// Its streams.
+    pub streams: &'d Streams,
+    /// Its staging buffers.
+    pub pool: &'d Pool,
+    /// The share of these that the load may have, if that is bounded.
+    pub share: Option<Arc<Share>>,
+}
+
+/// The places of a load's tensors on devices.
 pub struct ToDevice<'d> {
-    /// Blocks of its memory.
+    /// Blocks of their memory.
     pub memory: &'d Blocks,
     /// The layout of each block.
     pub blocks: &'d [Block],
     /// The location of each tensor's data.
     pub places: &'d [Place],
-    /// The way there.
-    pub streams: &'d Streams,
-    /// The device's staging buffers.
-    pub pool: &'d Pool,
-    /// A file that the device reads by itself.
+    /// The ways there, at least one.
+    pub routes: Vec<Route<'d>>,
+    /// The route to each block; empty if there is one route.
+    pub route_of: &'d [usize],
+    /// A file that the only device reads by itself.
     pub direct: Option<&'d Direct<'d>>,
-    /// How many staging buffers the load may have, if that is bounded.
-    pub share: Option<Arc<Share>>,
 }
 
-impl ToDevice<'_> {
-    /// The most staging buffers.
+impl<'d> ToDevice<'d> {
+    /// The most staging buffers of each device.
     fn buffers(&self) -> u64 {
-        let most = self.pool.limit();
-        self.share.as_ref().map_or(most, |share| most.min(share.most())) as u64
+        let of_each = self.routes.iter().map(|route| {
+            let most = route.pool.limit();
+            route.share.as_ref().map_or(most, |share| most.min(share.most()))
+        });
+        of_each.min().unwrap_or(0) as u64
+    }
+
+    /// Bytes of a staging buffer that all devices have.
+    fn buffer_len(&self) -> usize {
+        self.routes.iter().map(|route| route.pool.buffer_len()).min().unwrap_or(1)
+    }
+
+    /// The route of a batch.
+    fn route(&self, batch: &Batch) -> Result<&Route<'d>> {
+        let tensor = batch.segments.iter().find_map(|segment| match segment.kind {
+            SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+            SegmentKind::Gap => None,
+        });
+        let route = tensor.map_or(0, |tensor| self.device_of(tensor));
+        self.routes.get(route).ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
     }
 
     /// Where a segment at a position of a file goes, if anywhere: what is between tensors goes along
@@ -59,7 +85,7 @@ impl ToDevice<'_> {
             SegmentKind::Header { tensor } => {
                 let Place { block, .. } = *self.places.get(tensor).ok_or_else(bug)?;
                 // What does not fit into a staging buffer goes nowhere.
-                let fits = segment.len <= self.pool.buffer_len() as u64;
+                let fits = segment.len <= self.buffer_len() as u64;
                 let image = self.blocks.get(block).filter(|_| fits);
                 let offset = image.and_then(|image| image.find(file, position, segment.len));
                 Ok(offset.map(|offset| Place { block, offset }))
@@ -90,7 +116,7 @@ impl<'d> Target for ToDevice<'d> {
         _total: u64,
         decrypts: bool,
     ) -> Limits {
-        let (buffer, limit) = (self.pool.buffer_len() as u64, self.buffers());
+        let (buffer, limit) = (self.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let buffers = if source.has_long_requests() {
             (source.request_len / buffer).clamp(1, most)
@@ -107,26 +133,30 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
-        let buffer = self.pool.buffer_len() as u64;
-        let fewest = pinned::fewest(buffer);
-        let staging = Some((buffer, fewest, self.pool.limit() as u64));
+        let longest = self.routes.iter().map(|route| route.pool.buffer_len()).max();
+        let (buffer, devices) = (longest.unwrap_or(1) as u64, self.routes.len() as u64);
+        let most = self.routes.iter().map(|route| route.pool.limit() as u64).sum();
+        let staging = Some((buffer, devices * pinned::fewest(buffer), most));
         LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging }
     }
 
     fn bound(&mut self, shares: &LoadShares) {
-        let most = usize::try_from(shares.staging).unwrap_or(usize::MAX);
-        // Others may set another limit of the pool meanwhile.
-        self.share = Some(Share::new(most));
+        let most = shares.staging / self.routes.len().max(1) as u64;
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        // Others may set another limit of the pools meanwhile.
+        for route in &mut self.routes {
+            route.share = Some(Share::new(most));
+        }
     }
 
     /// A piece of encryption, or what suits the buffers.
     fn unit(&self) -> u64 {
-        PIECE_LEN.min(self.pool.buffer_len() as u64 / 2).max(1)
+        PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1)
     }
 
     /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
     fn room(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
-        let bytes = self.buffers() * self.pool.buffer_len() as u64;
+        let bytes = self.buffers() * self.buffer_len() as u64;
         let any_order = source.max_readers > 1 && !source.has_long_requests();
         any_order.then_some(bytes / (2 * readers.most.max(1)) as u64)
     }
@@ -135,8 +165,18 @@ impl<'d> Target for ToDevice<'d> {
         Ok(())
     }
 
-    fn enter(&self) -> Ticket<'d> {
-        self.pool.enter(self.share.as_ref())
+    fn devices(&self) -> usize {
+        self.routes.len()
+    }
+
+    fn device_of(&self, tensor: usize) -> usize {
+        let block = self.places.get(tensor).map(|place| place.block);
+        block.and_then(|block| self.route_of.get(block)).copied().unwrap_or(0)
+    }
+
+    fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
+        let route = self.route(batch)?;
+        Ok(route.pool.enter(route.share.as_ref()))
     }
 
     fn acquire<'t>(
@@ -149,12 +189,13 @@ impl<'d> Target for ToDevice<'d> {
     ) -> Result<Buffered<'d>> {
         let unit = usize::try_from(self.unit()).map_err(|_| Error::Bug("a unit".to_owned()))?;
         let place = |segment: &Segment, position| self.place(batch.file, segment, position);
-        let staging = stage(&batch, self.pool.buffer_len(), unit, place)?;
+        let streams = self.route(&batch)?.streams;
+        let staging = stage(&batch, self.buffer_len(), unit, place)?;
         let passing = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let passing = passing.map(|staged| staged.len).sum();
         let passing = zeroed(passing, || "headers of tensors".to_owned())?;
-        let lease = turn.lease_or(staging.buffers, self.streams.device(), idle, cancel)?;
-        Ok(Buffered { staging, lease, passing })
+        let lease = turn.lease_or(staging.buffers, streams.device(), idle, cancel)?;
+        Ok(Buffered { staging, streams, lease, passing })
     }
 
     fn withhold(&self, lease: &mut Buffered<'d>, tensor: usize) {
@@ -169,7 +210,7 @@ impl<'d> Target for ToDevice<'d> {
         keep: bool,
         cancel: &dyn Cancel,
     ) -> Result<Committed<Kept<'d>>> {
-        let Buffered { staging, mut lease, .. } = full;
+        let Buffered { staging, streams, mut lease, .. } = full;
         let mut uploads = with_room(staging.copies.len(), PLAN)?;
         // Blocks that were allocated together have one event.
         let mut before: Vec<&Arc<dyn Event>> = Vec::new();
@@ -182,8 +223,8 @@ impl<'d> Target for ToDevice<'d> {
             }
             uploads.push(((copy.buffer, copy.at, copy.len), &block.memory, copy.offset));
         }
-        let _entered = self.streams.device().enter()?;
-        let stream = self.streams.next()?;
+        let _entered = streams.device().enter()?;
+        let stream = streams.next()?;
         for event in before {
             // Once it has passed, it costs no call of the driver for later batches.
             if !event.passed()? {
@@ -215,6 +256,8 @@ impl<'d> Target for ToDevice<'d> {
 /// Staging buffers with a batch.
 pub struct Buffered<'d> {
     staging: Staging,
+    /// The streams of its device.
+    streams: &'d Streams,
     lease: pinned::Lease<'d>,
     /// Bytes that go nowhere.
     passing: Box<[u8]>,

@@ -142,7 +142,9 @@ impl<'a> Target for Gather<'a> {
         Ok(wanted)
     }
 
-    fn enter(&self) {}
+    fn enter(&self, _batch: &Batch) -> Result<()> {
+        Ok(())
+    }
 
     fn acquire<'t>(
         &'t self,

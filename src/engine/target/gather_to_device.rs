@@ -82,8 +82,16 @@ impl<'d> Target for GatherToDevice<'d> {
         Ok(())
     }
 
-    fn enter(&self) -> Ticket<'d> {
-        self.to.enter()
+    fn devices(&self) -> usize {
+        self.to.devices()
+    }
+
+    fn device_of(&self, tensor: usize) -> usize {
+        self.to.device_of(tensor)
+    }
+
+    fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
+        self.to.enter(batch)
     }
 
     fn acquire<'t>(

@@ -194,7 +194,9 @@ impl<'a> Target for Host<'a> {
         Ok(runs)
     }
 
-    fn enter(&self) {}
+    fn enter(&self, _batch: &Batch) -> Result<()> {
+        Ok(())
+    }
 
     fn acquire<'t>(
         &'t self,

@@ -67,7 +67,17 @@ pub trait Target: Sync {
         None
     }
 
-    /// Plans a batch. Batches come in the order of their files and positions.
+    /// Devices among which tensors are shared out. A batch is for one of them.
+    fn devices(&self) -> usize {
+        1
+    }
+
+    /// The device of a tensor.
+    fn device_of(&self, _tensor: usize) -> usize {
+        0
+    }
+
+    /// Plans a batch. Batches for one device come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
 
     /// Takes memory for batches that are read next, where that was not done when they were planned.
@@ -76,8 +86,8 @@ pub trait Target: Sync {
         Ok(())
     }
 
-    /// Takes a place in the queue for memory.
-    fn enter(&self) -> Self::Turn<'_>;
+    /// Takes a place in the queue for the memory of a batch.
+    fn enter(&self, batch: &Batch) -> Result<Self::Turn<'_>>;
 
     /// Waits for memory. Meanwhile it calls `idle`, which says whether it found something to do.
     fn acquire<'t>(

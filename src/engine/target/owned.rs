@@ -114,7 +114,9 @@ impl Target for Owned<'_> {
         Ok(())
     }
 
-    fn enter(&self) {}
+    fn enter(&self, _batch: &Batch) -> Result<()> {
+        Ok(())
+    }
 
     fn acquire(
         &self,

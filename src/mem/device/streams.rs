@@ -54,12 +54,8 @@ impl Streams {
         self.streams.iter().map(|stream| stream.record()).collect()
     }
 
-    /// Has the consumer's stream wait for everything that was begun.
-    pub fn hand_over(self) -> Result<()> {
-        Self::hand_over_all(vec![self])
-    }
-
-    /// The same for those of several devices: all of them, or everything is waited for.
+    /// Has the consumers' streams wait for everything that was begun: all of them, or everything is
+    /// waited for here.
     pub fn hand_over_all(mut all: Vec<Self>) -> Result<()> {
         for streams in &all {
             streams.streams.iter().try_for_each(|stream| stream.hand_over())?;

@@ -2,11 +2,16 @@
 //! read once for all of them.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::*;
 use crate::api::load::load_counted;
-use crate::io::Capabilities;
+use crate::codec::hash::Verify;
+use crate::io::{Capabilities, ReadAt};
+use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::pinned::Pool;
 
 /// Number of the tensor, rows and columns.
 type Part = (usize, Range<u64>, Range<u64>);
@@ -107,20 +112,19 @@ impl Saved {
 /// Loads all tensors of a file to the stand-in, and returns their bytes.
 fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
-    let planned = DeviceLoad::new(file, &numbers, apart).unwrap();
+    let planned = DeviceLoad::new(file, &numbers, &[], apart).unwrap();
     let mut memory = Memory::new(&planned.block_lens().unwrap());
     let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
     let pool = Pool::new(4 << 20, 8, 16);
+    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination {
-        device: &device,
-        consumer: Consumer(0),
+        devices: &one,
         memory: &memory.blocks,
         direct_storage: seed.is_multiple_of(2),
-        pool: &pool,
     };
     let (_, streams) =
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
-    streams.hand_over().unwrap();
+    Streams::hand_over_all(streams).unwrap();
     memory.blocks = Blocks::new(0).unwrap();
     let places = planned.places().unwrap();
     let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {

@@ -1,0 +1,164 @@
+//! Loads into tensors that exist, on whatever device. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+
+use tensorizer::TensorFile;
+use tensorizer::cancel::Cancel;
+use tensorizer::codec::KeptHeader;
+use tensorizer::device::{Blocks, CPU, DeviceMemory, Index, Streams};
+use tensorizer::error::{Error, Result};
+use tensorizer::stats::Counters;
+use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
+
+use crate::devices::{Devices, Part, put};
+use crate::tensor::{expect_like, refused};
+use crate::torch::{self, thrown};
+
+/// Fills tensors that exist, each on its device, in place. They are checked before any is touched:
+/// type, shape, order in memory, and that no two overlap. Counts what it does.
+///
+/// # Safety
+/// Nobody else reads or writes the tensors during the call.
+pub unsafe fn load_into_tensors(
+    file: &TensorFile,
+    selection: &[usize],
+    out: &torch::TensorList,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<Vec<KeptHeader>> {
+    let found = ToFill::check(file, selection, out)?;
+    let mut headers: Vec<Option<KeptHeader>> = selection.iter().map(|_| None).collect();
+    let mut devices = Devices::default();
+    let mut of_each = Vec::with_capacity(found.len());
+    for tensor in &found {
+        let place = devices.place(tensor.device, Err)?;
+        if place.is_none() && tensor.device != CPU {
+            return Err(Error::Bug(format!("host memory of device {}", tensor.device)));
+        }
+        of_each.push(place);
+    }
+    let on_devices = Part::of(selection, &of_each, |place| place.is_some());
+    let in_host = Part::of(selection, &of_each, |place| place.is_none());
+    // Whatever fails, copies to all devices have ended when this returns.
+    let mut streams: Vec<Streams> = Vec::new();
+    if !on_devices.numbers.is_empty() {
+        let tensors = found.iter().zip(&of_each).filter_map(|(one, of)| Some((one, (*of)?)));
+        // SAFETY: the caller's promise.
+        let filled = unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
+        let filled_headers;
+        (filled_headers, streams) = filled?;
+        for (&at, header) in on_devices.at.iter().zip(filled_headers) {
+            put(&mut headers, at, header);
+        }
+        for tensor in found.iter().zip(&of_each).filter(|(one, of)| one.meta && of.is_some()) {
+            out.fill_zero(tensor.0.at).map_err(thrown)?;
+        }
+    }
+    let mut names = devices.names();
+    if !in_host.numbers.is_empty() {
+        names.insert(0, "cpu".to_owned());
+        let memory = in_host.at.iter().filter_map(|&at| found.get(at));
+        // SAFETY: the caller's promise; `check` has found that each tensor has its bytes in one piece
+        // and that no two overlap.
+        let memory = memory.map(|tensor| unsafe { tensor.memory() }).collect();
+        let filled = load_into_uninit(file, &in_host.numbers, memory, options, counters, cancel)?;
+        for (&at, header) in in_host.at.iter().zip(filled) {
+            put(&mut headers, at, header);
+        }
+    }
+    Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
+    counters.publish("load", file.uri(), &names.join(", "), selection.len());
+    let missing = || Error::Bug("a tensor that was not filled".to_owned());
+    headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
+}
+
+/// Fills tensors, each with the place of its device. Copies may be under way until the streams are
+/// handed over or dropped.
+///
+/// # Safety
+/// They are there, and nobody else reads or writes them until then.
+unsafe fn fill_on_devices<'t>(
+    file: &TensorFile,
+    tensors: impl Iterator<Item = (&'t ToFill, usize)>,
+    devices: &Devices,
+    options: &LoadOptions,
+    counters: &Counters,
+    cancel: &dyn Cancel,
+) -> Result<(Vec<KeptHeader>, Vec<Streams>)> {
+    let (mut numbers, mut of, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
+    for (tensor, device) in tensors {
+        let len = if tensor.meta { 0 } else { tensor.len };
+        numbers.push(tensor.number);
+        of.push(device);
+        // SAFETY: the caller's promise; the tensor has its bytes in one piece (`check`).
+        blocks.push(unsafe { DeviceMemory::new(tensor.address, len) });
+    }
+    let of = if devices.found.len() > 1 { of } else { Vec::new() };
+    let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
+    let blocks = Blocks::of(blocks)?;
+    let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));
+    run.map_err(|error| error.with_file("loading", file.uri()))
+}
+
+/// A tensor that is to be filled.
+struct ToFill {
+    at: usize,
+    number: usize,
+    device: Index,
+    address: usize,
+    len: usize,
+    /// It has no data in the file, and becomes zeros.
+    meta: bool,
+}
+
+impl ToFill {
+    /// Its memory in the host, which need not be initialised.
+    ///
+    /// # Safety
+    /// It is in host memory, and nobody else uses it as long as this is.
+    unsafe fn memory<'a>(&self) -> &'a mut [MaybeUninit<u8>] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        let start = std::ptr::with_exposed_provenance_mut(self.address);
+        // SAFETY: the tensor has `len` bytes from here on; the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
+    }
+
+    /// Finds the memory of tensors, after checking that they fit and do not overlap.
+    fn check(file: &TensorFile, selection: &[usize], out: &torch::TensorList) -> Result<Vec<Self>> {
+        let mut found = Vec::with_capacity(selection.len());
+        for (at, &number) in selection.iter().enumerate() {
+            let entry = file.entry(number)?;
+            let info = out.info(at).map_err(|e| refused(&entry.name, &e))?;
+            expect_like(entry, &info)?;
+            let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
+            let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
+            let (device, meta) = (info.device, entry.is_meta());
+            found.push(ToFill {
+                at,
+                number,
+                device,
+                address: out.writable(at).map_err(thrown)?,
+                len,
+                meta,
+            });
+        }
+        let mut ranges: Vec<(Index, usize, usize)> = found
+            .iter()
+            .filter(|tensor| tensor.len > 0)
+            .map(|tensor| (tensor.device, tensor.address, tensor.len))
+            .collect();
+        ranges.sort_unstable();
+        let overlap = ranges.windows(2).any(
+            |pair| matches!(pair, [(one, a, len), (other, b, _)] if one == other && a + len > *b),
+        );
+        if overlap {
+            let what = "tensors to load into overlap in memory".to_owned();
+            return Err(Error::InvalidArgument(what));
+        }
+        Ok(found)
+    }
+}

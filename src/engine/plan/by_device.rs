@@ -1,0 +1,156 @@
+//! Batches for several devices, in an order in which all of them are kept busy.
+
+use super::partition::{Batch, Extent, Limits, PLAN, Segment, SegmentKind, partition};
+use crate::error::{Error, Result};
+use crate::fallible::{listed, push};
+
+/// Cuts extents into batches as [`partition`] does, each of them for one of several devices. The next
+/// batch is always for the device of which the smallest part is planned, by bytes.
+pub fn partition_by_device(
+    extents: &[Extent],
+    limits: &Limits,
+    (devices, device_of): (usize, &dyn Fn(usize) -> usize),
+) -> Result<Vec<Batch>> {
+    if devices <= 1 {
+        return partition(extents, limits);
+    }
+    let mut all: Vec<(u64, Batch)> = Vec::new();
+    for device in 0..devices {
+        let own = extents.iter().enumerate().filter(|&(tensor, _)| device_of(tensor) == device);
+        let own: Vec<(usize, Extent)> = listed(own.map(|(at, extent)| (at, *extent)), PLAN)?;
+        let batches = partition(&listed(own.iter().map(|(_, extent)| *extent), PLAN)?, limits)?;
+        let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
+        let mut before = 0u64;
+        for mut batch in batches {
+            let share = share_of(before, total);
+            before = before.saturating_add(batch.len());
+            for segment in &mut batch.segments {
+                renumber(segment, &own)?;
+            }
+            push(&mut all, (share, batch), PLAN)?;
+        }
+    }
+    // Stable: batches of one device stay in their order.
+    all.sort_by_key(|(share, _)| *share);
+    listed(all.into_iter().map(|(_, batch)| batch), PLAN)
+}
+
+/// A part of a whole, in units of which the whole has 2^32.
+fn share_of(part: u64, whole: u64) -> u64 {
+    let share = (u128::from(part) << 32) / u128::from(whole.max(1));
+    u64::try_from(share).unwrap_or(u64::MAX)
+}
+
+/// Gives a segment the number that its tensor has among all.
+fn renumber(segment: &mut Segment, own: &[(usize, Extent)]) -> Result<()> {
+    if let SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } = &mut segment.kind {
+        let bug = || Error::Bug("a batch of no tensor of its device".to_owned());
+        *tensor = own.get(*tensor).map(|(number, _)| *number).ok_or_else(bug)?;
+    }
+    Ok(())
+}
+
+#[cfg(all(test, not(feature = "models")))]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LIMITS: Limits = Limits {
+        len: 1000,
+        tapers: false,
+        merge_gap: 100,
+        segments: 100,
+        unit: 1,
+        block: 1,
+        apart: u64::MAX,
+        passing: u64::MAX,
+    };
+
+    fn extents(lens: &[(u64, u64)]) -> Vec<Extent> {
+        let mut position = 0;
+        let extent = |&(header_len, data_len): &(u64, u64)| {
+            let header_offset = position;
+            let data_offset = header_offset + header_len;
+            position = data_offset + data_len;
+            Extent { file: 0, header_offset, data_offset, data_len }
+        };
+        lens.iter().map(extent).collect()
+    }
+
+    /// The tensor and the position in it of every byte of data, in the order of batches.
+    fn pieces(batches: &[Batch]) -> Vec<(usize, u64, u64, u64)> {
+        let mut found = Vec::new();
+        for batch in batches {
+            let mut position = batch.offset;
+            for segment in &batch.segments {
+                if let SegmentKind::Data { tensor, start } = segment.kind {
+                    found.push((tensor, start, segment.len, position));
+                }
+                position += segment.len;
+            }
+        }
+        found
+    }
+
+    proptest! {
+        #[test]
+        fn every_byte_comes_once_in_a_batch_of_its_device(
+            lens in proptest::collection::vec((0u64..50, 0u64..3000), 0..40),
+            devices in 1usize..5,
+            shift in 0usize..5,
+        ) {
+            let extents = extents(&lens);
+            let device_of = |tensor: usize| (tensor / 3 + shift) % devices;
+            let batches = partition_by_device(&extents, &LIMITS, (devices, &device_of)).unwrap();
+            for batch in &batches {
+                let tensors = batch.segments.iter().filter_map(|segment| match segment.kind {
+                    SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+                    SegmentKind::Gap => None,
+                });
+                let mut of: Vec<usize> = tensors.map(device_of).collect();
+                of.dedup();
+                prop_assert_eq!(of.len(), 1);
+            }
+            let mut next = vec![0u64; extents.len()];
+            for (tensor, start, len, position) in pieces(&batches) {
+                prop_assert_eq!(start, next[tensor]);
+                prop_assert_eq!(position, extents[tensor].data_offset + start);
+                next[tensor] += len;
+            }
+            let lens: Vec<u64> = extents.iter().map(|extent| extent.data_len).collect();
+            prop_assert_eq!(next, lens);
+        }
+
+        #[test]
+        fn devices_get_their_bytes_side_by_side(
+            first in 20usize..60, second in 20usize..60, len in 500u64..1000,
+        ) {
+            // The first tensors of the file are for one device, and the last for the other.
+            let extents = extents(&vec![(0, len); first + second]);
+            let device_of = |tensor: usize| usize::from(tensor >= first);
+            let batches = partition_by_device(&extents, &LIMITS, (2, &device_of)).unwrap();
+            let mut done = [0.0f64; 2];
+            for (tensor, _, len, _) in pieces(&batches) {
+                let device = device_of(tensor);
+                #[allow(clippy::cast_precision_loss)]
+                let part = len as f64 / ([first, second][device] as f64 * lens_of(&extents));
+                done[device] += part;
+                // One of them is never a batch ahead.
+                prop_assert!((done[0] - done[1]).abs() < 0.11);
+            }
+        }
+    }
+
+    #[allow(clippy::cast_precision_loss)]
+    fn lens_of(extents: &[Extent]) -> f64 {
+        extents[0].data_len as f64
+    }
+
+    #[test]
+    fn one_device_has_the_batches_of_the_file() {
+        let extents = extents(&[(10, 400), (10, 400), (10, 400), (10, 5000)]);
+        let batches = partition_by_device(&extents, &LIMITS, (1, &|_| 0)).unwrap();
+        assert_eq!(batches, partition(&extents, &LIMITS).unwrap());
+    }
+}
