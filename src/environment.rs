@@ -222,6 +222,14 @@ pub static FAKE_DEVICE: Variable = Variable {
     meaning: "the seed of the stand-in for CUDA",
 };
 
+/// A folder that stands in for `/sys`.
+#[cfg(any(test, feature = "stand-in"))]
+pub static FAKE_SYS: Text = Text {
+    name: "TENSORIZER_FAKE_SYS",
+    default: "`/sys`",
+    meaning: "a folder that stands in for `/sys`",
+};
+
 macro_rules! variables {
     ($($constant:ident = $name:literal, $default:expr, $meaning:literal;)+) => {
         $(
@@ -260,6 +268,8 @@ variables! {
         "readers of a local file unless their number is given; 0: as many as help";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
         "whether loads read files around the page cache that are not in it: 1, but not where `LOCAL_WORLD_SIZE` or `group=` say that several processes of this machine load; 2, there too; 0, never";
+    NUMA = "TENSORIZER_NUMA", 1,
+        "whether the pinned memory and the readers of loads to a CUDA device are placed on its NUMA node: 1 or 0";
     GDS = "TENSORIZER_GDS", 0,
         "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::file_handles::{Access, FileHandles};
 use super::landing::Landing;
 use super::order::{LARGE, jobs};
-use super::plan::{Extent, Limits, PLAN, WorkQueue, partition_by_device};
+use super::plan::{Batch, Extent, Limits, PLAN, WorkQueue, partition_by_device};
 use super::read_task::ReadTask;
 pub use super::reading::{Begun, Codec, Reading};
 use super::sources::{Sources, access};
@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::fallible::listed;
 use crate::io::Capabilities;
 use crate::mem::DISK_BLOCK;
+use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
@@ -80,15 +81,15 @@ pub fn read_while<T: Target>(
         limits.apart = LARGE;
     }
     let large_first = begins_with_large(what, &traits, target);
-    let device_of = |tensor| target.device_of(tensor);
-    let batches = partition_by_device(what.extents, &limits, (target.devices(), &device_of))?;
+    let batches = batches(what, target, &limits)?;
     let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
     let range = range.at_most(if is_inline(what, &traits, total) { 1 } else { jobs.len() });
     let range = WorkerRange { bytes: Some(total), ..range };
     // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
     // turns.
     let any_order = !sha && !what.decrypts && !in_order;
-    let own = any_order && range.most > 1 && sources.are_local();
+    let affinity = affinity(target, range);
+    let own = any_order && range.most > 1 && sources.are_local() && affinity.node(0).is_none();
     let task = ReadTask {
         what,
         target: &*target,
@@ -100,10 +101,23 @@ pub fn read_while<T: Target>(
         queue: WorkQueue::new(jobs, if own { range.first } else { 1 })?,
         turn: Mutex::new(()),
         landing: landing(what)?,
+        affinity,
     };
     counters.since(Stage::Plan, begun);
     let reads = sources.direct_reads(range.most, counters);
     carry_out(&task, range, access(reads.as_ref(), range.most), cancel, meanwhile)
+}
+
+/// Cuts what is read into batches, each for one device.
+fn batches<T: Target>(what: &Reading<'_>, target: &T, limits: &Limits) -> Result<Vec<Batch>> {
+    let device_of = |tensor| target.device_of(tensor);
+    partition_by_device(what.extents, limits, (target.devices(), &device_of))
+}
+
+/// The CPUs of readers. One that reads on the calling thread runs where that does.
+fn affinity<T: Target>(target: &T, range: WorkerRange) -> Affinity {
+    let devices = if range.most > 1 { target.devices() } else { 0 };
+    Affinity::of((0..devices).map(|device| target.node(device)))
 }
 
 /// Has readers do the work. Returns the tensors that could not be decrypted in chunks.

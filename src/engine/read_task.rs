@@ -21,6 +21,7 @@ use crate::fallible::{listed, push, zeroed};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::Event;
+use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
@@ -43,6 +44,8 @@ pub struct ReadTask<'r, T: Target> {
     pub turn: Mutex<()>,
     /// Hands out tensors as they land.
     pub landing: Option<Landing<'r>>,
+    /// The CPUs of readers.
+    pub affinity: Affinity,
 }
 
 /// A tensor that is hashed at once: its number, its header's covered bytes, and its chunk.
@@ -78,6 +81,9 @@ impl<T: Target> ReadTask<'_, T> {
         mut handles: FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
+        if !control.is_inline() {
+            self.affinity.settle(number);
+        }
         while !control.stopped() && !control.is_retired() {
             if self.hash(true, control)? {
                 continue;
@@ -113,8 +119,10 @@ impl<T: Target> ReadTask<'_, T> {
     /// The next job of a reader.
     fn next(&self, number: usize) -> Result<Option<Next<Job<T>>>> {
         let Some(landing) = &self.landing else {
-            let mut known = None;
-            let next = self.queue.next(number, |job| self.is_crowded(job, &mut known));
+            let (mut known, node) = (None, self.affinity.node(number));
+            let next = self
+                .queue
+                .next(number, |job| self.is_crowded(job, &mut known) || !self.is_near(job, node));
             return Ok(next.map(Next::Work));
         };
         self.queue.next_if(|job| match outer_tensors(job) {
@@ -128,6 +136,16 @@ impl<T: Target> ReadTask<'_, T> {
     /// Notes parts of tensors that have come.
     fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
         self.landing.as_ref().map_or(Ok(()), |landing| landing.arrived(arrivals, mark))
+    }
+
+    /// True if a job is for a device of a NUMA node, or for any where there is one node.
+    fn is_near(&self, job: &Job<T>, node: Option<usize>) -> bool {
+        let tensor = || outer_tensors(job).map(|(first, _)| first);
+        let near = |node| {
+            let tensor = tensor()?;
+            Some(self.target.node(self.target.device_of(tensor)) == Some(node))
+        };
+        node.and_then(near).unwrap_or(true)
     }
 
     /// True if a job is of a large tensor of which so much waits for its hash that others had better

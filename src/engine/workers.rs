@@ -77,8 +77,7 @@ struct Shared<'c> {
     arrivals: AtomicU64,
 }
 
-/// Looked at together: whoever knew an old `wanted` beside one who is only about to be started would
-/// leave, and nobody would be left if the system refused the other.
+/// Looked at together: a worker that knew an old `wanted` would leave before another one is started.
 #[derive(Debug, Clone, Copy)]
 struct Count {
     /// Workers that take work.
@@ -118,6 +117,11 @@ impl Control<'_> {
     /// Whether to take no more work.
     pub fn stopped(&self) -> bool {
         self.shared.stopped()
+    }
+
+    /// True on the caller's thread.
+    pub fn is_inline(&self) -> bool {
+        self.shared.inline.load(Ordering::Relaxed)
     }
 
     /// Whether this worker is to end, between two pieces of work, because more workers did not

@@ -3,6 +3,7 @@
 mod arena;
 pub mod device;
 pub mod mapped;
+pub mod numa;
 pub mod pinned;
 mod rest;
 

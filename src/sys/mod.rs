@@ -5,6 +5,7 @@ pub mod brief;
 mod buffers;
 mod claims;
 pub mod clock;
+pub mod numa;
 pub mod process;
 pub mod sync;
 

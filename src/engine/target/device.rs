@@ -174,6 +174,10 @@ impl<'d> Target for ToDevice<'d> {
         block.and_then(|block| self.route_of.get(block)).copied().unwrap_or(0)
     }
 
+    fn node(&self, device: usize) -> Option<usize> {
+        self.routes.get(device)?.streams.device().node()
+    }
+
     fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
         let route = self.route(batch)?;
         Ok(route.pool.enter(route.share.as_ref()))

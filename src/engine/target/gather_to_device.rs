@@ -90,6 +90,10 @@ impl<'d> Target for GatherToDevice<'d> {
         self.to.device_of(tensor)
     }
 
+    fn node(&self, device: usize) -> Option<usize> {
+        self.to.node(device)
+    }
+
     fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
         self.to.enter(batch)
     }

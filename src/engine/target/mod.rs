@@ -77,6 +77,11 @@ pub trait Target: Sync {
         0
     }
 
+    /// The NUMA node of a device's staging memory, if that is known.
+    fn node(&self, _device: usize) -> Option<usize> {
+        None
+    }
+
     /// Plans a batch. Batches for one device come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
 

@@ -29,6 +29,8 @@ pub struct Faults {
     pub pin: bool,
     /// What the device reads of files by itself is not what is in them.
     pub file: bool,
+    /// The NUMA node that it is attached to.
+    pub node: Option<usize>,
 }
 
 /// What stands in for the CPU, if the environment says so.
@@ -149,6 +151,10 @@ fn nth(counter: &mut u64, wanted: Option<u64>) -> bool {
 impl Device for FakeDevice {
     fn name(&self) -> &str {
         "fake"
+    }
+
+    fn node(&self) -> Option<usize> {
+        self.faults.node
     }
 
     unsafe fn pin(&self, _: *mut u8, _: usize) -> bool {

@@ -19,6 +19,11 @@ pub trait Device: Send + Sync {
     /// What torch calls it, such as `cuda:0`.
     fn name(&self) -> &str;
 
+    /// The NUMA node of the host that it is attached to, if that is known.
+    fn node(&self) -> Option<usize> {
+        None
+    }
+
     /// Makes this thread ready for calls of the device, which are cheaper until the result is
     /// dropped. Nothing foreign, such as what was to be asked about cancellation, runs meanwhile.
     fn enter(&self) -> Result<Scope> {

@@ -11,6 +11,7 @@ use super::share::{Held, Share};
 use crate::error::Result;
 use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
+use crate::mem::numa;
 use crate::sys::process::Inherited;
 use crate::sys::sync::thread::Thread;
 use crate::sys::sync::{Mutex, MutexGuard};
@@ -151,6 +152,8 @@ impl Slab {
         // Pages that a child shared with this process would be copied at the next write to them,
         // and the device would go on with the child's.
         arena.leave_out_of_forks();
+        // Before the first of its pages is there.
+        numa::place(arena.bytes_mut(), device.node());
         // All bytes are reached by this pointer alone: one that is taken anew ends its right to them.
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
         // SAFETY: unpinned before the memory goes (`Memory::drop`).

@@ -92,6 +92,12 @@ API CUresult CUDAAPI cuDeviceGetName(char* name, int len, CUdevice) {
   return CUDA_SUCCESS;
 }
 
+API CUresult CUDAAPI cuDeviceGetPCIBusId(char* text, int len, CUdevice device) {
+  if (!exists(device)) return CUDA_ERROR_INVALID_DEVICE;
+  snprintf(text, static_cast<size_t>(len), "0000:%02X:00.0", device + 1);
+  return CUDA_SUCCESS;
+}
+
 API CUresult CUDAAPI cuDeviceTotalMem(size_t* bytes, CUdevice) {
   return driver_anywhere("cuDeviceTotalMem", [&](Lock&) {
     *bytes = state().settings.memory;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 
 use super::driver::{self, Code, Driver};
@@ -20,6 +20,7 @@ pub struct Context {
     name: String,
     driver: &'static Driver,
     raw: driver::Context,
+    device: c_int,
     maker: Maker,
 }
 
@@ -37,7 +38,8 @@ impl Context {
             let what = "this process finds no CUDA driver (libcuda.so.1)".to_owned();
             return Err(Error::Device { device: name, what });
         };
-        let mut context = Context { name, driver, raw: ptr::null_mut(), maker: Maker::this() };
+        let (raw, maker) = (ptr::null_mut(), Maker::this());
+        let mut context = Context { name, driver, raw, device: 0, maker };
         let ordinal = c_int::try_from(index).unwrap_or(c_int::MAX);
         let mut device = 0;
         // SAFETY: each call writes to the variables given, which live until it returns.
@@ -47,7 +49,18 @@ impl Context {
             let retained = (driver.retain_context)(&mut context.raw, device);
             context.check("opening the device", retained)?;
         }
+        context.device = device;
         Ok(context)
+    }
+
+    /// The device's PCI bus id, such as `0000:C1:00.0`.
+    pub fn bus_id(&self) -> Option<String> {
+        let mut text: [c_char; 32] = [0; 32];
+        // SAFETY: writes a text with a zero at its end, of 32 bytes at most.
+        let code = unsafe { (self.driver.bus_id)(text.as_mut_ptr(), 32, self.device) };
+        let bytes: Vec<u8> = text.iter().map(|&byte| byte.cast_unsigned()).collect();
+        let text = CStr::from_bytes_until_nul(&bytes).ok()?.to_str().ok()?;
+        (code == driver::SUCCESS).then(|| text.to_owned())
     }
 
     /// What torch calls the device.

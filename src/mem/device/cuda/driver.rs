@@ -151,6 +151,7 @@ functions! {
     init = "cuInit" (c_uint);
     error_text = "cuGetErrorString" (Code, *mut *const c_char);
     device = "cuDeviceGet" (*mut c_int, c_int);
+    bus_id = "cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int);
     retain_context = "cuDevicePrimaryCtxRetain" (*mut Context, c_int);
     push_context = "cuCtxPushCurrent_v2" (Context);
     pop_context = "cuCtxPopCurrent_v2" (*mut Context);

@@ -11,7 +11,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{Consumer, Device, Event, Scope, Stream};
+use crate::environment::NUMA;
 use crate::error::Result;
+use crate::mem::numa;
 use crate::sys::brief::Brief;
 use context::Context;
 use stream::OwnStreams;
@@ -20,6 +22,7 @@ use stream::OwnStreams;
 pub struct CudaDevice {
     context: Arc<Context>,
     streams: Arc<OwnStreams>,
+    node: Option<usize>,
 }
 
 impl CudaDevice {
@@ -34,7 +37,9 @@ impl CudaDevice {
         // Without the lock, as it takes long: of two that do it at once one is used.
         let context = Arc::new(Context::open(index)?);
         let streams = Arc::new(OwnStreams::new(Arc::clone(&context)));
-        let device = Arc::new(CudaDevice { context, streams });
+        let id = if NUMA.value()? == 0 { None } else { context.bus_id() };
+        let node = id.and_then(|id| numa::node_of_pci(&id));
+        let device = Arc::new(CudaDevice { context, streams, node });
         let device =
             Arc::clone(KNOWN.lock().get_or_insert_default().entry(index).or_insert(device));
         Ok(device)
@@ -44,6 +49,10 @@ impl CudaDevice {
 impl Device for CudaDevice {
     fn name(&self) -> &str {
         self.context.name()
+    }
+
+    fn node(&self) -> Option<usize> {
+        self.node
     }
 
     fn enter(&self) -> Result<Scope> {

@@ -1,0 +1,147 @@
+//! The NUMA nodes of devices and of CPUs, as the kernel tells them in `/sys`.
+
+use std::fs;
+use std::path::PathBuf;
+
+use crate::sys::numa::{allowed_cpus, prefer, stay_on};
+
+/// The root of what the kernel tells.
+fn root() -> PathBuf {
+    #[cfg(any(test, feature = "stand-in"))]
+    if let Some(root) = crate::environment::FAKE_SYS.path() {
+        return root;
+    }
+    PathBuf::from("/sys")
+}
+
+/// The node that a device is attached to, by its PCI bus id such as `0000:C1:00.0`. None where the
+/// machine has no nodes.
+pub fn node_of_pci(id: &str) -> Option<usize> {
+    let id = id.to_ascii_lowercase();
+    let node =
+        fs::read_to_string(root().join("bus/pci/devices").join(id).join("numa_node")).ok()?;
+    // -1 where the firmware does not say it.
+    node.trim().parse().ok()
+}
+
+/// Has memory come from a node. Where that cannot be, it comes from anywhere.
+pub fn place(memory: &mut [u8], node: Option<usize>) {
+    if let Some(node) = node {
+        let _ = prefer(memory, node);
+    }
+}
+
+/// The CPUs on which the readers of a load stay: those of the nodes that its devices are attached to.
+#[derive(Debug, Default)]
+pub struct Affinity {
+    /// Nodes, each with those of its CPUs on which this process may run.
+    nodes: Vec<(usize, Vec<usize>)>,
+    /// The CPUs on which this process may run.
+    allowed: usize,
+}
+
+impl Affinity {
+    /// That of devices with these nodes.
+    pub fn of(nodes: impl Iterator<Item = Option<usize>>) -> Self {
+        let mut known: Vec<usize> = nodes.flatten().collect();
+        known.sort_unstable();
+        known.dedup();
+        let allowed = if known.is_empty() {
+            Vec::new()
+        } else {
+            allowed_cpus().unwrap_or_else(|_| Vec::new())
+        };
+        let nodes = known.into_iter().map(|node| {
+            let cpus = cpus_of(node).into_iter().filter(|cpu| allowed.contains(cpu));
+            (node, cpus.collect())
+        });
+        Affinity { nodes: nodes.collect(), allowed: allowed.len() }
+    }
+
+    /// The node of a reader, if there are several: readers take turns.
+    pub fn node(&self, reader: usize) -> Option<usize> {
+        let several = self.nodes.len() > 1;
+        let (node, _) = self.nodes.get(reader.checked_rem(self.nodes.len())?)?;
+        several.then_some(*node)
+    }
+
+    /// The CPUs on which a reader stays; none where it may run on all. A node has no more readers than
+    /// CPUs: others run where there is room.
+    fn cpus(&self, reader: usize) -> &[usize] {
+        let Some(turn) = reader.checked_rem(self.nodes.len()) else { return &[] };
+        let Some((_, cpus)) = self.nodes.get(turn) else { return &[] };
+        let is_among = reader / self.nodes.len() < cpus.len();
+        if is_among && cpus.len() < self.allowed { cpus } else { &[] }
+    }
+
+    /// Has this thread, which reads for one call and ends with it, stay on the CPUs of its node.
+    pub fn settle(&self, reader: usize) {
+        let cpus = self.cpus(reader);
+        if !cpus.is_empty() {
+            let _ = stay_on(cpus);
+        }
+    }
+}
+
+/// The CPUs of a node; none where that is not known.
+fn cpus_of(node: usize) -> Vec<usize> {
+    let path = root().join("devices/system/node").join(format!("node{node}")).join("cpulist");
+    fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parsed(&list))
+}
+
+/// A list of CPUs such as `0-3,8`. What is none of these counts as no CPU.
+fn parsed(list: &str) -> Vec<usize> {
+    /// No kernel has more.
+    const MOST: usize = 1 << 16;
+    let mut cpus = Vec::new();
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        if let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) {
+            cpus.extend(first..=last.min(MOST));
+        }
+    }
+    cpus
+}
+
+#[cfg(all(test, not(feature = "models")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cpus() {
+        for (list, cpus) in [
+            ("0-3,8\n", vec![0, 1, 2, 3, 8]),
+            ("5", vec![5]),
+            ("", vec![]),
+            ("\n", vec![]),
+            ("3-1,x,7-,2", vec![2]),
+        ] {
+            assert_eq!(parsed(list), cpus, "{list:?}");
+        }
+        assert_eq!(parsed("0-18446744073709551615").len(), (1 << 16) + 1);
+    }
+
+    #[test]
+    fn readers_take_turns_among_nodes_as_long_as_these_have_cpus() {
+        let affinity = Affinity { nodes: vec![(0, vec![0, 1]), (2, vec![4, 5, 6])], allowed: 8 };
+        let cpus = |reader| affinity.cpus(reader).to_vec();
+        assert_eq!(
+            (0..4).map(|reader| affinity.node(reader)).collect::<Vec<_>>(),
+            [Some(0), Some(2), Some(0), Some(2)]
+        );
+        assert_eq!([cpus(0), cpus(1), cpus(2)], [vec![0, 1], vec![4, 5, 6], vec![0, 1]]);
+        // The third reader of node 0 runs anywhere, the third of node 2 does not.
+        assert_eq!([cpus(4), cpus(5), cpus(7)], [vec![], vec![4, 5, 6], vec![]]);
+    }
+
+    #[test]
+    fn nothing_is_bound_where_there_is_one_node() {
+        let all = Affinity { nodes: vec![(0, vec![0, 1])], allowed: 2 };
+        assert!(all.cpus(0).is_empty() && all.node(0).is_none());
+        let none = Affinity::default();
+        assert!(none.cpus(0).is_empty() && none.node(0).is_none());
+        // CPUs of which this process may use none.
+        let elsewhere = Affinity { nodes: vec![(1, vec![])], allowed: 2 };
+        assert!(elsewhere.cpus(0).is_empty());
+    }
+}

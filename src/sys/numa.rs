@@ -1,0 +1,138 @@
+//! Memory and threads near a NUMA node. One of the few doors to `unsafe`.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+
+/// `MPOL_PREFERRED` of `linux/mempolicy.h`: from this node while it has memory, then from others.
+const PREFERRED: libc::c_long = 1;
+/// Bits of a word of a mask of nodes.
+const WORD: usize = libc::c_ulong::BITS as usize;
+/// Words of a mask of nodes: 1,024 are as many as a kernel can have.
+const WORDS: usize = 1024 / WORD;
+/// CPUs that a `cpu_set_t` can name.
+const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
+
+/// Has the pages of some memory come from a NUMA node while it has any. Pages that are there stay.
+///
+/// # Errors
+/// There is no such node, or the kernel knows none.
+pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
+    let mut mask: [libc::c_ulong; WORDS] = [0; WORDS];
+    match mask.get_mut(node / WORD) {
+        Some(word) => *word |= 1 << (node % WORD),
+        None => return Err(io::ErrorKind::InvalidInput.into()),
+    }
+    let page = super::page_size();
+    let first = memory.as_ptr().addr();
+    let start = first.next_multiple_of(page);
+    let end = (first + memory.len()) / page * page;
+    if start >= end {
+        return Ok(());
+    }
+    // SAFETY: whole pages of memory that is borrowed exclusively, whose contents stay; the kernel reads
+    // as many bits of the mask as it has.
+    let code = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            start,
+            end - start,
+            PREFERRED,
+            mask.as_ptr(),
+            WORDS * WORD,
+            0,
+        )
+    };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The node from which pages at an address are to come, if one is preferred.
+#[cfg(test)]
+pub fn preferred(memory: &[u8]) -> io::Result<Option<usize>> {
+    /// `MPOL_F_ADDR`: of an address, and not of the thread.
+    const OF_ADDRESS: libc::c_long = 2;
+    let (mut mode, mut mask): (libc::c_int, [libc::c_ulong; WORDS]) = (0, [0; WORDS]);
+    // SAFETY: writes to the two variables; the address is only looked up.
+    let code = unsafe {
+        libc::syscall(
+            libc::SYS_get_mempolicy,
+            &raw mut mode,
+            mask.as_mut_ptr(),
+            WORDS * WORD,
+            memory.as_ptr(),
+            OF_ADDRESS,
+        )
+    };
+    if code != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let has =
+        |node: &usize| mask.get(node / WORD).is_some_and(|word| word >> (node % WORD) & 1 == 1);
+    let mut nodes = (0..WORDS * WORD).filter(has);
+    Ok(nodes.next().filter(|_| libc::c_long::from(mode) == PREFERRED))
+}
+
+/// The CPUs on which this thread may run, by their numbers.
+///
+/// # Errors
+/// The machine has more than 1,024.
+pub fn allowed_cpus() -> io::Result<Vec<usize>> {
+    let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
+    // SAFETY: all bits zero are an empty set, which the kernel fills.
+    let (code, set) = unsafe {
+        let code = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), set.as_mut_ptr());
+        (code, set.assume_init())
+    };
+    if code != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: each number is below that of the bits of a set.
+    Ok((0..MOST_CPUS).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect())
+}
+
+/// Has this thread run on some CPUs only.
+///
+/// # Errors
+/// It may run on none of them.
+pub fn stay_on(cpus: &[usize]) -> io::Result<()> {
+    let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
+    // SAFETY: all bits zero are an empty set; each number is below that of its bits.
+    let code = unsafe {
+        for &cpu in cpus.iter().filter(|&&cpu| cpu < MOST_CPUS) {
+            libc::CPU_SET(cpu, set.assume_init_mut());
+        }
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set.as_ptr())
+    };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(all(test, not(miri), not(feature = "models")))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_prefers_a_node() {
+        let mut map = memmap2::MmapMut::map_anon(1 << 20).unwrap();
+        // Kernels without NUMA, and sandboxes, have no such calls.
+        if let Ok(before) = preferred(&map) {
+            assert_eq!(before, None);
+            prefer(&mut map, 0).unwrap();
+            assert_eq!(preferred(&map).unwrap(), Some(0));
+        }
+        assert!(prefer(&mut map, 5000).is_err());
+        assert!(prefer(map.get_mut(1..9).unwrap(), 0).is_ok(), "not one whole page");
+    }
+
+    #[test]
+    fn a_thread_stays_where_it_is_put() {
+        let stay = || {
+            let before = allowed_cpus().unwrap();
+            let last = before.last().copied().unwrap();
+            stay_on(&[last]).unwrap();
+            assert_eq!(allowed_cpus().unwrap(), [last]);
+            assert!(stay_on(&[]).is_err());
+        };
+        std::thread::scope(|scope| scope.spawn(stay).join().unwrap());
+    }
+}
