@@ -104,6 +104,7 @@ def build_runtime(emulator: Path) -> Path:
     which is never called, since the emulator is before it, and does not work without a driver. The
     empty one is loaded instead, and a look-up in it goes on in the emulator, which it depends on.
     """
+    FOLDER.mkdir(parents=True, exist_ok=True)
     library = FOLDER / "libcudart.so.13"
     command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(library)]
     command += ["-x", "c++", "/dev/null", "-x", "none", f"-Wl,-soname,{library.name}"]

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from models import OUT, missing, no_room
@@ -77,6 +77,8 @@ class Bench:
     limit: float
     engines: list[str]
     tests: str
+    #: By engine a folder with packages that only this one uses.
+    sites: dict[str, str] = field(default_factory=dict)
 
     def unit(self, key: str, fields: Row, guess: float, work: Callable[[], Row]) -> None:
         """Do a unit of work, if that was not done yet, and add its row."""
@@ -147,6 +149,8 @@ class Bench:
             env["PYTHONPATH"] = ""
         else:
             python = sys.executable
+        if site := self.sites.get(name):
+            env["PYTHONPATH"] = ":".join(filter(None, [site, self.env.get("PYTHONPATH")]))
         command = [python, str(HERE / "engine.py"), name, str(place.folder), model.name, str(loads)]
         ended = self.process(command, **env)
         if ended.code != 0 or not ended.out.strip():

@@ -259,8 +259,8 @@ def load(engine: str, path: Path, loads: int) -> dict[str, object]:
     return result | {"seconds": times[0], "again": times[1:]}
 
 
-def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, object]:
-    path = Path(folder) / model
+def import_modules(engine: str) -> None:
+    """Import what an engine needs, before the clock starts."""
     for name, module in MODULES.items():
         if name in engine:
             try:
@@ -269,6 +269,11 @@ def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, ob
                 if error.name == module.partition(".")[0]:
                     raise AbsentError(f"{error.name} is not installed") from None
                 raise
+
+
+def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, object]:
+    path = Path(folder) / model
+    import_modules(engine)
     torch.ones(1, device=DEVICE)
     torch.cuda.synchronize()
     if engine in LIMITS:

@@ -3,9 +3,10 @@
     python benchmarks/gpu/run.py --collect DIR              # where there is a network
     python benchmarks/gpu/run.py --wheels DIR --minutes 9   # on the machine, until it says "done"
 
-The steps: the tests of ``tests/python/gpu``, compute-sanitizer, ours beside the peers, from memory
-and from disk, and a sweep for the sizes that suit the device. Whatever fails is a row; the run goes
-on. Rows are in ``rows.jsonl`` of the folder ``--out``, from which another call goes on.
+The steps: the tests of ``tests/python/gpu``, compute-sanitizer, on the emulated CUDA what ours and
+the peers cost the host, ours beside the peers, from memory and from disk, and a sweep for the sizes
+that suit the device. Whatever fails is a row; the run goes on. Rows are in ``rows.jsonl`` of the
+folder ``--out``, from which another call goes on.
 
 It ends with 0, with 1 if something has failed, or with 75 if its minutes are over and another call
 has to go on.
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import comparisons  # noqa: E402
+import emulated_step  # noqa: E402
 import steps  # noqa: E402
 import sweep  # noqa: E402
 import tables  # noqa: E402
@@ -36,7 +38,7 @@ from bench import Bench, Clock, Model, OutOfTimeError, Place  # noqa: E402
 from machine import commit  # noqa: E402
 from rows import Row, Rows  # noqa: E402
 
-STEPS = ("tests", "sanitizer", "host-share", "compare", "sweep")
+STEPS = ("tests", "sanitizer", "host-share", "emulated", "compare", "sweep")
 GO_ON = 75
 
 
@@ -55,6 +57,7 @@ def arguments() -> argparse.Namespace:
     add("--sweep", action="store_true", help="only the sweep")
     add("--only", nargs="*", default=[], choices=[case.name for case in comparisons.CASES])
     add("--engines", nargs="*", default=[], help="only these")
+    add("--site", nargs="*", default=[], metavar="ENGINE=DIR", help="packages of one engine only")
     add("--gigabytes", type=float, default=16, help="the large model; the small tensors are 1/8")
     add("--rounds", type=int, default=3)
     add("--tmpfs", type=Path, default=Path("/dev/shm"))
@@ -65,6 +68,9 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.out = options.out or Path(os.environ.get("OUT") or HERE.parent / "data-gpu")
     known = {name for case in comparisons.CASES for name in case.engines}
+    known |= set(emulated_step.ENGINES)
+    if odd := [site for site in options.site if site.partition("=")[0] not in known]:
+        parser.error(f"--site {odd[0]}: expected ENGINE=DIR")
     if unknown := set(options.engines) - known:
         parser.error(f"no such engine: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     options.steps = ["sweep"] if options.sweep else options.steps
@@ -105,6 +111,7 @@ def prepare(options: argparse.Namespace, rows: Rows) -> Bench:
         limit=60 if options.toy else 300,
         engines=options.engines,
         tests=options.tests,
+        sites=dict(site.split("=", 1) for site in options.site),
     )
 
 
@@ -131,6 +138,8 @@ def work(options: argparse.Namespace, bench: Bench, emulated: bool) -> None:
         steps.sanitize(bench)
     if "host-share" in options.steps and emulated:
         steps.host_share(bench)
+    if "emulated" in options.steps and emulated:
+        emulated_step.measure(bench)
     if "compare" in options.steps:
         comparisons.compare(bench, options.only)
     if "sweep" in options.steps:

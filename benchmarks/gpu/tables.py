@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import emulated_step
 from comparisons import CASES, Case
 from rows import Row, Rows
 from sweep import STEP as SWEEP, times
@@ -84,6 +85,8 @@ def report(rows: Rows) -> str:
         lines.append(f"compute-sanitizer: {row['status']}.")
     for row in rows.of("host-share", status="ok"):
         lines += [f"Host's share: {share}" for share in row["shares"]]
+    for model in ("large", "20k"):
+        lines += emulated_step.table(rows, model)
     for case in CASES:
         lines += comparison(rows, case)
     lines += swept(rows)
