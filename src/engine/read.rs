@@ -67,6 +67,7 @@ pub fn read_while<T: Target>(
     let traits = sources.traits;
     let range = worker_range::range(&traits, sources.cached, what.readers)?;
     let (range, passing) = worker_range::share(memory, range, &traits, what.decrypts, target)?;
+    target.expect(total);
     let limits = target.limits(&traits, range, total, what.decrypts);
     let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
     let mut limits = bounded(Limits { passing, block, ..limits }, what);

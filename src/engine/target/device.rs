@@ -149,6 +149,19 @@ impl<'d> Target for ToDevice<'d> {
         }
     }
 
+    /// A short load pins as many buffers as hold its bytes, and one more: pinning takes longer than
+    /// copying.
+    fn expect(&mut self, total: u64) {
+        let buffer = self.buffer_len() as u64;
+        let most = (total.div_ceil(buffer) + 1).max(pinned::fewest(buffer));
+        let Ok(most) = usize::try_from(most) else { return };
+        for route in &mut self.routes {
+            if route.share.is_none() && most < route.pool.limit() {
+                route.share = Some(Share::new(most));
+            }
+        }
+    }
+
     /// A piece of encryption, or what suits the buffers.
     fn unit(&self) -> u64 {
         PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1)

@@ -74,6 +74,10 @@ impl<'d> Target for GatherToDevice<'d> {
         self.most = gather::most(shares);
     }
 
+    fn expect(&mut self, total: u64) {
+        self.to.expect(total);
+    }
+
     fn unit(&self) -> u64 {
         u64::MAX
     }

@@ -53,6 +53,9 @@ pub trait Target: Sync {
     /// Has it take no more than that.
     fn bound(&mut self, _shares: &LoadShares) {}
 
+    /// Has it take no more memory than a load of so many bytes needs.
+    fn expect(&mut self, _total: u64) {}
+
     /// Bytes in whose multiples data are cut within a batch, at most.
     fn unit(&self) -> u64;
 

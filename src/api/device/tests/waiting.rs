@@ -2,6 +2,27 @@
 
 use super::*;
 
+#[test]
+fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
+    const LEN: usize = 4 << 20;
+    for (len, most) in [(100_000, 2), (5_000_000, 3)] {
+        let files = file(&[len], SaveOptions::default());
+        let source = Arc::new(FileSource::open(&files.path).unwrap());
+        let opened = TensorFile::from_source(source, 0, &Never).unwrap();
+        let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
+        let memory = Memory::new(&planned.block_lens().unwrap());
+        let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+        let pool = Pool::new(LEN, 64, 16);
+        let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+        let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
+        let options = LoadOptions { readers: Some(4), ..LoadOptions::default() };
+        let (_, streams) =
+            planned.run(&to, &options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
+        Streams::hand_over_all(streams).unwrap();
+        assert!(pool.size() <= most * LEN, "{} bytes are pinned for {len}", pool.size());
+    }
+}
+
 /// Medium tensors whose end shares a batch with the beginning of a larger one.
 const NEIGHBOURS: [usize; 8] =
     [9 << 20, 15 << 20, 9 << 20, 14 << 20, 9 << 20, 13 << 20, 9 << 20, 12 << 20];
