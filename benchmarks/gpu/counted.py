@@ -41,6 +41,18 @@ def of_safetensors(path: Path) -> Pairs:
     return tensorizer.load(f"{path}.safetensors", DEVICE).items()
 
 
+def two_devices(path: Path) -> Pairs:
+    """Load the first half of the layers to one device, and the others to another one."""
+    import tensorizer
+
+    count = len(read_sums(path))
+
+    def device(name: str) -> str:
+        return f"cuda:{int(name.split('.')[1]) * 2 // count}"
+
+    return tensorizer.load(f"{path}.tensors", device).items()
+
+
 def prefetch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
@@ -67,6 +79,10 @@ def instanttensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from file.tensors()
 
 
+OURS: dict[str, Callable[[Path], Pairs]] = {
+    "ours safetensors": of_safetensors,
+    "ours two devices": two_devices,
+}
 #: Engines that hand out tensors before all have landed.
 STREAMING: dict[str, Callable[[Path], Pairs]] = {
     "ours iterate": iterate,
@@ -77,8 +93,8 @@ STREAMING: dict[str, Callable[[Path], Pairs]] = {
 
 
 def pairs(engine: str, path: Path) -> Pairs:
-    if engine == "ours safetensors":
-        return of_safetensors(path)
+    if engine in OURS:
+        return OURS[engine](path)
     if engine in STREAMING:
         return STREAMING[engine](path)
     return LOADERS[engine](path).items()
@@ -98,7 +114,8 @@ def load(engine: str, path: Path) -> dict[str, float]:
             torch.cuda.current_stream().synchronize()
             first = time.perf_counter() - begun
         tensors.append(tensor)
-    torch.cuda.synchronize()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     size = sum(tensor.nbytes for tensor in tensors)
     calls = {name: n for name, n in emulated.calls_by_name().items() if name != "copy"}

@@ -13,7 +13,8 @@ from rows import Row, Rows
 
 STEP = "emulated"
 ENGINES = (
-    "ours", "ours iterate", "ours safetensors", "safetensors prefetch", "safetensors",
+    "ours", "ours iterate", "ours safetensors", "ours two devices", "safetensors prefetch",
+    "safetensors",
     "fastsafetensors", "run:ai", "InstantTensor",
 )  # fmt: skip
 TOY = ("ours", "ours iterate", "safetensors")

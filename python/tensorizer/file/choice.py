@@ -104,6 +104,7 @@ class Chosen:
         self._device, self._device_of = device_or_function(choice.device)
         default = torch.get_default_device() if self._device is None else self._device
         self._default = resolve_device(default)
+        self._known: dict[torch.device | str | None, torch.device] = {}
         self._numbers = self._chosen()
         #: Tensors that say which part is wanted, or take it.
         self._given: dict[int, Any] = {}
@@ -164,12 +165,19 @@ class Chosen:
         """Return where a tensor goes."""
         given = self._given.get(number)
         if self._device_of is not None:
-            device = self._device_of(self._file.reader.name(number))
-            return self._default if device is None else resolve_device(device)
+            return self._resolved(self._device_of(self._file.reader.name(number)))
         if self._device is not None or given is None or self._choice.out is not None:
             return self._default
         device = sharding.device_of(given)
         return self._default if device.type == "meta" else resolve_device(device)
+
+    def _resolved(self, device: torch.device | str | None) -> torch.device:
+        """Return a device that a function has named: few of them, for many tensors."""
+        found = self._known.get(device)
+        if found is None:
+            found = self._default if device is None else resolve_device(device)
+            self._known[device] = found
+        return found
 
     def _given_places(self) -> dict[int, torch.Tensor]:
         """Return the memory that was given to be filled, by number."""

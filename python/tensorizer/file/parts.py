@@ -75,15 +75,16 @@ class Wanted:
         self, device_of: Callable[[int], torch.device], verify: str | None = None
     ) -> dict[int, torch.Tensor]:
         """Return the tensors by number, each on its device."""
+        places = {number: device_of(number) for number in self.numbers}
         by_device: dict[torch.device, list[int]] = {}
-        for number in self.numbers:
-            by_device.setdefault(device_of(number), []).append(number)
+        for number, device in places.items():
+            by_device.setdefault(device, []).append(number)
         if len(by_device) > 1 and not self.file.reader.seekable:
             # What comes front to back is read once.
             here = self._load(self.numbers, torch.device("cpu"), verify)
-            return {number: tensor.to(device_of(number)) for number, tensor in here.items()}
+            return {number: tensor.to(places[number]) for number, tensor in here.items()}
         if len(by_device) > 1 and self.file.can_load_to_each(by_device):
-            return self._load_to_each(device_of, verify)
+            return self._load_to_each(places, verify)
         loaded: dict[int, torch.Tensor] = {}
         for device, numbers in by_device.items():
             loaded.update(self._load(numbers, device, verify))
@@ -118,18 +119,18 @@ class Wanted:
         return loaded
 
     def _load_to_each(
-        self, device_of: Callable[[int], torch.device], verify: str | None
+        self, places: Mapping[int, torch.device], verify: str | None
     ) -> dict[int, torch.Tensor]:
         """Return the tensors by number, each on its device, all devices at once."""
         whole, cut = self._halves(self.numbers)
-        tensors = self.file.load_to_each(whole, list(map(device_of, whole)), verify)
+        tensors = self.file.load_to_each(whole, [places[number] for number in whole], verify)
         loaded = dict(zip(whole, tensors, strict=True))
         if cut:
-            sliced, places, _ = self._sliced(cut)
-            places_of = [device_of(number) for number in cut for _ in self.parts[number].boxes]
-            boxes = iter(sliced.load_to_each(places, places_of, verify))
+            sliced, of_boxes, _ = self._sliced(cut)
+            devices = [places[number] for number in cut for _ in self.parts[number].boxes]
+            boxes = iter(sliced.load_to_each(of_boxes, devices, verify))
             for number in cut:
-                part, device = self.parts[number], device_of(number)
+                part, device = self.parts[number], places[number]
                 found = [next(boxes) for _ in part.boxes]
                 loaded[number] = joined(part, found, self._dtype(number), device)
         return loaded

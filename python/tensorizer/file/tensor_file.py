@@ -437,6 +437,7 @@ class TensorFile:
         """Return tensors, each on its device, where :meth:`can_load_to_each` says so."""
         if not numbers:
             return []
+        known = {device: devices.number(device) for device in set(places)}
         handle, _ = self.reader.load(
             numbers,
             verify=verify or self.verify,
@@ -444,7 +445,7 @@ class TensorFile:
             map=False,
             device=devices.CPU,
             apart=self._clone,
-            devices=[devices.number(device) for device in places],
+            devices=[known[device] for device in places],
         )
         tensors = take(handle)
         size = sum(tensor.nbytes for tensor in tensors)
