@@ -60,8 +60,9 @@ def run(bench: Bench, engine: str, model: Model, task: str, env: dict[str, str])
     if ended.code != 0 or not ended.out.strip():
         why = ended.why()
         # A run time of its own asks the driver for tables that only the real one has.
-        status = "absent" if "operation not supported" in why else "failed"
-        return {"status": status, "why": why}
+        if "operation not supported" in why:
+            return {"status": "absent", "why": why.strip().splitlines()[-1]}
+        return {"status": "failed", "why": why}
     found = json.loads(ended.out.splitlines()[-1])
     if "absent" in found:
         return {"status": "failed" if engine == "ours" else "absent", "why": found["absent"]}

@@ -157,7 +157,9 @@ def finish(options: argparse.Namespace, rows: Rows) -> None:
         folder = HERE.parent / "records" / name
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{str(machine['date'])[:10]}-{commit()}.jsonl"
-        lines = [*rows.machines[-1:], *rows.ends.values()]
+        # Arguments have folders of this machine.
+        about = {name: value for name, value in machine.items() if name != "arguments"}
+        lines = [about, *rows.ends.values()]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         print(f"recorded in {path}")
 
