@@ -32,7 +32,16 @@ HOLDS = {
 }
 #: The modules of which every public name is in the reference.
 MODULES = (
-    *("", ".distributed", ".safetensors", ".stream_io", ".torch_compat", ".transformers", ".utils"),
+    *(
+        "",
+        ".distributed",
+        ".lightning",
+        ".safetensors",
+        ".stream_io",
+        ".torch_compat",
+        ".transformers",
+        ".utils",
+    ),
 )
 
 

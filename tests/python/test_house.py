@@ -31,7 +31,15 @@ FOLDERS = [
     {"file"},
     {"checkpoints", "distributed", "safetensors", "transformers"},
     {"torch_hooks"},
-    {"serialization", "stream_io", "torch_compat", "utils", "_NumpyTensor", "tensors_pb2"},
+    {
+        "serialization",
+        "stream_io",
+        "torch_compat",
+        "lightning",
+        "utils",
+        "_NumpyTensor",
+        "tensors_pb2",
+    },
     {"protobuf"},
     {"__main__"},
 ]

@@ -1,0 +1,141 @@
+"""Checkpoints of Lightning in two halves: what its trainers are given as a plugin."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._native import local_path
+from .save_and_load import tensorizer_loading, tensorizer_saving
+
+#: The modules of the interface: in the package ``lightning``, and below ``pytorch_lightning``.
+_INTERFACES = (
+    "lightning.fabric.plugins.io.checkpoint_io",
+    "lightning_fabric.plugins.io.checkpoint_io",
+)
+#: Where torch loads to unless it is told otherwise, as Lightning has it: where the bytes are read.
+_AS_READ = "cpu"
+
+
+class TensorizerCheckpointIO:
+    """Saves the checkpoints of a Lightning ``Trainer`` or ``Fabric`` through tensorizer.
+
+    Lightning saves to memory first, where :func:`tensorizer_saving` leaves everything to torch.
+    This plugin saves to the checkpoint's own path: ``last.ckpt`` has the structure, and
+    ``last.ckpt.tensors`` beside it the bytes. Both are there, or neither; both are removed
+    together. Checkpoints that Lightning has written by itself load as ever.
+
+    Args:
+        saving: Arguments of :func:`tensorizer_saving`, such as ``hashes`` or ``encryption``.
+        loading: Arguments of :func:`tensorizer_loading`, such as ``verify_hash`` or ``encryption``.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        saving: Mapping[str, Any] | None = None,
+        loading: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._saving, self._loading = dict(saving or {}), dict(loading or {})
+        for name in _INTERFACES:
+            module: Any = sys.modules.get(name)
+            package = name.partition(".")[0]
+            if module is None and package in sys.modules:
+                module = importlib.import_module(name)
+            if module is not None:
+                # Trainers ask whether a plugin is one of these.
+                module.CheckpointIO.register(type(self))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint.
+
+        Args:
+            checkpoint: The states of the model and the trainer.
+            path: The file of the structure; the folders above it are made.
+            storage_options: None.
+
+        Raises:
+            TypeError: ``storage_options`` were given.
+            ValueError: The path is an address.
+            OSError: A file cannot be written; the earlier checkpoint of this path is as it was.
+
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} takes no storage_options: expected None")
+        file = _local(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tensorizer_saving(**self._saving):
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = _AS_READ,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return a checkpoint.
+
+        Args:
+            path: The file of the structure, or a link to it.
+            map_location: Where its tensors go; see ``torch.load``.
+            weights_only: See ``torch.load``.
+
+        Raises:
+            FileNotFoundError: One of the two files is not there.
+            ValueError: The path is an address.
+            PairMismatchError, HashMismatchError, CryptographyError: See :func:`tensorizer_loading`.
+
+        """
+        # The bytes lie beside the file that a link names.
+        file = Path(os.path.realpath(_local(path)))
+        if not file.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        with tensorizer_loading(**self._loading):
+            found: dict[str, Any] = torch.load(
+                file, map_location=map_location, weights_only=weights_only
+            )
+        return found
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove both files of a checkpoint, or a folder; of a link only that.
+
+        Raises:
+            ValueError: The path is an address.
+            OSError: A file cannot be removed.
+
+        """
+        file = _local(path)
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+            return
+        was_link = file.is_symlink()
+        file.unlink(missing_ok=True)
+        if not was_link:
+            file.with_name(f"{file.name}.tensors").unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        """End the plugin, which keeps nothing."""
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    """Return a path of this machine.
+
+    Raises:
+        ValueError: It is an address.
+
+    """
+    text = os.fsdecode(path)
+    local = local_path(text)
+    if local is None:
+        raise ValueError(f"{text}: expected the path of a local checkpoint, found an address")
+    return Path(local)
