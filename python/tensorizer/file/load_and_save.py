@@ -178,7 +178,8 @@ def save(
         hashes: Which hashes of each tensor to store; see :class:`TensorSerializer`.
         format: ``"tensors"`` or ``"safetensors"``; None for the latter where ``uri`` is a path or
             an address that ends with ``.safetensors``. Such files hold tensors by name, which share
-            no memory, and neither hashes nor encryption.
+            no memory, and neither hashes nor encryption. Without it, names that end with ``.pt``,
+            ``.pth`` or ``.bin`` are refused: ``torch.load`` could not read what they name.
         metadata: Strings by name, which :func:`tensorizer.info` returns; see
             :class:`TensorSerializer`.
         clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.

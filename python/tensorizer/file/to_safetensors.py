@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..group.gather import Gathering
 
 ENDING = ".safetensors"
+#: Endings of files of ``torch.save``.
+TORCH_ENDINGS = (".pt", ".pth", ".bin")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -235,11 +237,18 @@ def is_meant(uri: Any, format: str | None) -> bool:
     """Tell whether a file is to be a safetensors file, by what is said or by its name.
 
     Raises:
-        ValueError: The format is none that can be written.
+        ValueError: The format is none that can be written, or the name is one of ``torch.save``.
 
     """
     if format not in (None, "tensors", "safetensors"):
         raise ValueError(f"format must be 'tensors' or 'safetensors', not {format!r}")
     if format is None and isinstance(uri, (str, bytes, os.PathLike)):
-        return os.fsdecode(uri).partition("?")[0].endswith(ENDING)
+        name = os.fsdecode(uri).partition("?")[0]
+        if name.endswith(TORCH_ENDINGS):
+            raise ValueError(
+                f"{name} has the name of a file of torch.save, and would be a .tensors file, which "
+                "torch.load does not read: end it with .tensors or .safetensors, call torch.save, "
+                "or name the format (in Python format='tensors')"
+            )
+        return name.endswith(ENDING)
     return format == "safetensors"
