@@ -29,7 +29,7 @@ ROWS = {
     "Save it, synced": "save",
 }
 #: Reports of other programs, which stand beside the records under these names and a date.
-REPORTS = ("formats", "dcp", "ranks", "cache", "hf", "clouds", "host-share", "disk")
+REPORTS = ("formats", "dcp", "ranks", "cache", "hf", "clouds", "host-share", "emulated", "disk")
 LIMITS = {
     "read": "limit: two-thread read",
     "sha256": "limit: two-thread SHA-256",

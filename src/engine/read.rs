@@ -84,10 +84,9 @@ pub fn read_while<T: Target>(
     let large_first = begins_with_large(what, &traits, target);
     let batches = batches(what, target, &limits)?;
     let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
-    let range = range.at_most(if is_inline(what, &traits, total) { 1 } else { jobs.len() });
-    let range = WorkerRange { bytes: Some(total), ..range };
-    // What is hashed or decrypted in an order of its own, or can only be read in order, is taken in
-    // turns.
+    let most = if is_inline(what, &traits, total) { 1 } else { jobs.len() };
+    let range = WorkerRange { bytes: Some(total), ..range.at_most(most) };
+    // Bytes that are hashed, decrypted or handed out in an order of their own are read in turns.
     let any_order = !sha && !what.decrypts && !in_order;
     let affinity = affinity(target, range);
     let own = any_order && range.most > 1 && sources.are_local() && affinity.node(0).is_none();
