@@ -4,10 +4,8 @@ Importing this imports neither torch, vLLM nor tensorizer.
 """
 
 import functools
-import logging
 
-#: What ``--load-format`` takes.
-LOAD_FORMAT = "tensorizer_stream"
+from tensorizer_engines import LOAD_FORMAT, warn_of_another_shape
 
 
 @functools.cache
@@ -24,10 +22,4 @@ def register() -> None:
 
         register_model_loader(LOAD_FORMAT)(StreamLoader)
     except Exception as error:
-        # Of vLLM's own logger, so that it is shown as vLLM's messages are.
-        logging.getLogger("vllm.tensorizer").warning(
-            "tensorizer: load format %s is not registered, as this vLLM differs: %s: %s",
-            LOAD_FORMAT,
-            type(error).__name__,
-            " ".join(str(error).split()),
-        )
+        warn_of_another_shape("vLLM", error)

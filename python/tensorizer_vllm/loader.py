@@ -6,23 +6,17 @@ is done after loading; only where weights come from is ours.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tensorizer_engines.weights import weights
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-if TYPE_CHECKING:
-    from .options import Options
-
-#: A parameter that vLLM's own tensorizer format adds to what it writes.
-_MARKER = ".vllm_tensorized_marker"
 
 for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "download_model"):
     if not hasattr(DefaultModelLoader, _name):
@@ -39,7 +33,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
     """
 
     def __init__(self, load_config: Any) -> None:
-        from .options import Options
+        from tensorizer_engines.options import Options
 
         self._options = Options.of(load_config.model_loader_extra_config)
         # Options are ours; models that are neither here nor at an address are looked up by vLLM.
@@ -52,7 +46,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is only known by name; addresses are read when they are loaded."""
-        from .files import is_ours
+        from tensorizer_engines.files import is_ours
 
         model = model_config.model
         if self._options.uri is None and not is_ours(model) and not Path(model).exists():
@@ -73,17 +67,12 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
         # vLLM reports the time from here on.
         if not getattr(self, "counter_before_loading_weights", 0.0):
             self.counter_before_loading_weights = time.perf_counter()
-        return _weights(
-            files,
-            self._options,
-            self._device,
-            source,
-            getattr(self, "local_expert_ids", None),
-        )
+        is_wanted = functools.partial(_is_wanted, source, getattr(self, "local_expert_ids", None))
+        return weights(files, self._options, self._device, source.prefix, is_wanted)
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; vLLM chooses those of a folder, or downloads them."""
-        from .files import is_ours, tensors_file, together
+        from tensorizer_engines.files import is_ours, tensors_file, together
 
         model = source.model_or_path
         if source.allow_patterns_overrides is None and not getattr(source, "subfolder", None):
@@ -96,47 +85,8 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
         return together(self._prepare_weights(model, **given)[1])
 
 
-def _weights(
-    files: Sequence[str],
-    options: Options,
-    device: torch.device,
-    source: Any,
-    experts: set[int] | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of files one after another."""
-    from tensorizer import iterate
-
-    for file in files:
-        weights: Any = iterate(
-            file,
-            device,
-            buffer_bytes=options.buffer_bytes,
-            num_readers=options.num_readers,
-            verify_hash=options.verify_hash,
-            encryption=options.decryption(),
-            filter_func=functools.partial(_is_wanted, file, source, experts),
-        )
-        with contextlib.closing(weights):
-            for name, tensor in weights:
-                yield source.prefix + name, tensor
-                # Before the next is waited for.
-                del tensor
-
-
-def _is_wanted(file: str, source: Any, experts: set[int] | None, name: Any) -> bool:
-    """Tell whether a rank needs a tensor.
-
-    Raises:
-        ValueError: The file is not one of a model's weights, as they were published.
-
-    """
-    if not isinstance(name, str):
-        raise ValueError(f"{file}: expected names of weights, found {name!r} of a nested state")
-    if name == _MARKER:
-        raise ValueError(
-            f"{file} was written by vLLM from a model of its own: load it with "
-            "--load-format tensorizer"
-        )
+def _is_wanted(source: Any, experts: set[int] | None, name: str) -> bool:
+    """Tell whether a rank needs a tensor."""
     is_unused = getattr(source, "is_unused_weight", None)
     if is_unused is not None and is_unused(name):
         return False

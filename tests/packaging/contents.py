@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [ROOT / "python" / name for name in ("tensorizer", "tensorizer_cli", "tensorizer_vllm")]
+PACKAGES = sorted(path for path in (ROOT / "python").glob("tensorizer*") if path.is_dir())
 wheel, sdist = sys.argv[1:]
 
 # Every module of every subpackage, the stubs, the header and the CMake package.

@@ -208,7 +208,7 @@ def test_a_model_that_vllm_downloads(stub, tmp_path, weights):
 def test_shards_are_read_by_their_index(stub, tmp_path, weights):
     folder = tmp_path / "model"
     index = write("safetensors shards", weights, folder)
-    from tensorizer_vllm.files import together
+    from tensorizer_engines.files import together
 
     shards = sorted(map(str, folder.glob("*.safetensors")))
     assert together(shards[::-1]) == [str(folder / index)]
@@ -282,7 +282,7 @@ def test_a_model_that_drafts_has_weights_of_its_own(stub, tmp_path, weights):
 
 
 def test_where_tensors_go(stub):
-    from tensorizer_vllm.options import Options
+    from tensorizer_engines.options import Options
 
     assert Options().place(Model()) == torch.device("cpu")
     # Weights that are quantized on their way, and none at all.

@@ -1,0 +1,66 @@
+"""The weights of a model, one by one, as an engine's ``load_weights`` takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .options import Options
+
+#: A parameter that vLLM's own tensorizer format adds to what it writes.
+_MARKER = ".vllm_tensorized_marker"
+
+
+def weights(
+    files: Sequence[str],
+    options: Options,
+    device: torch.device,
+    prefix: str = "",
+    is_wanted: Callable[[str], bool] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of files one after another, while the next ones are read.
+
+    Args:
+        files: Files, indices of shards, folders or addresses.
+        options: The options of the load.
+        device: The device that tensors go to.
+        prefix: A text before each name.
+        is_wanted: Called with each name in the file; weights for which it says no are not read.
+
+    Raises:
+        ValueError: A file does not hold the weights of a model as they were published.
+
+    """
+    from tensorizer import iterate
+
+    for file in files:
+        found: Any = iterate(
+            file,
+            device,
+            buffer_bytes=options.buffer_bytes,
+            num_readers=options.num_readers,
+            verify_hash=options.verify_hash,
+            encryption=options.decryption(),
+            filter_func=functools.partial(_is_wanted, file, is_wanted),
+        )
+        with contextlib.closing(found):
+            for name, tensor in found:
+                yield prefix + name, tensor
+                # Before the next is waited for.
+                del tensor
+
+
+def _is_wanted(file: str, is_wanted: Callable[[str], bool] | None, name: Any) -> bool:
+    if not isinstance(name, str):
+        raise ValueError(f"{file}: expected names of weights, found {name!r} of a nested state")
+    if name == _MARKER:
+        raise ValueError(
+            f"{file} was written by vLLM from a model of its own: load it with "
+            "--load-format tensorizer"
+        )
+    return is_wanted is None or is_wanted(name)

@@ -1,0 +1,145 @@
+"""The loader behind the load format: SGLang's default loader, over weights that this package reads.
+
+It builds the model, loads and processes weights; only where weights come from is ours. SGLang's own
+configuration says ``auto`` then, so that everything else that reads it, such as adapters, goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from tensorizer_engines import LOAD_FORMAT
+from tensorizer_engines.weights import weights
+
+if TYPE_CHECKING:
+    from tensorizer_engines.options import Options
+
+#: The attribute of a load configuration that has our options.
+_OPTIONS = "_tensorizer_options"
+
+for _name in ("_prepare_weights", "_get_weights_iterator", "_get_all_weights", "download_model"):
+    if not hasattr(DefaultModelLoader, _name):
+        raise ImportError(f"SGLang's DefaultModelLoader has no {_name}")
+
+
+def take_options(original: Callable[[Any], None], config: Any) -> None:
+    """Take our options out of a load configuration, around what SGLang does with a new one.
+
+    Raises:
+        ImportError: tensorizer was built for another torch, or is another package.
+        ValueError, TypeError, RuntimeError: See :meth:`Options.of`.
+
+    """
+    if isinstance(config.load_format, str) and config.load_format.lower() == LOAD_FORMAT:
+        from tensorizer_engines.options import Options
+
+        given = config.model_loader_extra_config or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        setattr(config, _OPTIONS, Options.of(given))
+        config.load_format, config.model_loader_extra_config = "auto", {}
+    original(config)
+
+
+def choose_loader(made: Any, load_config: Any, *_: Any, **__: Any) -> Any:
+    """Return our loader in the place of SGLang's default one, where a configuration asks for it.
+
+    Raises:
+        ValueError: The model is loaded by another loader of SGLang's.
+
+    """
+    options = getattr(load_config, _OPTIONS, None)
+    if options is None:
+        return made
+    if type(made) is not DefaultModelLoader:
+        raise ValueError(
+            f"load format {LOAD_FORMAT}: SGLang loads this model by its {type(made).__name__}, "
+            "which takes no other source of weights: expected a model of its default loader"
+        )
+    return StreamLoader(load_config, options)
+
+
+class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there to be checked
+    """Feeds a model's ``load_weights`` with what :func:`tensorizer.iterate` yields."""
+
+    def __init__(self, load_config: Any, options: Options) -> None:
+        super().__init__(load_config)
+        self._options = options
+        self._device = torch.device("cpu")
+        self._uri: str | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Download a model that is only known by name; addresses are read when they are loaded."""
+        from tensorizer_engines.files import is_ours
+
+        model = model_config.model_path
+        if self._options.uri is None and not is_ours(model) and not Path(model).exists():
+            super().download_model(model_config)
+
+    def _get_all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self._device = self._options.place(model)
+        # The first source that is asked for are the model's own weights; a model that drafts for
+        # the one that is served has others.
+        drafts = bool(getattr(model_config, "is_draft_model", False))
+        self._uri = None if drafts else self._options.uri
+        yield from super()._get_all_weights(model_config, model)
+
+    def _get_weights_iterator(
+        self, source: Any, *, resolved_source: Any = None, **_: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        uri, self._uri = self._uri, None
+        from tensorizer_engines.files import together
+
+        if uri is not None:
+            files = [uri]
+        elif resolved_source is not None:
+            files = together(list(resolved_source.weight_files))
+        else:
+            files = self._files(source)
+        # SGLang reports the time from here on.
+        if not getattr(self, "counter_before_loading_weights", 0.0):
+            self.counter_before_loading_weights: float = time.perf_counter()
+        number = getattr(self.load_config, "draft_model_idx", None)
+        if number is None:
+            return weights(files, self._options, self._device, source.prefix)
+        found: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
+            weights(files, self._options, self._device), source.prefix, number
+        )
+        return found
+
+    def _files(self, source: Any) -> list[str]:
+        """Return the files of a source; SGLang chooses those of a folder, or downloads them."""
+        from tensorizer_engines.files import is_ours, tensors_file, together
+
+        model, patterns = source.model_or_path, source.allow_patterns_overrides
+        if patterns is None:
+            own = model if is_ours(model) else tensors_file(model)
+            if own is not None:
+                return [own]
+        folder, files, are_safetensors = self._prepare_weights(
+            model, source.revision, source.fall_back_to_pt, patterns
+        )
+        if are_safetensors and source.model_config is not None:
+            files = _completed(files, folder, source.model_config.hf_config)
+        return together(files)
+
+
+@functools.cache
+def _adds_files() -> Callable[..., list[str]] | None:
+    """Return what adds files that an index has left out, if this SGLang has it."""
+    from sglang.srt.model_loader import weight_utils
+
+    return getattr(weight_utils, "maybe_add_mtp_safetensors", None)
+
+
+def _completed(files: list[str], folder: str, hf_config: Any) -> list[str]:
+    add = _adds_files()
+    return files if add is None else add(files, folder, "model.safetensors.index.json", hf_config)
