@@ -54,11 +54,12 @@ class _CheckpointFile(File):
     """The whole tensors of a checkpoint."""
 
     def __init__(self, folder: str, params: DecryptionParams | None) -> None:
-        from tensorizer.distributed.whole import Whole  # see above
-
         self.shown = without_password(folder)
-        self._whole = Whole(folder, params)
-        self.reader: Any = _Tensors(self._whole)
+        self._opened = folder, params
+        self._whole = self._open()
+        #: The same with hashes compared, once that was asked for.
+        self._proven: Whole | None = None
+        self.reader: Any = _Tensors(self._whole, folder)
         self.kinds = [int(TensorType.STATE_DICT)] * len(self._whole.names)
         self.data_lens = [self._whole.nbytes(name) for name in self._whole.names]
         self.memory_lens = self.data_lens
@@ -67,8 +68,14 @@ class _CheckpointFile(File):
         self.left_out = self._whole.objects
         self.memory_limit = None
 
+    def _open(self, verify_hash: bool = False) -> Whole:
+        from tensorizer.distributed.whole import Whole  # see above
+
+        return Whole(*self._opened, verify_hash)
+
     def __exit__(self, *_: object) -> None:
-        self._whole.__exit__()
+        for whole in filter(None, (self._whole, self._proven)):
+            whole.__exit__()
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Refuse: its files were opened with their key, or are not encrypted."""
@@ -79,8 +86,19 @@ class _CheckpointFile(File):
 
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, and module indices."""
-        names = [self._whole.names[number] for number in numbers]
-        return list(self._whole.load(names)), [0] * len(names)
+        # Files are open in one of the two at a time, and are opened again when they are needed.
+        if verify == "all":
+            self._whole.__exit__()
+            whole = self._proven = self._proven or self._open(verify_hash=True)
+            if not numbers:
+                # All of the file but its tensors.
+                whole.read_objects()
+        else:
+            whole = self._whole
+            if self._proven is not None:
+                self._proven.__exit__()
+        names = [whole.names[number] for number in numbers]
+        return list(whole.load(names)), [0] * len(names)
 
 
 class _Tensors:
@@ -88,9 +106,10 @@ class _Tensors:
 
     seekable, encrypted, pair_id, format = True, False, None, "checkpoint"
     metadata: tuple[tuple[str, str], ...] = ()
+    version = None
 
-    def __init__(self, whole: Whole) -> None:
-        self._whole = whole
+    def __init__(self, whole: Whole, folder: str) -> None:
+        self._whole, self.uri = whole, folder
         self._numbers = {name: number for number, name in enumerate(whole.names)}
 
     def __len__(self) -> int:
@@ -98,6 +117,13 @@ class _Tensors:
 
     def name(self, number: int) -> str:
         return self._whole.names[number]
+
+    def files(self) -> list[str]:
+        return self._whole.files
+
+    def offsets(self) -> list[tuple[None, None]]:
+        """Return no positions: parts of a tensor lie in several files."""
+        return [(None, None)] * len(self)
 
     def find(self, name: Any) -> int | None:
         return self._numbers.get(name)

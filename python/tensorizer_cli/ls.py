@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorizer import FormatError, TensorType
 
+from .checkpoint import open_file
 from .file import File, plain, text
 from .output import Report, brief, plural, shown
 from .progress import size
@@ -17,7 +18,7 @@ _HEAD = ("name", "dtype", "shape", "bytes", "type")
 def run(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
     report = Report(options)
-    with File(options.file) as file:
+    with open_file(options.file) as file:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)
@@ -26,8 +27,12 @@ def run(options: argparse.Namespace) -> int:
         report.finding(
             f"{plural(len(file), 'tensor')}, {size(file.total)}, {_format(file)}{encrypted}"
         )
+        for name in file.left_out:
+            report.finding(f"{shown(name)} is no tensor")
+        objects = {"objects": file.left_out} if file.left_out else {}
         report.result(
             file=file.shown,
+            **objects,
             format=file.reader.format,
             files=file.reader.files(),
             metadata=metadata,

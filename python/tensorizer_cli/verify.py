@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
+from .checkpoint import open_file
 from .compare import DAMAGES
 from .file import File, plain
 from .output import Report, plural
@@ -23,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     report = Report(options)
     damaged: list[dict[str, object]] = []
     with (
-        File(
+        open_file(
             options.file,
             keys.decryption(options),
             options.readers,

@@ -33,6 +33,12 @@ def plugin():
     plugins.load_plugins()
 
 
+@pytest.fixture(autouse=True)
+def without_a_server(monkeypatch):
+    """SGLang asks its server whether to compare checksums of files; there is none."""
+    monkeypatch.setattr(loaders, "get_server_args", lambda: None)
+
+
 @pytest.fixture
 def weights():
     torch.manual_seed(3)

@@ -104,3 +104,41 @@ def test_a_checkpoint_that_is_damaged_is_refused(tmp_path, capsys):
     assert run("cp", folder, tmp_path / "new.tensors") == 2
     assert "checkpoint.json is no checkpoint, or damaged" in capsys.readouterr().err
     assert not (tmp_path / "new.tensors").exists()
+
+
+def test_the_tensors_of_a_checkpoint_are_listed(tmp_path, capsys):
+    folder = save(tmp_path / "checkpoint")
+    assert run("ls", folder) == 0
+    said = capsys.readouterr().out
+    assert "model.w     float32   [300, 100]" in said
+    assert "2 tensors, 120.0 KB, checkpoint" in said and "step is no tensor" in said
+    assert run("ls", "--json", folder) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["objects"] == ["step"] and found["format"] == "checkpoint"
+    assert {row["name"]: row["shape"] for row in found["tensors"]} == {
+        "model.w": [300, 100],
+        "model.half": [4, 5],
+    }
+    assert [path.endswith(".tensors") for path in found["files"]] == [True]
+
+
+def test_the_bytes_of_a_checkpoint_are_verified(tmp_path, capsys):
+    folder = save(tmp_path / "checkpoint")
+    assert run("verify", folder) == 0
+    assert "2 of 2 tensors are as they were written" in capsys.readouterr().out
+    (path,) = folder.glob("*.tensors")
+    whole = path.read_bytes()
+    at = whole.index(STATE["model"]["w"].numpy().tobytes()[:64])
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert run("verify", folder) == 1
+    said = capsys.readouterr().out
+    assert "model.w" in said and "1 of 2 tensors is as it was written" in said
+    # An object, which is no tensor.
+    file = tensorizer.TensorDeserializer(path, device="cpu", lazy_load=True)
+    (step,) = [name for name in file if "step" in str(name)]
+    data = file[step].numpy().tobytes()
+    file.close()
+    at = whole.index(data)
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert run("verify", folder) != 0
+    assert "step" in "".join(capsys.readouterr())

@@ -9,6 +9,7 @@ import tensorizer.safetensors
 import torch
 from servers import Moto
 from tensorizer import TensorSerializer
+from tensorizer_cli.main import main
 
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
@@ -260,3 +261,21 @@ def test_to_s3(monkeypatch):
             tensorizer.save(tensors, "s3://bucket/m/model.safetensors", max_shard_size=4_000_000)
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin"])
+def test_names_of_torch_save_are_refused_unless_the_format_is_named(tmp_path, name, capsys):
+    path, tensors = tmp_path / name, {"a": torch.ones(3)}
+    said = rf"{name} has the name of a file of torch\.save, and would be a \.tensors file, which"
+    for call in (tensorizer.save, tensorizer.save_async):
+        with pytest.raises(ValueError, match=said):
+            call(tensors, path)
+    with pytest.raises(ValueError, match="s3://bucket/m.bin has the name"):
+        tensorizer.save(tensors, "s3://bucket/m.bin?versionId=1")
+    tensorizer.save(tensors, tmp_path / "m.tensors")
+    assert main(["cp", str(tmp_path / "m.tensors"), str(path)]) != 0
+    assert "end it with .tensors or .safetensors" in capsys.readouterr().err
+    assert not path.exists()
+    for format in ("tensors", "safetensors"):
+        tensorizer.save(tensors, path, format=format)
+        assert tensorizer.info(path).format == format

@@ -390,5 +390,5 @@ def test_shards_that_do_not_fit(tmp_path):
     # A name of a record is no name of a tensor.
     index["weight_map"]["c"] = first
     refused(tensorizer.FormatError, "'1/data.pkl'", **{"1/data.pkl": first})
-    tensorizer.save({"d": torch.ones(1)}, tmp_path / second)
+    tensorizer.save({"d": torch.ones(1)}, tmp_path / second, format="tensors")
     refused(tensorizer.FormatError, "not a shard")

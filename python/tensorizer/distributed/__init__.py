@@ -4,8 +4,9 @@
 """
 
 from .reader import Reader
+from .state import load_state
 from .writer import Writer
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "Writer", "load_state"]
 
-Reader.__module__ = Writer.__module__ = __name__
+Reader.__module__ = Writer.__module__ = load_state.__module__ = __name__

@@ -17,7 +17,7 @@ from torch.futures import Future
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile, in_batches
 from ..tensors.exchange import dtype_of, is_fillable, refuse_short
-from . import layout
+from . import foreign, layout
 from .items import Place, Places
 
 #: Bytes that are loaded at a time where they are then copied to tensors.
@@ -38,6 +38,10 @@ class _Unreadable(dcp.Metadata):
 
 class Reader(StorageReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
+
+    Local folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well,
+    by torch's readers: without hashes and encryption, and the pickle of torch's metadata by an
+    unpickler that knows its classes only.
 
     ``dcp.load(state, storage_reader=Reader("s3://bucket/step-100"))``. Every rank reads only the
     bytes of its own part, directly into its tensors where they are contiguous and of the same
@@ -84,6 +88,8 @@ class Reader(StorageReader):
         self._places: Mapping[dcp.MetadataIndex, Place] | Places = {}
         #: Which checkpoint this rank has found.
         self._found: str | None = None
+        #: What reads a folder of others.
+        self._other: StorageReader | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -104,27 +110,52 @@ class Reader(StorageReader):
         """Return what the checkpoint holds."""
         try:
             found, _ = layout.read(self.checkpoint_id)
+            self._other = None
             if isinstance(found.planner_data, bytes):
                 what = f"what the planner of {self.checkpoint_id} has stored"
                 found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
+        except FileNotFoundError as error:
+            return self._read_other(error, *args, **kwargs)
         except Exception as error:
             # torch passes over what this raises, and says that there is no checkpoint.
             return _Unreadable(error)
         return found
 
+    def _read_other(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """Return what a folder of others holds, or the error that there is no checkpoint."""
+        try:
+            self._other = foreign.reader_of(self.checkpoint_id, self._weights_only)
+            if self._other is None:
+                return _Unreadable(missing)
+            if self._options["verify_hash"] or self._options["encryption"] is not None:
+                raise ValueError(
+                    f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to "
+                    "compare nor encryption"
+                )
+            return self._other.read_metadata(*args, **kwargs)
+        except Exception as error:
+            return _Unreadable(error)
+
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Learn where the items are."""
+        if self._other is not None:
+            self._other.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+            return
         self._places = metadata.storage_data
         self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Tell the coordinator which checkpoint this rank has found."""
+        if self._other is not None:
+            return self._other.prepare_local_plan(plan)
         return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to load parts of several checkpoints."""
+        if self._other is not None:
+            return self._other.prepare_global_plan(plans)
         ranks: dict[str, list[int]] = {}
         for rank, plan in enumerate(plans):
             # Planners may make plans without it.
@@ -141,6 +172,9 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
+        if self._other is not None:
+            checked: Any = foreign.Checking(planner, self.checkpoint_id)
+            return self._other.read_data(plan, checked if self._weights_only else planner)
         by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
         for item in plan.items:
             place = self._places[item.storage_index]

@@ -34,6 +34,7 @@ class Whole:
     Attributes:
         names: The tensors.
         objects: What is no tensor, and is passed over.
+        files: The files of its ranks.
 
     """
 
@@ -54,6 +55,7 @@ class Whole:
             else:
                 self.objects.append(name)
         self.names = list(self._tensors)
+        self.files = [layout.join(self._folder, file) for file in files]
         self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
         #: The one that was used last is the last.
         self._open: dict[str, TensorFile] = {}
@@ -103,6 +105,18 @@ class Whole:
                 place = self._places[dcp.MetadataIndex(name, chunk.offsets, number)]
                 self._load(place, box.of_part(made))
             yield made
+
+    def read_objects(self) -> None:
+        """Read what is no tensor, to compare it with its hashes.
+
+        Raises:
+            HashMismatchError: It is not as it was saved.
+
+        """
+        for name in self.objects:
+            place = self._places[dcp.MetadataIndex(name)]
+            file = self._file(place.file)
+            file.read([layout.find(file, place)], torch.device("cpu"))
 
     def _load(self, place: Place, view: torch.Tensor) -> None:
         file = self._file(place.file)

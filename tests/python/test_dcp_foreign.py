@@ -1,0 +1,150 @@
+"""Checkpoints of torch's own writer, and of safetensors files, and conversions both ways."""
+
+import os
+import pickle
+
+import pytest
+import tensorizer
+import torch
+import torch.distributed.checkpoint as dcp
+from tensorizer.distributed import Reader, Writer, load_state
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+def state():
+    torch.manual_seed(4)
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(6)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": {f"{n}": one for n, one in optimizer.state_dict()["state"].items()},
+        "random": torch.get_rng_state(),
+        "half": torch.arange(5).to(torch.bfloat16),
+        "step": 7,
+        "seen": [1, "two"],
+    }
+
+
+def same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        return found.dtype is expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return {*found} == {*expected} and all(same(found[k], expected[k]) for k in expected)
+    return found == expected
+
+
+def blank(tree):
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree)
+    return {key: blank(value) for key, value in tree.items()} if isinstance(tree, dict) else None
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint that torch has saved."""
+    dcp.save(state(), storage_writer=FileSystemWriter(tmp_path / "torchs"), no_dist=True)
+    return tmp_path / "torchs"
+
+
+def test_a_folder_of_torch_is_loaded(folder):
+    for given in (folder, str(folder), folder.as_uri()):
+        found = blank(state())
+        dcp.load(found, storage_reader=Reader(given), no_dist=True)
+        assert same(found, state())
+    found = blank(state())
+    dcp.load(found, storage_reader=Reader(folder, weights_only=False), no_dist=True)
+    assert same(found, state())
+
+
+def test_one_reader_for_folders_of_both(folder, tmp_path):
+    dcp.save(state() | {"step": 8}, storage_writer=Writer(tmp_path / "ours"), no_dist=True)
+    reader = Reader()
+    for place, step in ((folder, 7), (tmp_path / "ours", 8), (folder, 7)):
+        found = blank(state())
+        dcp.load(found, checkpoint_id=place, storage_reader=reader, no_dist=True)
+        assert same(found, state() | {"step": step})
+
+
+def test_a_folder_of_safetensors_files_is_loaded(tmp_path):
+    pytest.importorskip("safetensors")
+    tensors = state()["model"]
+    tensorizer.save(tensors, tmp_path / "model.safetensors", max_shard_size=20)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    found = blank(tensors)
+    dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
+    assert same(found, tensors)
+
+
+def test_conversions_keep_objects(folder, tmp_path):
+    whole = load_state(folder)
+    assert same(whole, state())
+    dcp.save(whole, storage_writer=Writer(tmp_path / "ours"), no_dist=True)
+    ours = load_state(tmp_path / "ours", verify_hash=True)
+    assert same(ours, state())
+    torch.save(ours, tmp_path / "state.pt")
+    assert same(torch.load(tmp_path / "state.pt"), state())
+    # And back to torch's own.
+    dcp.save(ours, storage_writer=FileSystemWriter(tmp_path / "again"), no_dist=True)
+    found = blank(state())
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "again"), no_dist=True)
+    assert same(found, state())
+
+
+class Odd:
+    """A class that no restricted unpickler knows."""
+
+    def __reduce__(self):
+        return os.system, ("exit 3",)
+
+
+def failure(call):
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+def test_metadata_that_would_run_code_is_refused(folder):
+    with open(folder / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = Odd()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, pickle.UnpicklingError)
+    assert "system, which could run code" in str(error) and "weights_only=False" in str(error)
+
+
+def test_objects_that_would_run_code_are_refused(tmp_path):
+    dcp.save({"odd": Odd()}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    error = failure(lambda: load_state(tmp_path))
+    assert isinstance(error, pickle.UnpicklingError) and f"'odd' of {tmp_path}" in str(error)
+
+
+@pytest.mark.parametrize("name", ["../torchs/__0_0.distcp", "/etc/hostname", ".."])
+def test_files_outside_of_the_folder_are_refused(folder, name):
+    with open(folder / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, tensorizer.FormatError)
+    assert "expected the name of a file beside it" in str(error)
+
+
+@pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps({"a": 1})])
+def test_damaged_metadata(folder, data):
+    (folder / ".metadata").write_bytes(data)
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, (tensorizer.FormatError, pickle.UnpicklingError))
+    assert ".metadata" in str(error)
+
+
+def test_what_such_a_folder_has_not(folder, tmp_path):
+    error = failure(lambda: load_state(folder, verify_hash=True))
+    assert "was not saved by Writer: it has neither hashes" in str(error)
+    (tmp_path / "empty").mkdir()
+    error = failure(lambda: load_state(tmp_path / "empty"))
+    assert isinstance(error, FileNotFoundError) and "checkpoint.json" in str(error)
