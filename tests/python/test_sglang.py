@@ -124,7 +124,7 @@ def warn(caplog, said):
     assert "this SGLang differs" in message and said in message and "\n" not in message
 
 
-# What is loaded
+# Loads
 
 
 @pytest.mark.parametrize("kind", KINDS)

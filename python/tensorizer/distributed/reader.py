@@ -88,7 +88,7 @@ class Reader(StorageReader):
         self._places: Mapping[dcp.MetadataIndex, Place] | Places = {}
         #: Which checkpoint this rank has found.
         self._found: str | None = None
-        #: What reads a folder of others.
+        #: The reader of a folder of others.
         self._other: StorageReader | None = None
 
     @property

@@ -20,7 +20,7 @@ _INTERFACES = (
     "lightning.fabric.plugins.io.checkpoint_io",
     "lightning_fabric.plugins.io.checkpoint_io",
 )
-#: Where torch loads to unless it is told otherwise, as Lightning has it: where the bytes are read.
+#: The default of `map_location`, as in Lightning: tensors stay in host memory.
 _AS_READ = "cpu"
 
 
