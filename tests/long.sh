@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What takes too long for every change. Writes the record tests/long.txt, and fails if anything did.
-# Torch minors other than the one developed on and the one that CI tries: LONG_TORCHES="2.10 2.12".
+# Torch minors other than the one developed on: LONG_TORCHES="2.10 2.12".
 set -uo pipefail
 cd "$(dirname "$0")/.."
-torches=${LONG_TORCHES-2.10 2.12 2.13 2.14}
+torches=${LONG_TORCHES-2.10 2.12 2.13 2.14 2.15}
 record=tests/long.txt
 failed=0
 {
@@ -32,11 +32,11 @@ done
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
 try "200,000 tensors by every call" env TENSORS_OF_TESTS=200000 "$PYTHON" -m pytest tests/python/test_large_headers.py
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py
-libraries=$(grep -E '^(transformers|diffusers|peft|safetensors)==' tests/packaging/frameworks.txt | tr '=' ' ' | tr -s ' \n' ' ')
-try "models of ${libraries% }" make --no-print-directory test-frameworks
+libraries=$(grep -E '^(transformers|diffusers|peft|safetensors|lightning|sglang)==' tests/packaging/frameworks.txt | tr '=' ' ' | tr -s ' \n' ' ')
+try "frameworks: ${libraries% }" make --no-print-directory test-frameworks
 for torch in $torches; do
   try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"
-  rm -rf ".venv-$torch"
+  rm -rf ".venv-$torch" ".make/torch-$torch"
 done
 cat "$record"
 exit $failed
