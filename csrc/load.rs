@@ -63,7 +63,9 @@ pub fn load_tensors(
     let (devices, found) = to.find(file, selection, counters)?;
     let in_host = Part::of(selection, &found, |found| found.is_none());
     let mut places: Vec<Option<(Place, KeptHeader)>> = selection.iter().map(|_| None).collect();
-    let (mut streams, mut blocks) = (Vec::new(), Vec::new());
+    // Dropped in the other order: copies end before the memory that they use is given back.
+    let mut blocks = Vec::new();
+    let mut streams = Vec::new();
     if in_host.numbers.len() < selection.len() {
         let to = (&devices, found.as_slice(), to.apart);
         let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
@@ -94,6 +96,7 @@ pub fn load_tensors(
 /// Tensors on devices. Copies may be under way until the streams are handed over or dropped.
 struct OnDevices<T> {
     tensors: Vec<T>,
+    // Dropped first: copies end before the memory that they use is given back.
     streams: Vec<Streams>,
     /// The blocks of each device.
     blocks: Vec<UniquePtr<torch::Blocks>>,
@@ -113,7 +116,7 @@ fn load_on_devices(
     let of_several = if one_device { &[][..] } else { &of };
     let planned = DeviceLoad::new(file, &part.numbers, of_several, apart)?;
     let starts = block_starts(planned.block_devices(), devices.found.len());
-    let OnDevices { tensors: headers, streams, blocks } =
+    let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
     let mut loaded = Vec::with_capacity(part.at.len());
     let tensors = part.at.iter().zip(&part.numbers).zip(of.iter().zip(planned.places()?));

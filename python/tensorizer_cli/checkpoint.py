@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from tensorizer._native import local_path
 from tensorizer.streams.addresses import is_address
 from tensorizer.streams.open import open_stream
 
+from .compare import DAMAGES
 from .file import File
 from .output import without_password
 
@@ -27,14 +29,16 @@ def open_file(
     readers: int | None = None,
     mmap: bool = False,
     memory_limit: int | None = None,
+    *,
+    names_only: bool = False,
 ) -> File:
-    """Open a file, or the folder of a checkpoint of many ranks."""
+    """Open a file, or the folder of a checkpoint of many ranks, perhaps for its names only."""
     if isinstance(file, str):
         folder = local_path(file) or file
         if _is_checkpoint(folder):
             if memory_limit is not None:
                 raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
-            return _CheckpointFile(folder, params)
+            return _CheckpointFile(folder, params, names_only)
     return File(file, params, readers, mmap, memory_limit=memory_limit)
 
 
@@ -53,10 +57,10 @@ def _is_checkpoint(file: str) -> bool:
 class _CheckpointFile(File):
     """The whole tensors of a checkpoint."""
 
-    def __init__(self, folder: str, params: DecryptionParams | None) -> None:
+    def __init__(self, folder: str, params: DecryptionParams | None, names_only: bool) -> None:
         self.shown = without_password(folder)
         self._opened = folder, params
-        self._whole = self._open()
+        self._whole = self._open(names_only=names_only)
         #: The same with hashes compared, once that was asked for.
         self._proven: Whole | None = None
         self.reader: Any = _Tensors(self._whole, folder)
@@ -68,10 +72,10 @@ class _CheckpointFile(File):
         self.left_out = self._whole.objects
         self.memory_limit = None
 
-    def _open(self, verify_hash: bool = False) -> Whole:
+    def _open(self, *, verify_hash: bool = False, names_only: bool = False) -> Whole:
         from tensorizer.distributed.whole import Whole  # see above
 
-        return Whole(*self._opened, verify_hash)
+        return Whole(*self._opened, verify_hash=verify_hash, names_only=names_only)
 
     def __exit__(self, *_: object) -> None:
         for whole in filter(None, (self._whole, self._proven)):
@@ -90,9 +94,6 @@ class _CheckpointFile(File):
         if verify == "all":
             self._whole.__exit__()
             whole = self._proven = self._proven or self._open(verify_hash=True)
-            if not numbers:
-                # All of the file but its tensors.
-                whole.read_objects()
         else:
             whole = self._whole
             if self._proven is not None:
@@ -100,16 +101,27 @@ class _CheckpointFile(File):
         names = [whole.names[number] for number in numbers]
         return list(whole.load(names)), [0] * len(names)
 
+    def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
+        """Yield what is no tensor and is not as it was saved."""
+        self.load([], "all")
+        for name in self.left_out:
+            try:
+                if self._proven is not None:
+                    self._proven.read_object(name)
+            except DAMAGES as error:
+                yield name, error
+
 
 class _Tensors:
     """What a reader says of a file, of a checkpoint."""
 
-    seekable, encrypted, pair_id, format = True, False, None, "checkpoint"
+    seekable, pair_id, format = True, None, "checkpoint"
     metadata: tuple[tuple[str, str], ...] = ()
     version = None
 
     def __init__(self, whole: Whole, folder: str) -> None:
         self._whole, self.uri = whole, folder
+        self.encrypted = whole.is_encrypted()
         self._numbers = {name: number for number, name in enumerate(whole.names)}
 
     def __len__(self) -> int:

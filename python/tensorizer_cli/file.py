@@ -96,6 +96,10 @@ class File:
                 f"{self.shown} is encrypted, and decryption was not requested: {hint}"
             )
 
+    def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
+        """Yield what is no tensor and is damaged: files have no such."""
+        return iter(())
+
     def batches(self, most: int = _BATCH_BYTES) -> Iterator[list[int]]:
         """Return numbers of tensors of ``most`` bytes together, in the order of the file."""
         return in_batches(range(len(self)), self.data_lens.__getitem__, most)

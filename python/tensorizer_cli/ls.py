@@ -18,7 +18,7 @@ _HEAD = ("name", "dtype", "shape", "bytes", "type")
 def run(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
     report = Report(options)
-    with open_file(options.file) as file:
+    with open_file(options.file, names_only=True) as file:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)

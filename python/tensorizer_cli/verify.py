@@ -23,6 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare tensors with their hashes, and metadata with their checksum."""
     report = Report(options)
     damaged: list[dict[str, object]] = []
+    damaged_objects: list[dict[str, object]] = []
     with (
         open_file(
             options.file,
@@ -43,12 +44,16 @@ def run(options: argparse.Namespace) -> int:
             damaged.append({"name": None, "message": whole})
         if whole is None and file.reader.encrypted and file.reader.seekable:
             _check_fit(file)
+        for name, error in file.damaged_objects() if whole is None else ():
+            report.finding(str(error))
+            damaged_objects.append({"name": name, "message": str(error)})
         for batch in _batches(file) if whole is None else ():
             for number, error in _damages(file, batch):
                 report.finding(str(error))
                 damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
             progress.add(file.size(batch))
     good = len(file) - len(damaged) if whole is None else 0
+    damaged += damaged_objects
     try:
         _ = file.metadata
     except FormatError as error:

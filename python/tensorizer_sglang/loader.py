@@ -86,10 +86,8 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self._device = self._options.place(model)
-        # The first source that is asked for are the model's own weights; a model that drafts for
-        # the one that is served has others.
-        drafts = bool(getattr(model_config, "is_draft_model", False))
-        self._uri = None if drafts else self._options.uri
+        # The first source that is asked for are the model's own weights.
+        self._uri = self._options.uri if _is_served(model_config) else None
         yield from super()._get_all_weights(model_config, model)
 
     def _get_weights_iterator(
@@ -130,6 +128,19 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         if are_safetensors and source.model_config is not None:
             files = _completed(files, folder, source.model_config.hf_config)
         return together(files)
+
+
+def _is_served(model_config: Any) -> bool:
+    """Tell whether weights are of the model that is served, or of one that drafts for it."""
+    if not getattr(model_config, "is_draft_model", False):
+        return True
+    try:
+        from sglang.srt.runtime_context import get_model
+
+        # A model may draft for itself, by layers of its own.
+        return bool(get_model().model_path == model_config.model_path)
+    except (ImportError, AttributeError, ValueError):
+        return False
 
 
 @functools.cache

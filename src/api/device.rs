@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
 use crate::io::borrowed;
 use crate::mem::device::Streams;
+use crate::mem::pinned::fewest;
 use crate::stats::{Counters, PAGEABLE};
 
 /// A load to devices: which tensors, and where in blocks of their memory they go.
@@ -215,7 +216,12 @@ impl<'f> DeviceLoad<'f> {
         let len =
             |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
         let largest = tensors.iter().map(len).max().unwrap_or(0);
-        let least = self.selection.file.least(true, true)?;
+        // A reader of the host is the same for all devices; each has staging buffers of its own.
+        let others = upload.to.devices.iter().skip(1).map(|one| {
+            let len = one.pool.buffer_len() as u64;
+            len.saturating_mul(fewest(len))
+        });
+        let least = self.selection.file.least(true, true)?.saturating_add(others.sum());
         let (most, memory) = upload.options.memory.known()?.tensors(HELD, largest, least)?;
         let options = LoadOptions { memory, ..*upload.options };
         let upload = &Upload { options: &options, ..*upload };

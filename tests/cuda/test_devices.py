@@ -112,10 +112,11 @@ def test_what_comes_front_to_back_is_read_once(path):
         def read(self, size=-1):
             return self._file.read(size)
 
-    check(tensorizer.load(Stream(), in_turn), in_turn)
-    out = {name: torch.empty_like(t, device=in_turn(name)) for name, t in made().items()}
-    tensorizer.load(Stream(), out=out)
-    check(out, in_turn)
+    for place in (in_turn, also_on_the_cpu):
+        check(tensorizer.load(Stream(), place), place)
+        out = {name: torch.empty_like(t, device=place(name)) for name, t in made().items()}
+        tensorizer.load(Stream(), out=out)
+        check(out, place)
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"clone": True}, {"mmap": True}])
@@ -140,6 +141,11 @@ def test_memory_limits_hold_for_all_devices_together(path):
     with pytest.raises(ValueError, match="memory limit of 1048576 bytes is too small"):
         tensorizer.load(path, in_turn, memory_limit=1 << 20)
     check(tensorizer.load(path, in_turn, memory_limit=64 << 20), in_turn)
+    # Slices that are verified come by way of host memory, some at a time.
+    slices = {f"large.{n}": (slice(10, 200_000),) for n in range(8)}
+    expected = {n: t[10:200_000] if n in slices else t for n, t in made().items()}
+    options = {"slices": slices, "verify_hash": True, "memory_limit": 40 << 20}
+    check(tensorizer.load(path, in_turn, **options), in_turn, expected)
 
 
 def test_names_that_have_no_device_go_to_the_default(path):

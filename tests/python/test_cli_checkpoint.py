@@ -140,5 +140,19 @@ def test_the_bytes_of_a_checkpoint_are_verified(tmp_path, capsys):
     file.close()
     at = whole.index(data)
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    assert run("verify", folder) != 0
-    assert "step" in "".join(capsys.readouterr())
+    assert run("verify", folder) == 1
+    said = capsys.readouterr().out
+    assert "step" in said and "2 of 2 tensors are as they were written" in said
+
+
+def test_an_encrypted_checkpoint_is_listed_without_its_key_and_verified_with_it(tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    params = tensorizer.EncryptionParams(bytes(range(32)))
+    folder = save(tmp_path / "checkpoint", encryption=params)
+    assert run("ls", folder) == 0
+    assert "2 tensors, 120.0 KB, checkpoint, encrypted" in capsys.readouterr().out
+    assert run("verify", "--key-file", key, folder) == 0
+    key.write_bytes(bytes(32))
+    assert run("verify", "--key-file", key, folder) == 2
+    assert "the key does not fit" in capsys.readouterr().err

@@ -1,15 +1,17 @@
 """Checkpoints of torch's own writer, and of safetensors files, and conversions both ways."""
 
 import os
+import pathlib
 import pickle
 
 import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorizer.distributed import Reader, Writer, load_state
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from tensorizer.distributed import Reader, Writer, foreign, load_state
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
 
 def state():
@@ -68,6 +70,17 @@ def test_one_reader_for_folders_of_both(folder, tmp_path):
         assert same(found, state() | {"step": step})
 
 
+def test_ranks_that_find_folders_of_both_load_nothing(folder, tmp_path):
+    dcp.save(state(), storage_writer=Writer(tmp_path / "ours"), no_dist=True)
+    plans = []
+    for place in (folder, tmp_path / "ours"):
+        reader = Reader(place)
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 have found different checkpoints"):
+        reader.prepare_global_plan(plans)
+
+
 def test_a_folder_of_safetensors_files_is_loaded(tmp_path):
     pytest.importorskip("safetensors")
     tensors = state()["model"]
@@ -108,9 +121,9 @@ def failure(call):
 
 def test_metadata_that_would_run_code_is_refused(folder):
     with open(folder / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    metadata.planner_data = Odd()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        found = pickle.load(file)
+    found.planner_data = Odd()
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
     error = failure(lambda: load_state(folder))
     assert isinstance(error, pickle.UnpicklingError)
     assert "system, which could run code" in str(error) and "weights_only=False" in str(error)
@@ -122,13 +135,39 @@ def test_objects_that_would_run_code_are_refused(tmp_path):
     assert isinstance(error, pickle.UnpicklingError) and f"'odd' of {tmp_path}" in str(error)
 
 
+def test_metadata_changes_no_class(folder, tmp_path):
+    """BUILD sets attributes of whatever a pickle names, classes and functions too."""
+    build = [
+        b"cpathlib\nPosixPath\n(N}(V_odd\nK\x01ut" + b"b0",
+        b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}(V_odd\nK\x01ut" + b"b0",
+        b"ctorch.serialization\n_get_layout\n(N}(V_odd\nK\x01ut" + b"b0",
+    ]
+    whole = (folder / ".metadata").read_bytes()
+    start = 2 + 9  # the protocol, and the length of a frame
+    assert whole[:1] == b"\x80" and whole[2:3] == b"\x95"
+    (folder / ".metadata").write_bytes(whole[:2] + b"".join(build) + whole[start:])
+    assert same(load_state(folder), state())
+    for one in (pathlib.PosixPath, metadata.StorageMeta, torch.serialization._get_layout):
+        assert not hasattr(one, "_odd")
+
+
+def test_what_was_read_is_of_torchs_classes(folder):
+    reader = foreign.reader_of(str(folder), weights_only=True)
+    found, expected = reader.read_metadata(), FileSystemReader(folder).read_metadata()
+    assert type(found) is metadata.Metadata
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == expected.planner_data
+    assert {type(one) for one in found.storage_data} == {metadata.MetadataIndex}
+
+
 @pytest.mark.parametrize("name", ["../torchs/__0_0.distcp", "/etc/hostname", ".."])
 def test_files_outside_of_the_folder_are_refused(folder, name):
     with open(folder / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    for place in metadata.storage_data.values():
+        found = pickle.load(file)
+    for place in found.storage_data.values():
         place.relative_path = name
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
     error = failure(lambda: load_state(folder))
     assert isinstance(error, tensorizer.FormatError)
     assert "expected the name of a file beside it" in str(error)

@@ -186,6 +186,12 @@ def test_members_receive_what_they_want_once(seed):
     check_what_members_receive(wanted, members, rng.choice([1, 64, 1000, 5000, 10**6]))
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_scalars_that_only_some_of_all_want(whole):
+    boxes = Boxes.made([((0, 1),), None, ((0, 1),)])
+    assert check_what_members_receive([Wanted(0, (), 4, (0, 1), whole, boxes)], 3, 1000) == 0
+
+
 @pytest.mark.parametrize("world", [2, 8, 64, 128])
 def test_columns_are_received_once_by_many_ranks(world):
     """Square matrices of which each rank wants columns, and experts of which it wants two kinds."""

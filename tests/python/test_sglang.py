@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from importlib.metadata import entry_points
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import sglang_stub
@@ -216,6 +216,16 @@ def test_a_model_that_drafts_has_weights_of_its_own(stub, tmp_path, weights):
     write("model.safetensors", weights, tmp_path / "draft")
     made = stub.get_model_loader(configured(extra={"uri": str(tmp_path / "s.tensors")}))
     draft = config(tmp_path / "draft", is_draft_model=True)
+    assert_loaded(made.load_model(model_config=draft, device_config=None), weights)
+
+
+def test_a_model_that_drafts_for_itself_has_the_same_weights(stub, tmp_path, monkeypatch, weights):
+    tensorizer.save(weights, tmp_path / "s.tensors")
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_model = lambda: SimpleNamespace(model_path="org/model")
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    made = stub.get_model_loader(configured(extra={"uri": str(tmp_path / "s.tensors")}))
+    draft = config("org/model", is_draft_model=True)
     assert_loaded(made.load_model(model_config=draft, device_config=None), weights)
 
 

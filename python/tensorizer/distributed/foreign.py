@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import filesystem, metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -20,25 +22,34 @@ from . import layout
 
 #: The file of torch's own writer that says where each item is.
 _METADATA = ".metadata"
-#: Classes that such a file names, by their modules.
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+#: Classes of torch's metadata that such a file names, by their modules.
+_CLASSES: dict[str, dict[str, type]] = {
+    dcp.__name__: {
+        name: getattr(dcp, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    filesystem.__name__: {"_StorageInfo": filesystem._StorageInfo},
 }
+#: Functions, and classes that are called as such.
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{
+        (module, name): PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath")
+    },
+}
+#: Types that cannot be changed.
+_TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
 def reader_of(folder: str, weights_only: bool) -> StorageReader | None:
@@ -74,7 +85,7 @@ class _TorchReader(FileSystemReader):
         """
         path = self._get_metadata_path(kwargs.get("rank"))
         try:
-            found = _Unpickler(io.BytesIO(Path(path).read_bytes())).load()
+            found = _Unpickler(Path(path).read_bytes()).metadata()
         except (OSError, pickle.UnpicklingError) as error:
             if isinstance(error, pickle.UnpicklingError):
                 raise pickle.UnpicklingError(f"{path}: {error}") from error
@@ -85,7 +96,7 @@ class _TorchReader(FileSystemReader):
             raise FormatError(f"{path}: expected torch's Metadata, found {type(found).__name__}")
         for place in found.storage_data.values():
             name = getattr(place, "relative_path", None)
-            if not isinstance(name, str) or Path(name).name != name or name == "..":
+            if type(name) is not str or "/" in name or name in ("", ".", ".."):
                 raise FormatError(f"{path}: expected the name of a file beside it, found {name!r}")
         about = getattr(found, "storage_meta", None) or dcp.StorageMeta()
         about.load_id = self.load_id
@@ -94,18 +105,58 @@ class _TorchReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the classes of torch's metadata, and no others."""
+    """Takes the classes of torch's metadata, and no others.
+
+    A pickle may set attributes of what it names: classes are subclasses, and functions stand-ins,
+    of this object alone. What was made of the subclasses is of the classes in the end.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._made: list[Any] = []
+        self._known: dict[type, type] = {}
+        self._named: dict[tuple[str, str], Any] = {}
+
+    def metadata(self) -> Any:
+        """Return the object."""
+        found = self.load()
+        for one in self._made:
+            real = self._known.get(type(one))
+            if real is not None:
+                # Some are frozen.
+                object.__setattr__(one, "__class__", real)
+        return found
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _KNOWN.get(module, ()):
-            return super().find_class(module, name)
+        key = module, name
+        if key in _TYPES:
+            return _TYPES[key]
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, (torch.dtype, torch.layout, torch.memory_format)):
             return dtype
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which could run code: where the checkpoint is trusted, "
-            "Reader(weights_only=False) reads it"
-        )
+        if key not in self._named:
+            self._named[key] = self._stand_in(module, name)
+        return self._named[key]
+
+    def _stand_in(self, module: str, name: str) -> Any:
+        real, function = _CLASSES.get(module, {}).get(name), _FUNCTIONS.get((module, name))
+        if real is None and function is None:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which could run code: where the checkpoint is trusted, "
+                "Reader(weights_only=False) reads it"
+            )
+        if real is None:
+            return lambda *args: function(*args) if function is not None else None
+        made = self._made
+
+        def new(cls: type, *_: Any, **__: Any) -> Any:
+            one: Any = object.__new__(cls)
+            made.append(one)
+            return one
+
+        stand_in = type(real.__name__, (real,), {"__new__": new})
+        self._known[stand_in] = real
+        return stand_in
 
 
 class Checking:

@@ -142,6 +142,7 @@ class Reader(StorageReader):
         """Learn where the items are."""
         if self._other is not None:
             self._other.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+            self._found = type(self._other).__name__
             return
         self._places = metadata.storage_data
         self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
@@ -149,13 +150,11 @@ class Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Tell the coordinator which checkpoint this rank has found."""
         if self._other is not None:
-            return self._other.prepare_local_plan(plan)
+            plan = self._other.prepare_local_plan(plan)
         return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to load parts of several checkpoints."""
-        if self._other is not None:
-            return self._other.prepare_global_plan(plans)
         ranks: dict[str, list[int]] = {}
         for rank, plan in enumerate(plans):
             # Planners may make plans without it.
@@ -168,7 +167,7 @@ class Reader(StorageReader):
                 f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
                 "folder there"
             )
-        return plans
+        return plans if self._other is None else self._other.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""

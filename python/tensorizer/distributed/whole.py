@@ -27,6 +27,7 @@ class Whole:
         uri: The folder.
         encryption: What encrypted files are decrypted with.
         verify_hash: Compare tensors with the hashes in their files.
+        names_only: Open no files before a tensor is asked for, which needs no key.
 
     Raises:
         OSError, FormatError, CryptographyError: See :class:`tensorizer.distributed.Reader`.
@@ -43,6 +44,7 @@ class Whole:
         uri: str | os.PathLike[Any],
         encryption: DecryptionParams | None = None,
         verify_hash: bool | str = False,
+        names_only: bool = False,
     ) -> None:
         self._folder = layout.folder_of(uri)
         metadata, files = layout.read(self._folder)
@@ -61,7 +63,7 @@ class Whole:
         self._open: dict[str, TensorFile] = {}
         try:
             # One that is missing, or needs a key, is an error before anything is written.
-            for file in files[:_MOST_OPEN]:
+            for file in files[: 0 if names_only else _MOST_OPEN]:
                 self._file(file)
         except BaseException:
             self.__exit__()
@@ -106,17 +108,23 @@ class Whole:
                 self._load(place, box.of_part(made))
             yield made
 
-    def read_objects(self) -> None:
+    def read_object(self, name: str) -> None:
         """Read what is no tensor, to compare it with its hashes.
 
         Raises:
-            HashMismatchError: It is not as it was saved.
+            HashMismatchError, CryptographyError, FormatError: It is not as it was saved.
 
         """
-        for name in self.objects:
-            place = self._places[dcp.MetadataIndex(name)]
-            file = self._file(place.file)
-            file.read([layout.find(file, place)], torch.device("cpu"))
+        place = self._places[dcp.MetadataIndex(name)]
+        file = self._file(place.file)
+        file.read([layout.find(file, place)], torch.device("cpu"))
+
+    def is_encrypted(self) -> bool:
+        """Tell whether its files are encrypted, without their key."""
+        if not self.files:
+            return False
+        with TensorFile(self.files[0], key_needed=False) as file:
+            return file.reader.encrypted
 
     def _load(self, place: Place, view: torch.Tensor) -> None:
         file = self._file(place.file)

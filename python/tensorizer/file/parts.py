@@ -155,6 +155,13 @@ class Wanted:
 
         """
         whole, cut = self._halves(self.numbers)
+        devices = {tensors[number].device for number in self.numbers}
+        if len(devices) > 1 and not self.file.reader.seekable:
+            # A stream is read once, for all devices.
+            self.check_fits(tensors)
+            for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
+                tensors[number].detach().copy_(tensor)
+            return dict(tensors)
         if self._fill_at_once(tensors, whole, cut, verify):
             return dict(tensors)
         self.check_fits(tensors)

@@ -105,10 +105,12 @@ class Wanted:
 
     def box(self, member: int) -> Ranges | None:
         """Return the box that holds what a member wants; None of nothing."""
-        box: Ranges | None = (self.rows,) if self.shape else ()
+        box: Ranges | None = (self.rows,)
         if self.boxes is not None:
             box = self.boxes.of[member]
-        return None if box is None else _longer(box, self.shape)
+        if box is None or not self.shape:
+            return None if box is None else ()
+        return _longer(box, self.shape)
 
     def room(self, ranges: Ranges) -> int:
         """Return the most bytes of a box that any member wants."""
@@ -147,7 +149,7 @@ class Wanted:
         return False, _cut(ends, cut, step)
 
     def _is_scattered(self, members: int) -> bool:
-        if self.boxes is None or members > _MOST_SCATTERED:
+        if self.boxes is None or not self.shape or members > _MOST_SCATTERED:
             return False
         if not self.whole:
             return True

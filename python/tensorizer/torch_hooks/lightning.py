@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -45,14 +46,12 @@ class TensorizerCheckpointIO:
         loading: Mapping[str, Any] | None = None,
     ) -> None:
         self._saving, self._loading = dict(saving or {}), dict(loading or {})
-        for name in _INTERFACES:
-            module: Any = sys.modules.get(name)
-            package = name.partition(".")[0]
-            if module is None and package in sys.modules:
-                module = importlib.import_module(name)
-            if module is not None:
-                # Trainers ask whether a plugin is one of these.
-                module.CheckpointIO.register(type(self))
+        loaded = [name for name in _INTERFACES if name.partition(".")[0] in sys.modules]
+        for name in loaded or _INTERFACES:
+            # Trainers ask whether a plugin is one of these. Neither package has to be there.
+            with contextlib.suppress(ImportError):
+                interface: Any = importlib.import_module(name)
+                interface.CheckpointIO.register(type(self))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
