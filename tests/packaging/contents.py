@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = sorted(path for path in (ROOT / "python").glob("tensorizer*") if path.is_dir())
+PACKAGES = sorted(path.parent for path in (ROOT / "python").glob("tensorizer*/__init__.py"))
 wheel, sdist = sys.argv[1:]
 
 # Every module of every subpackage, the stubs, the header and the CMake package.
