@@ -155,8 +155,7 @@ class Wanted:
 
         """
         whole, cut = self._halves(self.numbers)
-        devices = {tensors[number].device for number in self.numbers}
-        if len(devices) > 1 and not self.file.reader.seekable:
+        if not self.file.reader.seekable and self._is_of_several(tensors):
             # A stream is read once, for all devices.
             self.check_fits(tensors)
             for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
@@ -185,6 +184,11 @@ class Wanted:
                 (loaded,), _ = part.read([0], view.device, verify)
                 view.copy_(loaded)
         return dict(tensors)
+
+    def _is_of_several(self, tensors: Mapping[int, torch.Tensor]) -> bool:
+        """Tell whether tensors are on several devices; what is no tensor is refused later."""
+        places = {getattr(tensors[number], "device", None) for number in self.numbers}
+        return len(places) > 1
 
     def _fill_at_once(
         self,
