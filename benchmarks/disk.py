@@ -28,8 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from landing import SETTINGS
-from landing_files import CHECKED_LARGE, EMULATOR, LARGE, Model, build, prepare
+from landing_files import CHECKED_LARGE, EMULATOR, LARGE, SETTINGS, Model, build, prepare
 from run import describe, forget
 
 WORKER = str(Path(__file__).with_name("disk_worker.py"))

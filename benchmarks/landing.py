@@ -30,6 +30,7 @@ from landing_files import (
     EMULATOR,
     FORMATS,
     LARGE,
+    SETTINGS,
     SMALL,
     Model,
     build,
@@ -43,16 +44,6 @@ BUSES = (2000, 5000, 20_000)
 ROUNDS = 5
 #: The consumer's seconds per byte, and the buffer for which the peak of memory is measured.
 PAUSE, BUFFER = 0.5e-9, 256_000_000
-#: The emulated device without delays and checks; copies take the bus's time, and none of the host.
-SETTINGS = {
-    "FAKE_CUDA_POISON": "0",
-    "FAKE_CUDA_CHECK_SOURCE": "0",
-    "FAKE_CUDA_FREE_COPIES": "1",
-    "FAKE_CUDA_DELAY_US": "0",
-    "FAKE_CUDA_COPY_LATENCY_NS": "5000",
-    "FAKE_CUDA_CALL_NS": "1000",
-    "FAKE_CUDA_MEM_MB": "6000",
-}
 #: Engines of the peer, by the names of their rows.
 PEERS = {PREFETCH: "prefetch", PREFETCH_ALL: "prefetch_all", GET_TENSOR: "get_tensor"}
 #: Engines that hand out tensors before all have landed.

@@ -89,6 +89,18 @@ def prepare(models: tuple[Model, ...] = MODELS) -> None:
                     pass
 
 
+#: The emulated device without delays and checks; copies take the bus's time, and none of the host.
+SETTINGS = {
+    "FAKE_CUDA_POISON": "0",
+    "FAKE_CUDA_CHECK_SOURCE": "0",
+    "FAKE_CUDA_FREE_COPIES": "1",
+    "FAKE_CUDA_DELAY_US": "0",
+    "FAKE_CUDA_COPY_LATENCY_NS": "5000",
+    "FAKE_CUDA_CALL_NS": "1000",
+    "FAKE_CUDA_MEM_MB": "6000",
+}
+
+
 def build() -> Path:
     """Build the emulated CUDA; return its folder."""
     command = ["sh", str(EMULATOR / "build.sh"), sys.executable]

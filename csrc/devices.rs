@@ -33,7 +33,7 @@ impl Part {
 /// Devices that can be reached from here, in the order in which they were asked for.
 #[derive(Default)]
 pub struct Devices {
-    /// Those that were found.
+    /// The devices that were found.
     pub found: Vec<Found>,
     /// For each number that was asked for, its place among those that were found.
     known: Vec<(Index, Option<usize>)>,

@@ -19,7 +19,7 @@ use crate::torch::{self, thrown};
 /// type, shape, order in memory, and that no two overlap. Counts what it does.
 ///
 /// # Safety
-/// Nobody else reads or writes the tensors during the call.
+/// No other code reads or writes the tensors during the call.
 pub unsafe fn load_into_tensors(
     file: &TensorFile,
     selection: &[usize],
@@ -78,7 +78,7 @@ pub unsafe fn load_into_tensors(
 /// handed over or dropped.
 ///
 /// # Safety
-/// They are there, and nobody else reads or writes them until then.
+/// The tensors exist, and no other code reads or writes them until then.
 unsafe fn fill_on_devices<'t>(
     file: &TensorFile,
     tensors: impl Iterator<Item = (&'t ToFill, usize)>,
@@ -117,7 +117,7 @@ impl ToFill {
     /// Its memory in the host, which need not be initialised.
     ///
     /// # Safety
-    /// It is in host memory, and nobody else uses it as long as this is.
+    /// The memory is the host's, and no other code uses it during `'a`.
     unsafe fn memory<'a>(&self) -> &'a mut [MaybeUninit<u8>] {
         if self.len == 0 {
             return &mut [];

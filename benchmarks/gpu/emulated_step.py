@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 from pathlib import Path
 
-from bench import HERE, Bench, Model
+from bench import Bench, Model
+from landing_files import SETTINGS, build_runtime
 from rows import Row, Rows
 
 STEP = "emulated"
@@ -20,25 +20,12 @@ ENGINES = (
 TOY = ("ours", "ours iterate", "safetensors")
 #: MB/s of the bus; 0 takes no time, and shows what the host takes.
 BUSES = (0, 5000)
-#: The emulated device without delays and checks; copies take the time of the bus, and none of the
-#: host. Pinning makes pages present, as it does on a machine with a device.
-SETTINGS = {
-    "FAKE_CUDA_POISON": "0",
-    "FAKE_CUDA_CHECK_SOURCE": "0",
-    "FAKE_CUDA_FREE_COPIES": "1",
-    "FAKE_CUDA_DELAY_US": "0",
-    "FAKE_CUDA_COPY_LATENCY_NS": "5000",
-    "FAKE_CUDA_CALL_NS": "1000",
-    "FAKE_CUDA_PIN_POPULATE": "1",
-    "FAKE_CUDA_MEM_MB": "12000",
-}
+#: Pinning makes pages present, as it does on a machine with a device.
+MORE = {"FAKE_CUDA_PIN_POPULATE": "1", "FAKE_CUDA_MEM_MB": "12000"}
 
 
 def runtime(bench: Bench) -> dict[str, str]:
     """Have libraries that look for the run time of CUDA by its name find the emulated one."""
-    sys.path.append(str(HERE.parent))
-    from landing_files import build_runtime
-
     preloaded = os.environ["LD_PRELOAD"]
     library = build_runtime(Path(preloaded.split()[0]).parent)
     plain = library.with_name("libcudart.so")
@@ -94,7 +81,7 @@ def measure(bench: Bench) -> None:
                 good.append(engine)
         for round_ in range(bench.rounds):
             for bus in BUSES:
-                settings = env | SETTINGS | {"FAKE_CUDA_BUS_MBPS": str(bus)}
+                settings = env | SETTINGS | MORE | {"FAKE_CUDA_BUS_MBPS": str(bus)}
                 for engine in good:
                     fields = {"step": STEP, "model": model.name, "engine": engine, "bus": bus}
                     bench.unit(

@@ -4,7 +4,7 @@ For machines without SGLang, whose own loader tests/frameworks/test_sglang.py ta
 those of release 0.5.23.
 """
 
-import sys
+import stubs
 
 FILES = {
     "sglang/__init__.py": "",
@@ -170,26 +170,14 @@ class HookRegistry:
 
 def write(folder):
     """Write the package, and return the folder."""
-    for name, text in FILES.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+    return stubs.write(FILES, folder)
 
 
 def forget(monkeypatch):
-    """Have SGLang and the plugin imported anew, until the test ends."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in {"sglang", "tensorizer_sglang"}:
-            monkeypatch.delitem(sys.modules, name)
+    """Have the engine and the plugin imported anew, until the test ends."""
+    stubs.forget(monkeypatch, "sglang", "tensorizer_sglang")
 
 
 def install(monkeypatch, folder):
     """Have the package of a folder imported, and the plugin anew, until the test ends."""
-    forget(monkeypatch)
-    monkeypatch.syspath_prepend(folder)
-    # Modules that a test imports are not for the next one.
-    for name in (*FILES, "tensorizer_sglang/loader.py", "tensorizer_sglang/__init__.py"):
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        monkeypatch.setitem(sys.modules, module, None)
-        del sys.modules[module]
+    stubs.install(monkeypatch, FILES, folder, "tensorizer_sglang")

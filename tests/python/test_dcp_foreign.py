@@ -8,7 +8,7 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorizer.distributed import Reader, Writer, foreign, load_state
+from tensorizer.distributed import Reader, Writer, foreign, layout, load_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -179,6 +179,15 @@ def test_damaged_metadata(folder, data):
     error = failure(lambda: load_state(folder))
     assert isinstance(error, (tensorizer.FormatError, pickle.UnpicklingError))
     assert ".metadata" in str(error)
+
+
+def test_metadata_that_has_no_end(folder, monkeypatch):
+    monkeypatch.setattr(layout, "MOST_BYTES", 100)
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, tensorizer.FormatError) and "expected at most 100" in str(error)
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")
+    assert isinstance(failure(lambda: load_state(folder)), FileNotFoundError)
 
 
 def test_what_such_a_folder_has_not(folder, tmp_path):

@@ -4,8 +4,7 @@ For machines without vLLM, whose own loaders tests/python/test_vllm_engine.py ta
 those of release 0.24.
 """
 
-import sys
-
+import stubs
 import torch
 
 FILES = {
@@ -116,29 +115,17 @@ class DefaultModelLoader(BaseModelLoader):
 
 def write(folder):
     """Write the package, and return the folder."""
-    for name, text in FILES.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+    return stubs.write(FILES, folder)
 
 
 def forget(monkeypatch):
-    """Have vLLM and the plugin imported anew, until the test ends."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in {"vllm", "tensorizer_vllm"}:
-            monkeypatch.delitem(sys.modules, name)
+    """Have the engine and the plugin imported anew, until the test ends."""
+    stubs.forget(monkeypatch, "vllm", "tensorizer_vllm")
 
 
 def install(monkeypatch, folder):
     """Have the package of a folder imported, and the plugin anew, until the test ends."""
-    forget(monkeypatch)
-    monkeypatch.syspath_prepend(folder)
-    # What the test imports is not for the next one.
-    for name in (*FILES, "tensorizer_vllm/loader.py", "tensorizer_vllm/__init__.py"):
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        monkeypatch.setitem(sys.modules, module, None)
-        del sys.modules[module]
+    stubs.install(monkeypatch, FILES, folder, "tensorizer_vllm")
 
 
 class Model(torch.nn.Module):

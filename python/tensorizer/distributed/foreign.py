@@ -62,7 +62,7 @@ def reader_of(folder: str, weights_only: bool) -> StorageReader | None:
     """
     if is_address(folder) or not Path(folder).is_dir():
         return None
-    if (Path(folder) / _METADATA).exists():
+    if (Path(folder) / _METADATA).is_file():
         return _TorchReader(folder) if weights_only else FileSystemReader(folder)
     if any(Path(folder).glob("*.safetensors")):
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -84,6 +84,9 @@ class _TorchReader(FileSystemReader):
 
         """
         path = self._get_metadata_path(kwargs.get("rank"))
+        size = Path(path).stat().st_size
+        if size > layout.MOST_BYTES:
+            raise FormatError(f"{path} has {size} bytes: expected at most {layout.MOST_BYTES}")
         try:
             found = _Unpickler(Path(path).read_bytes()).metadata()
         except (OSError, pickle.UnpicklingError) as error:

@@ -215,7 +215,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
             assert!(size <= buffers * schedule.buffer_len as u64, "{buffers} buffers");
         }
         pool.release();
-        // Of a device that was lost, nobody knows what it still uses.
+        // A lost device may still use any of it.
         if schedule.faults.lost.is_none() {
             assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
         }
