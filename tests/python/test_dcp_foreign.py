@@ -1,5 +1,6 @@
 """Checkpoints of torch's own writer, and of safetensors files, and conversions both ways."""
 
+import dataclasses
 import os
 import pathlib
 import pickle
@@ -133,6 +134,54 @@ def test_objects_that_would_run_code_are_refused(tmp_path):
     dcp.save({"odd": Odd()}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     error = failure(lambda: load_state(tmp_path))
     assert isinstance(error, pickle.UnpicklingError) and f"'odd' of {tmp_path}" in str(error)
+
+
+def set_place(folder, **changes):
+    """Change where torch's metadata has its first item."""
+    with open(folder / ".metadata", "rb") as file:
+        found = pickle.load(file)
+    first = next(iter(found.storage_data))
+    found.storage_data[first] = dataclasses.replace(found.storage_data[first], **changes)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    return found.storage_data[first].relative_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offset": 1 << 62, "length": 1 << 62}, f"an item of {1 << 62} bytes from {1 << 62} in "),
+        ({"length": 1 << 20}, f"an item of {1 << 20} bytes from "),
+        ({"offset": -1}, "found -1 and "),
+        ({"length": 1.5}, " and 1.5"),
+        ({"relative_path": "a\0"}, "expected the name of a file beside it, found "),
+    ],
+)
+def test_places_outside_of_a_file_are_refused(folder, changes, message):
+    name = set_place(folder, **changes)
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, tensorizer.FormatError)
+    assert (
+        message in str(error)
+        and repr(name)[1:-1] in str(error)
+        and str(folder / ".metadata") in str(error)
+    )
+
+
+def test_a_fifo_instead_of_a_data_file_is_not_waited_for(folder):
+    name = set_place(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    error = failure(lambda: load_state(folder))
+    assert isinstance(
+        error, tensorizer.FormatError
+    ) and f"{folder / name}: expected a regular file" in str(error)
+
+
+def test_a_missing_data_file_is_named(folder):
+    name = set_place(folder)
+    (folder / name).unlink()
+    error = failure(lambda: load_state(folder))
+    assert isinstance(error, FileNotFoundError) and name in str(error)
 
 
 def test_metadata_changes_no_class(folder, tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import stat
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,6 +73,50 @@ def reader_of(folder: str, weights_only: bool) -> StorageReader | None:
     return None
 
 
+def _size_of(path: Path) -> int | None:
+    """Return the bytes of a file; None if it is missing, which matters only when it is read.
+
+    Raises:
+        FormatError: It is no regular file; a FIFO would be waited for.
+
+    """
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(about.st_mode):
+        raise FormatError(f"{path}: expected a regular file")
+    return about.st_size
+
+
+def _check_places(metadata: str | os.PathLike[str], places: Iterable[Any]) -> None:
+    """Check that every item is within a file beside torch's metadata.
+
+    Raises:
+        FormatError: One is not.
+
+    """
+    sizes: dict[str, int | None] = {}
+    for place in places:
+        name = getattr(place, "relative_path", None)
+        if type(name) is not str or "/" in name or "\0" in name or name in ("", ".", ".."):
+            raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
+        if name not in sizes:
+            sizes[name] = _size_of(Path(metadata).parent / name)
+        start, length = getattr(place, "offset", None), getattr(place, "length", None)
+        if type(start) is not int or type(length) is not int or min(start, length) < 0:
+            raise FormatError(
+                f"{metadata}: expected an offset and a length in {name}, "
+                f"found {start!r} and {length!r}"
+            )
+        size = sizes[name]
+        if size is not None and start + length > size:
+            raise FormatError(
+                f"{metadata} has an item of {length} bytes from {start} in {name}, "
+                f"which has {size} bytes"
+            )
+
+
 class _TorchReader(FileSystemReader):
     """torch's own reader, whose metadata can run no code."""
 
@@ -80,7 +125,8 @@ class _TorchReader(FileSystemReader):
 
         Raises:
             pickle.UnpicklingError: It names a class that is none of torch's metadata.
-            FormatError: It is damaged, or names a file outside of its folder.
+            FormatError: It is damaged, or names a file outside of its folder, or
+                bytes that a file does not have.
 
         """
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -97,10 +143,7 @@ class _TorchReader(FileSystemReader):
             raise FormatError(f"{path} is no metadata of torch: {error!r}") from error
         if not isinstance(found, dcp.Metadata) or not isinstance(found.storage_data, dict):
             raise FormatError(f"{path}: expected torch's Metadata, found {type(found).__name__}")
-        for place in found.storage_data.values():
-            name = getattr(place, "relative_path", None)
-            if type(name) is not str or "/" in name or name in ("", ".", ".."):
-                raise FormatError(f"{path}: expected the name of a file beside it, found {name!r}")
+        _check_places(path, found.storage_data.values())
         about = getattr(found, "storage_meta", None) or dcp.StorageMeta()
         about.load_id = self.load_id
         found.storage_meta = about
