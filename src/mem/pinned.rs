@@ -283,9 +283,10 @@ impl<'p> Ticket<'p> {
                     return Ok(Lease::new(&pool.inner, taken, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
-                // Memory is pinned by all who will need some, at the same time.
+                // All readers that need memory pin it at the same time: what one of them is pinning
+                // counts for one of them only, whichever asked first.
                 let there = state.free.len() + state.coming;
-                let wanted = there < buffers.saturating_mul(ahead + 1) && under_way < pool.plenty;
+                let wanted = there < state.wanted() && under_way < pool.plenty;
                 let rest = if ahead > 0 || under_way == 0 { IDLE } else { state.returns.rest() };
                 drop(state);
                 if has && wanted && pool.grow(buffers, share.map(Arc::as_ref), device)? {

@@ -242,6 +242,14 @@ impl State {
         before.filter(|waiter| waiter.shares(share) || !waiter.is_full()).count()
     }
 
+    /// Buffers for which readers wait, those of calls that may take no more now left out.
+    pub fn wanted(&self) -> usize {
+        self.waiting
+            .iter()
+            .filter(|waiter| !waiter.is_full())
+            .fold(0, |sum, waiter| sum.saturating_add(waiter.buffers))
+    }
+
     /// Has whoever is served next look again; and who waits longest, as it may not know yet that it may
     /// have more.
     pub fn wake_first(&self) {

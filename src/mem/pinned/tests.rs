@@ -161,9 +161,19 @@ fn units_of_a_lost_device_are_never_used_again() {
 }
 
 /// A device that pins memory only when two ask for it at the same time.
+#[derive(Default)]
 struct InPairs {
     pinning: Mutex<usize>,
     changed: std::sync::Condvar,
+}
+
+impl InPairs {
+    /// Waits until so many have asked; false if they have not after a long time.
+    fn asked(&self, count: usize) -> bool {
+        let (pinning, limit) = (self.pinning.lock().unwrap(), Duration::from_secs(60));
+        let few = |pinning: &mut usize| *pinning < count;
+        !self.changed.wait_timeout_while(pinning, limit, few).unwrap().1.timed_out()
+    }
 }
 
 impl Device for InPairs {
@@ -172,13 +182,9 @@ impl Device for InPairs {
     }
 
     unsafe fn pin(&self, _: *mut u8, _: usize) -> bool {
-        let mut pinning = self.pinning.lock().unwrap();
-        *pinning += 1;
+        *self.pinning.lock().unwrap() += 1;
         self.changed.notify_all();
-        let limit = Duration::from_secs(20);
-        let (_pinning, late) =
-            self.changed.wait_timeout_while(pinning, limit, |pinning| *pinning < 2).unwrap();
-        !late.timed_out()
+        self.asked(2)
     }
 
     unsafe fn unpin(&self, _: *mut u8) {}
@@ -192,23 +198,32 @@ impl Device for InPairs {
     }
 }
 
-#[test]
-fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
-    let device = InPairs { pinning: Mutex::default(), changed: std::sync::Condvar::new() };
-    let device: Arc<dyn Device> = Arc::new(device);
+/// Two tickets are taken, and the given one asks for memory first.
+fn two_readers_pin_at_once(earlier: usize) {
+    let pairs = Arc::new(InPairs::default());
+    let device: Arc<dyn Device> = pairs.clone();
     let pool = Pool::new(64, 16, PLENTY);
-    let both = std::sync::Barrier::new(2);
+    let mut tickets = vec![pool.enter(None), pool.enter(None)];
+    let (first, both) = (tickets.remove(earlier), std::sync::Barrier::new(2));
+    let second = tickets.remove(0);
+    let lease = |ticket: Ticket<'_>| {
+        let lease = ticket.lease(8, &device, &Never).unwrap();
+        both.wait();
+        drop(lease);
+    };
     thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                let lease = pool.enter(None).lease(8, &device, &Never).unwrap();
-                both.wait();
-                drop(lease);
-            });
-        }
+        scope.spawn(|| lease(first));
+        assert!(pairs.asked(1));
+        scope.spawn(|| lease(second));
     });
     assert!(!pool.is_pageable(), "one after another");
     assert_eq!(pool.size(), 16 * 64);
+}
+
+#[test]
+fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
+    two_readers_pin_at_once(0);
+    two_readers_pin_at_once(1);
 }
 
 #[test]
