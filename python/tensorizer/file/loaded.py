@@ -69,7 +69,8 @@ class LoadedTensors:
             self.load([number], device)
             return self._tensors[number]
         with self._one_load.here():
-            self._settle()
+            if self._early:
+                self._settle()
             found = self._tensors.get(number)
             if found is None:
                 tensor, self.modules[number] = self._file.load_one(number, device)
@@ -134,6 +135,7 @@ class LoadedTensors:
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     """Return a tensor as a parameter; those that can have a gradient require one."""
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    differentiable = dtype.is_floating_point or dtype.is_complex
     made: torch.nn.Parameter = _made(torch.nn.Parameter, tensor, differentiable)
     return made

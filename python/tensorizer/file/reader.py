@@ -144,7 +144,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self._cursor = 0
         self._filter = filter_func
         try:
-            self._named_device = named_device(device)
+            named = self._named_device = named_device(device)
+            #: None for CUDA without a number, which means the current device of each call.
+            self._fixed_device = None if named.type == "cuda" and named.index is None else named
             self._loaded = LoadedTensors(
                 self._file, self._selection if self._file.is_whole else None
             )
@@ -162,7 +164,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     @property
     def _device(self) -> torch.device:
         """Where tensors go that are loaded now: the current CUDA device may change in between."""
-        return resolve_device(self._named_device)
+        return self._fixed_device or resolve_device(self._named_device)
 
     def _verification(self, verify_hash: bool | str | None) -> str:
         if verify_hash is None:

@@ -378,8 +378,8 @@ class TensorFile:
         if self._checkpoint is not None or not self._unchanged(device):
             ((_, tensor, module),) = self.load([number], device)
             return tensor, module
-        one = [number]
-        handle, (module,) = self.reader.load(
+        reader, one = self.reader, [number]
+        handle, (module,) = reader.load(
             one,
             verify=self.verify,
             readers=self._num_readers,
@@ -388,7 +388,7 @@ class TensorFile:
             apart=self._clone,
         )
         (tensor,) = take(handle)
-        self._read[0] += min(tensor.nbytes, self.reader.data_len(one))
+        self._read[0] += min(tensor.nbytes, reader.data_len(one))
         return tensor, module
 
     def read(
