@@ -263,8 +263,8 @@ def test_parts_of_an_upload(moto):
     assert free > 64 * MIB + SLACK, "the limit makes no difference"
 
 
-def test_an_upload_holds_its_parts_once(moto):
-    """Without a limit: 47.5 MiB in six parts, and not a copy of all of it besides."""
+def test_an_upload_takes_no_more_memory_than_its_parts(moto):
+    """Without a limit: six parts of 47.5 MiB together, and 25 of 200 MiB, of which 20 are held."""
 
     def of(size):
         code = UPLOAD.replace("20 << 20", size)
@@ -272,7 +272,8 @@ def test_an_upload_holds_its_parts_once(moto):
 
     # A first upload takes some, however short it is.
     anyway = of("1 << 10")
-    assert of("19 << 18") - anyway <= 1.6 * 6 * 8 * MIB
+    assert of("19 << 18") - anyway <= 10 * (19 << 18)
+    assert of("20 << 20") - anyway <= 1.2 * 20 * 8 * MIB
 
 
 def test_an_upload_without_room_for_its_parts(moto, monkeypatch):

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::copies::Copy;
 
-/// Bytes for each thread that wait to be hashed; beyond, threads hash before they write more.
-/// Half a batch: hashing and writing take about as long.
-const WAITING: usize = 2 << 20;
+/// The share of a batch that waits to be hashed, for each thread; beyond, threads hash before they write
+/// more. Hashing and writing take about as long.
+const WAITING: u64 = 2;
 
 /// Some of a tensor's data.
 pub struct Chunk<'c> {
@@ -48,8 +48,9 @@ impl Backlog {
     /// For so many threads, or with a bound. At least two batches wait, so that one is there when another
     /// was hashed.
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
-        let least = usize::try_from(batch_len.saturating_mul(2)).unwrap_or(usize::MAX);
-        let usual = WAITING.saturating_mul(threads).max(least);
+        let least = batch_len.saturating_mul(2);
+        let usual = (batch_len / WAITING).saturating_mul(threads as u64).max(least);
+        let usual = usize::try_from(usual).unwrap_or(usize::MAX);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
         let enough = most.map_or(usual, |most| most.min(usual));
         Backlog { waiting: AtomicUsize::new(0), enough }

@@ -12,8 +12,9 @@ use crate::fallible::{collected, listed, more_room, push};
 
 /// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
 pub const BATCH_LEN: u64 = 4 << 20;
-/// The same of an upload, where a write is a copy into a part.
-pub const UPLOAD_BATCH_LEN: u64 = PIECE_LEN;
+/// The same of an upload, where a write is a copy into a part: long enough that taking the next one costs
+/// nothing beside it.
+pub const UPLOAD_BATCH_LEN: u64 = 512 << 10;
 /// SHA-256 sees a tensor front to back: tensors of this size take turns, so that several are hashed
 /// at once.
 const TURN_LEN: u64 = 16 << 20;
@@ -103,7 +104,7 @@ pub fn batches(items: &[Item<'_>], tensors: Range<usize>, len: u64) -> Result<Ve
         data_len: item.entry.data_len,
     });
     let extents = listed(extents, PLAN)?;
-    let batches = partition(&extents, &Limits { len, ..LIMITS })?;
+    let batches = partition(&extents, &Limits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
     collected(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
 }
 

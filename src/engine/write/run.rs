@@ -12,7 +12,7 @@ use super::origin::Origin;
 use super::pass::Pass;
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
-use crate::codec::crypt::{EncryptionOptions, Manifest};
+use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
 use crate::codec::encrypt::Seal;
 use crate::engine::workers;
 use crate::error::Result;
@@ -62,7 +62,11 @@ pub fn write_tensors(
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
     let part_len = sink.kept().1;
     let sends = part_len > 0;
-    let batch_len = if sends { UPLOAD_BATCH_LEN } else { BATCH_LEN };
+    let batch_len = match options.encryption {
+        None if sends => UPLOAD_BATCH_LEN,
+        Some(_) if sends => PIECE_LEN,
+        _ => BATCH_LEN,
+    };
     let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };

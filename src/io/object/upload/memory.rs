@@ -14,6 +14,8 @@ pub const USUAL_WRITERS: usize = 16;
 /// Parts in memory to each four that are on their way, where the number of bytes is not set: the
 /// one that is being filled, and the one that waits for the header of its tensor.
 const PARTS_TO_FOUR: u64 = 5;
+/// Parts that an object of few parts may have in memory, however short it is.
+const FEW_PARTS: u64 = 4;
 
 /// The limits of memory and connections.
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +24,8 @@ pub struct Budget {
     pub writers: usize,
     /// None: what so many connections need.
     pub bytes: Option<u64>,
+    /// Bytes that the object will have, as far as is known.
+    pub object: Option<u64>,
 }
 
 impl Budget {
@@ -31,13 +35,18 @@ impl Budget {
         Ok(Budget {
             writers: options.connections.unwrap_or(USUAL_WRITERS).min(options.max_connections),
             bytes: bytes.map(|mb| mb.saturating_mul(1 << 20)),
+            object: None,
         })
     }
 
-    /// Bytes that parts of such a length may take together, at least one of them.
+    /// Bytes that parts of such a length may take together, at least one of them. One part less than
+    /// the object has: with what is copied beside them they take no more memory than it is long.
     pub fn limit(&self, part_len: u64) -> u64 {
         let enough = (self.writers as u64).saturating_mul(PARTS_TO_FOUR).div_ceil(4);
-        self.bytes.unwrap_or(enough.saturating_mul(part_len)).max(part_len)
+        let enough = enough.saturating_mul(part_len);
+        let few = FEW_PARTS.saturating_mul(part_len);
+        let short = self.object.map_or(u64::MAX, |len| len.saturating_sub(part_len).max(few));
+        self.bytes.unwrap_or(enough.min(short)).max(part_len)
     }
 
     /// Connections that send parts of such a length at once.
@@ -111,6 +120,12 @@ impl PartMemory {
     pub fn limit(&self, bytes: u64) {
         let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
         budget.bytes = Some(budget.bytes.map_or(bytes, |before| before.min(bytes)));
+    }
+
+    /// The object will have at least so many bytes.
+    pub fn announce(&self, len: u64) {
+        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
+        budget.object = budget.object.max(Some(len));
     }
 
     fn held(&self) -> MutexGuard<'_, HeldBytes> {
@@ -192,7 +207,7 @@ mod tests {
 
     #[test]
     fn never_more_than_the_limit_where_parts_are_sent_in_order() {
-        let memory = PartMemory::new(Budget { writers: 4, bytes: Some(40) });
+        let memory = PartMemory::new(Budget { writers: 4, bytes: Some(40), object: None });
         let (taken, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -215,8 +230,29 @@ mod tests {
     }
 
     #[test]
+    fn a_short_object_holds_one_part_less_than_it_has() {
+        let budget = |object| Budget { writers: 16, bytes: None, object };
+        for (object, parts) in [
+            (None, 20),
+            (Some(1), 4),
+            (Some(50), 4),
+            (Some(60), 5),
+            (Some(200), 19),
+            (Some(900), 20),
+        ] {
+            assert_eq!(budget(object).limit(10) / 10, parts, "{object:?}");
+        }
+        // What is asked for goes before.
+        assert_eq!(Budget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
+        let memory = PartMemory::new(budget(None));
+        memory.announce(60);
+        memory.announce(50);
+        assert_eq!(memory.budget().limit(10), 50);
+    }
+
+    #[test]
     fn nobody_waits_for_parts_that_only_they_complete() {
-        let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10) });
+        let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10), object: None });
         // Nothing is on its way: the second part is had although the first takes all there is.
         let parts = [
             memory.take(10, &nothing_to_send).unwrap(),

@@ -389,6 +389,7 @@ impl WriteAt for UploadSink {
 
     fn reserve(&self, head: u64, len: u64) -> Result<()> {
         self.0.usable()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
+        self.0.memory.announce(len);
         Ok(())
     }
 

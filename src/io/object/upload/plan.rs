@@ -182,11 +182,11 @@ mod tests {
             assert_eq!(cut(&mut plan, len), parts);
             // As announced, all parts have one length.
             assert_eq!(plan.longest(), part_len);
-            let budget = Budget { writers: USUAL_WRITERS, bytes: None };
+            let budget = Budget { writers: USUAL_WRITERS, bytes: None, object: None };
             assert_eq!(budget.writers(plan.longest()), 16);
             assert_eq!(budget.limit(plan.longest()), memory);
             // A setting bounds it, and takes its price in connections.
-            let budget = Budget { writers: USUAL_WRITERS, bytes: Some(256 * mib) };
+            let budget = Budget { writers: USUAL_WRITERS, bytes: Some(256 * mib), object: None };
             let writers = budget.writers(plan.longest());
             assert_eq!(writers as u64, (256 * mib / part_len).clamp(1, 16));
             assert!(budget.limit(plan.longest()) <= (256 * mib).max(part_len));

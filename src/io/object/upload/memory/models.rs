@@ -44,7 +44,7 @@ fn nobody_waits_for_ever_and_the_limit_holds() {
     check(Rules { patience: Duration::ZERO, refusals: false }, || {
         let writers = thread_rng().gen_range(1..=3);
         let bytes = thread_rng().gen_range(10..=60);
-        let memory = PartMemory::new(Budget { writers, bytes: Some(bytes) });
+        let memory = PartMemory::new(Budget { writers, bytes: Some(bytes), object: None });
         let ready = Ready::default();
         thread::scope(|scope| {
             for _ in 0..3 {
@@ -62,7 +62,7 @@ fn nobody_waits_for_ever_and_the_limit_holds() {
 #[test]
 fn who_fails_leaves_nobody_waiting() {
     check(Rules { patience: Duration::ZERO, refusals: false }, || {
-        let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20) });
+        let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20), object: None });
         let ready = Ready::default();
         thread::scope(|scope| {
             for _ in 0..3 {
