@@ -69,7 +69,7 @@ packages: $(addprefix $(STAMPS)/,test old clouds lint bench demo torch-$(OTHER))
 
 # With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
 # packages of the other tests.
-VLLM ?= 0.24.0
+VLLM ?= 0.33.0
 VLLM_VENV := $(CURDIR)/.venv-vllm
 SITE = import sysconfig; print(sysconfig.get_path('purelib'))
 test-vllm: $(STAMPS)/built $(STAMPS)/test

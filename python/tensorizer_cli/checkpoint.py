@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensorizer import DecryptionParams, TensorType
-from tensorizer._native import local_path
+from tensorizer._native import Reader, local_path
+from tensorizer._types import Head
+from tensorizer.file.tensor_file import TensorFile
 from tensorizer.streams.addresses import is_address
 from tensorizer.streams.open import open_stream
 
@@ -31,6 +33,7 @@ def open_file(
     memory_limit: int | None = None,
     *,
     names_only: bool = False,
+    heads: Sequence[Head] | None = None,
 ) -> File:
     """Open a file, or the folder of a checkpoint of many ranks, perhaps for its names only."""
     if isinstance(file, str):
@@ -39,7 +42,20 @@ def open_file(
             if memory_limit is not None:
                 raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
             return _CheckpointFile(folder, params, names_only)
-    return File(file, params, readers, mmap, memory_limit=memory_limit)
+    return File(file, params, readers, mmap, memory_limit=memory_limit, heads=heads)
+
+
+def prepare(file: str, mmap: bool) -> None:
+    """Import what opens a file, so that the time of that is not the file's.
+
+    Raises:
+        ValueError: A checkpoint was to be mapped.
+
+    """
+    if _is_checkpoint(local_path(file) or file):
+        if mmap:
+            raise ValueError(f"{file} is a checkpoint: --mmap is for other files")
+        import tensorizer.distributed.whole  # noqa: F401
 
 
 def _is_checkpoint(file: str) -> bool:
@@ -71,13 +87,24 @@ class _CheckpointFile(File):
         self.metadata = {}
         self.left_out = self._whole.objects
         self.memory_limit = None
+        self.heads = []
+        self._first: TensorFile | None = None
 
     def _open(self, *, verify_hash: bool = False, names_only: bool = False) -> Whole:
         from tensorizer.distributed.whole import Whole  # see above
 
         return Whole(*self._opened, verify_hash=verify_hash, names_only=names_only)
 
+    @property
+    def first(self) -> Reader | None:
+        """What reads the first of its files."""
+        if self._first is None and self._whole.files:
+            self._first = TensorFile(self._whole.files[0], key_needed=False)
+        return None if self._first is None else self._first.reader
+
     def __exit__(self, *_: object) -> None:
+        if self._first is not None:
+            self._first.close()
         for whole in filter(None, (self._whole, self._proven)):
             whole.__exit__()
 
@@ -100,6 +127,16 @@ class _CheckpointFile(File):
                 self._proven.__exit__()
         names = [whole.names[number] for number in numbers]
         return list(whole.load(names)), [0] * len(names)
+
+    @property
+    def is_local(self) -> bool:
+        """True for a folder of this machine."""
+        return not is_address(self._opened[0])
+
+    def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
+        """Return all tensors on a device, perhaps compared with their hashes."""
+        loaded, _ = self.load([*range(len(self))], "all" if verify else "nothing")
+        return [tensor.to(device) for tensor in loaded]
 
     def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
         """Yield what is no tensor and is not as it was saved."""
@@ -132,6 +169,10 @@ class _Tensors:
 
     def files(self) -> list[str]:
         return self._whole.files
+
+    def file_numbers(self) -> list[int]:
+        """Return the number of the file of each part of a tensor."""
+        return self._whole.file_numbers()
 
     def offsets(self) -> list[tuple[None, None]]:
         """Return no positions: parts of a tensor lie in several files."""

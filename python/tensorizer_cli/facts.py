@@ -24,8 +24,6 @@ class Tensor:
     shape: list[int]
     nbytes: int
     parameters: int
-    #: The number of its file.
-    place: int
 
 
 @dataclass
@@ -91,14 +89,16 @@ class Facts:
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
     def _hashes(self, file: File) -> Hashes | None:
-        """Look at the hashes of all tensors with data; at a server, of the largest alone."""
-        if file.reader.version is None or not file.reader.seekable:
+        """Look at the hashes of all tensors with data; of a server or checkpoint, of the largest."""
+        reader = file.first
+        if reader is None or reader.version is None or not reader.seekable:
             return None
-        numbers = [number for number, tensor in enumerate(self.tensors) if tensor.nbytes]
-        sampled = not file.reader.local and len(numbers) > 1
+        lens = reader.data_lens()
+        numbers = [number for number, length in enumerate(lens) if length]
+        sampled = (not reader.local or reader is not file.reader) and len(numbers) > 1
         if sampled:
-            numbers = [max(numbers, key=lambda number: self.tensors[number].nbytes)]
-        found = file.reader.hashes(numbers)
+            numbers = [max(numbers, key=lens.__getitem__)]
+        found = reader.hashes(numbers)
         counts = Counter(name for hashes in found for name, _ in hashes)
         return Hashes(dict(counts), len(numbers), sampled)
 
@@ -112,7 +112,6 @@ def totals(tensors: Iterable[Tensor]) -> Totals:
 
 
 def _tensors(file: File) -> Iterator[Tensor]:
-    of_files = file.reader.file_numbers()
     for number in range(len(file)):
         dtype, shape, _ = file.reader.describe(number)
         is_buffer = file.kinds[number] == int(TensorType.BUFFER)
@@ -122,15 +121,14 @@ def _tensors(file: File) -> Iterator[Tensor]:
             shape,
             file.data_lens[number],
             0 if is_buffer else math.prod(shape),
-            of_files[number],
         )
 
 
 def _alignment(file: File) -> int | None:
-    starts = [
-        start
-        for (_, start), length in zip(file.reader.offsets(), file.data_lens, strict=True)
-        if length
-    ]
+    reader = file.first
+    if reader is None:
+        return None
+    places = zip(reader.offsets(), reader.data_lens(), strict=True)
+    starts = [start for (_, start), length in places if length]
     together = functools.reduce(operator.or_, starts, 0)
     return together & -together if together else None

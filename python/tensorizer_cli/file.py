@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
-from tensorizer._native import known_limit
+from tensorizer._native import Reader, known_limit
 from tensorizer._types import Head, Name
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
@@ -61,6 +61,11 @@ class File:
         self.memory_limit = known_limit(memory_limit)
         #: What is no tensor.
         self.left_out: list[str] = []
+
+    @property
+    def first(self) -> Reader | None:
+        """What reads the file, or the first of those that are read together."""
+        return self._file.reader
 
     def __enter__(self) -> File:
         return self
@@ -173,6 +178,17 @@ class File:
         found = dict(zip(with_data, zip(*loaded, strict=True), strict=True))
         tensors = [found[n][0] if n in found else self._meta(n) for n in numbers]
         return tensors, [found[n][1] if n in found else 0 for n in numbers]
+
+    @property
+    def is_local(self) -> bool:
+        """True for a file of this machine."""
+        return self._file.is_local
+
+    def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
+        """Return all tensors on a device, perhaps compared with their hashes."""
+        numbers = range(len(self))
+        loaded = self._file.load(numbers, device, "all" if verify else None)
+        return [tensor for _, tensor, _ in loaded]
 
     def is_meta(self, number: int) -> bool:
         """Tell whether a tensor has a shape, but no data."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from .checkpoint import open_file
 from .facts import Facts, Hashes, Tensor, Totals
 from .file import File, plain, text
 from .modules import Module, listed, modules, shown as shown_modules
@@ -14,6 +15,8 @@ from .progress import size
 
 #: Files of a model, and its modules, that are shown to people.
 _MOST_FILES, _MOST_MODULES = 16, 60
+#: Objects of a checkpoint that are named to people.
+_MOST_OBJECTS = 8
 #: Characters of a name.
 _NAME = 72
 
@@ -21,7 +24,7 @@ _NAME = 72
 def run(options: argparse.Namespace) -> int:
     """Show what a file is, what it holds and where it lies."""
     report = Report(options)
-    with File(options.file, heads=()) as file:
+    with open_file(options.file, names_only=True, heads=()) as file:
         facts, found = Facts(file), places(file)
         root, largest = modules(facts.tensors, options.depth), facts.largest(options.largest)
         report.line(bold(file.shown))
@@ -32,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         _show_largest(report, facts, largest)
         report.result(
             file=file.shown,
+            **({"objects": file.left_out} if file.left_out else {}),
             format=file.reader.format,
             version=file.reader.version,
             encrypted=file.reader.encrypted,
@@ -70,6 +74,10 @@ def _facts(file: File, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[s
     yield "format", file.reader.format + ("" if version is None else f", data version {version}")
     counts = plural(len(file), "tensor"), plural(facts.all.parameters, "parameter")
     yield "holds", ", ".join((*counts, size(file.total)))
+    if file.left_out:
+        named = ", ".join(map(brief, file.left_out[:_MOST_OBJECTS]))
+        more = len(file.left_out) - _MOST_OBJECTS
+        yield "objects", named + (f" and {more:,} more" if more > 0 else "")
     yield from _under("dtypes", _dtypes(facts))
     encrypted = "XSalsa20-Poly1305: its data need a key" if file.reader.encrypted else "none"
     yield "encryption", encrypted
@@ -102,7 +110,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _hashes(file: File, hashes: Hashes | None) -> str:
-    if file.reader.version is None:
+    if file.first is None or file.first.version is None:
         return "none: the format has no place for them"
     if hashes is None:
         return "not known: what can be read only once is not read for them"

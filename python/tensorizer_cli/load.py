@@ -11,11 +11,11 @@ import torch
 from tensorizer import stats
 from tensorizer._native import first_touch
 from tensorizer.file.arguments import resolve_device
-from tensorizer.file.tensor_file import TensorFile
 from tensorizer.streams.addresses import is_address
 
 from . import keys
 from .advice import Figures, advice
+from .checkpoint import open_file, prepare
 from .output import Report, plural, without_password
 from .progress import Progress, size
 
@@ -80,22 +80,21 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     device = resolve_device(options.device)
     # Only what stays in host memory is mapped.
     mapped = options.mmap and device.type == "cpu"
+    prepare(options.file, options.mmap)
     before = (stats() or {"call": 0})["call"]
     from_disk = _from_disk()
     begun = time.perf_counter()
-    with TensorFile(
+    with open_file(
         options.file,
-        encryption=keys.decryption(options),
-        num_readers=options.readers,
-        verify_hash=options.verify,
-        mmap=options.mmap,
-        memory_limit=options.memory_limit,
+        keys.decryption(options),
+        options.readers,
+        options.mmap,
+        options.memory_limit,
     ) as file:
-        opened = time.perf_counter() - begun
-        every = range(len(file))
-        total = file.reader.data_len(every)
+        file.check_key()
+        opened, total = time.perf_counter() - begun, file.total
         with Progress(total, options) as progress:
-            tensors = [tensor for _, tensor, _ in file.load(every, device)]
+            tensors = file.load_all(device, options.verify)
             # What is mapped comes when it is touched.
             touched = time.perf_counter()
             if mapped:
@@ -113,7 +112,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
             "encrypted": file.reader.encrypted,
             "tensors": len(file),
         }
-        local, parallel = file.is_local, file.reader.parallel
+        local, parallel = (file.is_local, file.first.parallel) if file.first else (True, False)
     seconds = _stages(calls, total, mapped)
     read = seconds["read"]
     threads = max((call["threads"] for call in calls), default=1)

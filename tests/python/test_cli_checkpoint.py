@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import warnings
 
@@ -156,3 +157,42 @@ def test_an_encrypted_checkpoint_is_listed_without_its_key_and_verified_with_it(
     key.write_bytes(bytes(32))
     assert run("verify", "--key-file", key, folder) == 2
     assert "the key does not fit" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_described(tmp_path, capsys):
+    folder = save(tmp_path / "checkpoint")
+    assert main(["info", "--json", str(folder)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["tensors"], found["objects"]) == ("checkpoint", 2, ["step"])
+    assert found["hashes"] == {"CRC32": 1, "SHA256": 1, "looked_at": 1}
+    assert sum(file["tensors"] for file in found["files"]) == 2
+    assert all(file["bytes"] > 0 for file in found["files"])
+    assert main(["info", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"holds +2 tensors, 30,020 parameters", said)
+    assert re.search(r"objects +step\n", said)
+
+
+def test_a_checkpoint_is_loaded_and_reported(tmp_path, capsys):
+    folder = save(tmp_path / "checkpoint")
+    for more in ([], ["--verify"]):
+        assert main(["load", "--json", *more, str(folder)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["format"], found["tensors"], found["bytes"]) == ("checkpoint", 2, 120_040)
+    file = next(folder.glob("*.tensors"))
+    data = bytearray(file.read_bytes())
+    data[data.index(STATE["model"]["w"].numpy().tobytes()[:64]) + 5] ^= 1
+    file.write_bytes(data)
+    assert main(["load", "--verify", str(folder)]) == 2
+    assert "failed CRC32 verification" in capsys.readouterr().err
+    assert main(["load", "--mmap", str(folder)]) == 2
+    assert "is a checkpoint: --mmap is for other files" in capsys.readouterr().err
+
+
+def test_python_says_what_loads_a_checkpoint(tmp_path):
+    folder = save(tmp_path / "checkpoint")
+    for load in (tensorizer.load, tensorizer.TensorDeserializer, torch.ops.tensorizer.load):
+        with pytest.raises(
+            (OSError, RuntimeError), match=r"distributed.load_state\(folder\) loads it"
+        ):
+            load(str(folder))

@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
-import pathlib
 import pickle
+import re
+import shutil
+import tempfile
+from pathlib import Path, PosixPath
 
 import pytest
 import tensorizer
@@ -196,7 +199,7 @@ def test_metadata_changes_no_class(folder, tmp_path):
     assert whole[:1] == b"\x80" and whole[2:3] == b"\x95"
     (folder / ".metadata").write_bytes(whole[:2] + b"".join(build) + whole[start:])
     assert same(load_state(folder), state())
-    for one in (pathlib.PosixPath, metadata.StorageMeta, torch.serialization._get_layout):
+    for one in (PosixPath, metadata.StorageMeta, torch.serialization._get_layout):
         assert not hasattr(one, "_odd")
 
 
@@ -233,7 +236,7 @@ def test_damaged_metadata(folder, data):
 def test_metadata_that_has_no_end(folder, monkeypatch):
     monkeypatch.setattr(layout, "MOST_BYTES", 100)
     error = failure(lambda: load_state(folder))
-    assert isinstance(error, tensorizer.FormatError) and "expected at most 100" in str(error)
+    assert isinstance(error, tensorizer.FormatError) and "expected at most 100 bytes" in str(error)
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
     assert isinstance(failure(lambda: load_state(folder)), FileNotFoundError)
@@ -245,3 +248,78 @@ def test_what_such_a_folder_has_not(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     error = failure(lambda: load_state(tmp_path / "empty"))
     assert isinstance(error, FileNotFoundError) and "checkpoint.json" in str(error)
+
+
+# Folders at an address
+
+
+@pytest.fixture
+def served(nginx):
+    """A folder of a server."""
+    return Path(tempfile.mkdtemp(dir=nginx.root))
+
+
+@pytest.fixture
+def at(nginx, served, folder):
+    """The address of a checkpoint that torch has saved."""
+    served.chmod(0o755)
+    shutil.copytree(folder, served / "torchs")
+    return f"{nginx.http}/{served.name}/torchs"
+
+
+def test_a_folder_of_torch_at_an_address_is_loaded(at):
+    found = blank(state())
+    dcp.load(found, storage_reader=Reader(at), no_dist=True)
+    assert same(found, state())
+    assert same(load_state(f"{at}/"), state())
+    assert same(load_state(at, weights_only=False), state())
+
+
+def test_a_folder_of_torch_in_s3_is_loaded(s3, folder):
+    for path in folder.iterdir():
+        s3.client().upload_file(str(path), "bucket", f"torchs/{path.name}")
+    assert same(load_state("s3://bucket/torchs"), state())
+
+
+def test_an_item_at_an_address_is_one_request(nginx, at, served):
+    load_state(at)
+    items = pickle.loads((served / "torchs/.metadata").read_bytes()).storage_data
+    asked = [line for line in nginx.requests() if served.name in line and ".distcp" in line]
+    # One more opens the file.
+    assert 0 < len(asked) <= len(items) + 1
+
+
+def test_metadata_at_an_address_that_would_run_code_is_refused(at, served):
+    (served / "torchs/.metadata").write_bytes(pickle.dumps(Odd()))
+    error = failure(lambda: load_state(at))
+    assert isinstance(error, pickle.UnpicklingError) and "could run code" in str(error)
+
+
+@pytest.mark.parametrize("changes", [{"offset": 1 << 40}, {"length": 1 << 62}])
+def test_places_outside_of_a_file_at_an_address_are_refused(at, served, changes):
+    set_place(served / "torchs", **changes)
+    error = failure(lambda: load_state(at))
+    assert isinstance(error, tensorizer.FormatError)
+    assert re.search(r"__0_0.distcp has \d+ bytes: expected an item of", str(error))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_of_safetensors_files_at_an_address_is_loaded(nginx, served, name):
+    tensors = {"a.b": torch.arange(12.0).reshape(3, 4), "half": torch.ones(5, dtype=torch.half)}
+    served.chmod(0o755)
+    if name.endswith(".json"):
+        tensorizer.save(tensors, served / "model.safetensors", max_shard_size=40)
+        assert (served / name).is_file()
+    else:
+        tensorizer.save(tensors, served / name)
+    address = f"{nginx.http}/{served.name}"
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(found, storage_reader=Reader(address), no_dist=True)
+    assert same(found, tensors)
+    assert same(load_state(address), tensors)
+
+
+def test_an_address_without_a_checkpoint_is_named(nginx, s3):
+    for address in (f"{nginx.http}/nothing", "s3://bucket/nothing"):
+        error = failure(lambda: load_state(address))  # noqa: B023
+        assert isinstance(error, FileNotFoundError) and f"no checkpoint at {address}" in str(error)

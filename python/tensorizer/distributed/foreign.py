@@ -9,7 +9,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata as dcp
@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from .._errors import FormatError
 from ..streams.addresses import is_address
-from . import layout
+from ..streams.open import open_stream
+from . import layout, remote
 
 #: The file of torch's own writer that says where each item is.
 _METADATA = ".metadata"
@@ -53,24 +54,40 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
 _TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
-def reader_of(folder: str, weights_only: bool) -> StorageReader | None:
-    """Return torch's reader of a folder that torch or others have saved; None if it is none.
+def reader_of(
+    folder: str, weights_only: bool, num_readers: int | None = None
+) -> StorageReader | None:
+    """Return a reader of a folder that torch or others have saved; None if it is none.
 
     Args:
-        folder: A local folder.
+        folder: A path or an address.
         weights_only: Read the pickle of torch's metadata by a restricted unpickler.
+        num_readers: Threads that read files at an address at once.
 
     """
-    if is_address(folder) or not Path(folder).is_dir():
+    if is_address(folder):
+        return _reader_at(folder, weights_only, num_readers)
+    if not Path(folder).is_dir():
         return None
     if (Path(folder) / _METADATA).is_file():
-        return _TorchReader(folder) if weights_only else FileSystemReader(folder)
+        return (_RestrictedReader if weights_only else _TorchReader)(folder)
     if any(Path(folder).glob("*.safetensors")):
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         reader: StorageReader = HuggingFaceStorageReader(folder)
         return reader
     return None
+
+
+def _reader_at(address: str, weights_only: bool, num_readers: int | None) -> StorageReader | None:
+    if remote.exists(layout.join(address, _METADATA)):
+        return (_RestrictedReader if weights_only else _TorchReader)(address)
+    shards = remote.ShardsReader(address, num_readers=num_readers)
+    try:
+        shards.read_metadata()
+    except (FileNotFoundError, PermissionError):
+        return None
+    return shards
 
 
 def _size_of(path: Path) -> int | None:
@@ -89,7 +106,7 @@ def _size_of(path: Path) -> int | None:
     return about.st_size
 
 
-def _check_places(metadata: str | os.PathLike[str], places: Iterable[Any]) -> None:
+def _check_places(metadata: str, places: Iterable[Any]) -> None:
     """Check that every item is within a file beside torch's metadata.
 
     Raises:
@@ -97,12 +114,14 @@ def _check_places(metadata: str | os.PathLike[str], places: Iterable[Any]) -> No
 
     """
     sizes: dict[str, int | None] = {}
+    is_remote = is_address(metadata)
     for place in places:
         name = getattr(place, "relative_path", None)
         if type(name) is not str or "/" in name or "\0" in name or name in ("", ".", ".."):
             raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
         if name not in sizes:
-            sizes[name] = _size_of(Path(metadata).parent / name)
+            # A file at an address is looked at when it is read.
+            sizes[name] = None if is_remote else _size_of(Path(metadata).parent / name)
         start, length = getattr(place, "offset", None), getattr(place, "length", None)
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
             raise FormatError(
@@ -118,7 +137,23 @@ def _check_places(metadata: str | os.PathLike[str], places: Iterable[Any]) -> No
 
 
 class _TorchReader(FileSystemReader):
-    """torch's own reader, whose metadata can run no code."""
+    """torch's own reader, which reads addresses as well."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        if is_address(folder):
+            # torch reads through it, whatever is behind its interface.
+            self.fs = remote.Addresses()  # type: ignore[assignment]
+            self.path = folder
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        if is_address(os.fspath(self.path)):
+            return remote.part_of(file, sinfo.offset, sinfo.length)
+        return super()._slice_file(file, sinfo)
+
+
+class _RestrictedReader(_TorchReader):
+    """The same, whose metadata can run no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return what the checkpoint holds.
@@ -129,16 +164,15 @@ class _TorchReader(FileSystemReader):
                 bytes that a file does not have.
 
         """
-        path = self._get_metadata_path(kwargs.get("rank"))
-        size = Path(path).stat().st_size
-        if size > layout.MOST_BYTES:
-            raise FormatError(f"{path} has {size} bytes: expected at most {layout.MOST_BYTES}")
+        path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
+        with open_stream(path) as stream:
+            data = stream.read(layout.MOST_BYTES + 1)
+        if len(data) > layout.MOST_BYTES:
+            raise FormatError(f"{path} is too long: expected at most {layout.MOST_BYTES} bytes")
         try:
-            found = _Unpickler(Path(path).read_bytes()).metadata()
-        except (OSError, pickle.UnpicklingError) as error:
-            if isinstance(error, pickle.UnpicklingError):
-                raise pickle.UnpicklingError(f"{path}: {error}") from error
-            raise
+            found = _Unpickler(data).metadata()
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{path}: {error}") from error
         except Exception as error:
             raise FormatError(f"{path} is no metadata of torch: {error!r}") from error
         if not isinstance(found, dcp.Metadata) or not isinstance(found.storage_data, dict):

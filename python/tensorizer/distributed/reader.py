@@ -15,13 +15,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..file.encryption import DecryptionParams
-from ..file.tensor_file import TensorFile, in_batches
-from ..tensors.exchange import dtype_of, is_fillable, refuse_short
+from ..file.tensor_file import TensorFile
 from . import foreign, layout
+from .into_planner import read_tensors
 from .items import Place, Places
-
-#: Bytes that are loaded at a time where they are then copied to tensors.
-_BATCH_BYTES = 256 << 20
 
 
 class _Unreadable(dcp.Metadata):
@@ -39,9 +36,10 @@ class _Unreadable(dcp.Metadata):
 class Reader(StorageReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
-    Local folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well,
-    by torch's readers: without hashes and encryption, and the pickle of torch's metadata by an
-    unpickler that knows its classes only.
+    Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well, local
+    ones by torch's readers: without hashes and encryption, and the pickle of torch's metadata by an
+    unpickler that knows its classes only. Those of torch at an address are read item by item, a
+    request each.
 
     ``dcp.load(state, storage_reader=Reader("s3://bucket/step-100"))``. Every rank reads only the
     bytes of its own part, directly into its tensors where they are contiguous and of the same
@@ -114,7 +112,8 @@ class Reader(StorageReader):
             if isinstance(found.planner_data, bytes):
                 what = f"what the planner of {self.checkpoint_id} has stored"
                 found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, PermissionError) as error:
+            # Servers that may not list a folder refuse access to what is not there.
             return self._read_other(error, *args, **kwargs)
         except Exception as error:
             # torch passes over what this raises, and says that there is no checkpoint.
@@ -124,7 +123,9 @@ class Reader(StorageReader):
     def _read_other(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return what a folder of others holds, or the error that there is no checkpoint."""
         try:
-            self._other = foreign.reader_of(self.checkpoint_id, self._weights_only)
+            self._other = foreign.reader_of(
+                self.checkpoint_id, self._weights_only, self._options["num_readers"]
+            )
             if self._other is None:
                 return _Unreadable(missing)
             if self._options["verify_hash"] or self._options["encryption"] is not None:
@@ -182,7 +183,7 @@ class Reader(StorageReader):
             with TensorFile(layout.join(self.checkpoint_id, name), **self._options) as file:
                 found = [(item, layout.find(file, place)) for item, place in items]
                 self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
-                _read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
+                read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -208,73 +209,3 @@ class Reader(StorageReader):
 
 def _is_object(item: ReadItem) -> bool:
     return item.type is LoadItemType.BYTE_IO
-
-
-def _read_tensors(
-    file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
-) -> None:
-    """Read parts of tensors; hashes of those that are all of it are compared in place."""
-    whole: list[tuple[ReadItem, int]] = []
-    parts: list[tuple[ReadItem, int]] = []
-    slices: list[tuple[int, list[tuple[int, int]]]] = []
-    for item, number in wanted:
-        ends = [
-            (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-        ]
-        if list(item.lengths) == file.reader.describe(number)[1]:
-            whole.append((item, number))
-        else:
-            parts.append((item, len(slices)))
-            slices.append((number, ends))
-    if whole:
-        _fill(file, whole, planner)
-    if parts:
-        _fill(file.sliced(slices), parts, planner)
-
-
-def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
-    """Read tensors into those of a planner."""
-    targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
-    refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
-    direct: dict[int, torch.Tensor] = {}
-    others: dict[int, list[torch.Tensor]] = {}
-    for (item, number), target in zip(wanted, targets, strict=True):
-        dtype, shape, _ = file.reader.describe(number)
-        if list(target.shape) != shape:
-            raise ValueError(
-                f"{item.dest_index.fqn!r}: the checkpoint has {shape} for it, and the tensor "
-                f"to load into is {list(target.shape)}"
-            )
-        fits = target.dtype == dtype_of(dtype) and is_fillable(target)
-        fits = fits and file.can_fill_on(target.device)
-        if fits and number not in direct:
-            direct[number] = target
-        else:
-            others.setdefault(number, []).append(target)
-    for number in _overlapping(direct):
-        others.setdefault(number, []).append(direct.pop(number))
-    if direct:
-        file.fill([*direct.values()], [*direct])
-    for number in direct.keys() & others.keys():
-        for target in others.pop(number):
-            target.copy_(direct[number])
-    for batch in in_batches(others, file.reader.memory_len, _BATCH_BYTES):
-        for number, tensor, _ in file.load(batch, torch.device("cpu")):
-            for target in others[number]:
-                target.copy_(tensor)
-    for (item, _), target in zip(wanted, targets, strict=True):
-        planner.commit_tensor(item, target)
-
-
-def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
-    """Return which of them lie, in part, in the memory of others, such as parameters that are tied.
-
-    Without these no two of them overlap. They are contiguous.
-    """
-    found = []
-    end = 0
-    for number, tensor in sorted(tensors.items(), key=lambda one: one[1].data_ptr()):
-        if tensor.data_ptr() < end:
-            found.append(number)
-        end = max(end, tensor.data_ptr() + tensor.nbytes)
-    return found

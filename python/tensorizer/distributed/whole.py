@@ -96,6 +96,16 @@ class Whole:
         tensor = self._tensors[name]
         return tensor.properties.dtype, tensor.size
 
+    def file_numbers(self) -> list[int]:
+        """Return the number in ``files`` of the file of each part of a tensor."""
+        numbers = {file: number for number, file in enumerate(self.files)}
+        found = []
+        for name, tensor in self._tensors.items():
+            for number, chunk in enumerate(tensor.chunks):
+                place = self._places[dcp.MetadataIndex(name, chunk.offsets, number)]
+                found.append(numbers[layout.join(self._folder, place.file)])
+        return found
+
     def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
         """Yield tensors on the CPU."""
         for name in names:

@@ -48,6 +48,9 @@ fn is_pipe(file: &File, uri: &str) -> Result<bool> {
     Ok(kind.is_fifo() || kind.is_socket() || kind.is_char_device())
 }
 
+/// Files of folders that `torch.distributed.checkpoint` has saved, by this package's writer and by torch's.
+const CHECKPOINTS: [&str; 2] = ["checkpoint.json", ".metadata"];
+
 /// The file that is opened for a folder.
 fn file_of(folder: &Path) -> Result<PathBuf> {
     let usual = IN_FOLDERS.iter().map(|name| folder.join(name)).find(|path| path.exists());
@@ -73,7 +76,14 @@ fn file_of(folder: &Path) -> Result<PathBuf> {
             _ => {}
         }
     }
-    let what = format!("it is a folder, and holds none of {EXPECTED_IN_FOLDERS}");
+    let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
+    let what = if is_checkpoint {
+        "it is a checkpoint of torch.distributed.checkpoint: tensorizer.distributed.load_state(folder) loads \
+         it, and a Reader(folder) of that module each rank's part"
+            .to_owned()
+    } else {
+        format!("it is a folder, and holds none of {EXPECTED_IN_FOLDERS}")
+    };
     Err(refused(io::Error::new(ErrorKind::IsADirectory, what)))
 }
 
