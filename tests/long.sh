@@ -34,9 +34,11 @@ try "200,000 tensors by every call" env TENSORS_OF_TESTS=200000 "$PYTHON" -m pyt
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py
 libraries=$(grep -E '^(transformers|diffusers|peft|safetensors|lightning|sglang)==' tests/packaging/frameworks.txt | tr '=' ' ' | tr -s ' \n' ' ')
 try "frameworks: ${libraries% }" make --no-print-directory test-frameworks
+try "vLLM $(sed -n 's/^VLLM ?= //p' Makefile), its loaders" make --no-print-directory test-vllm
 for torch in $torches; do
   try "torch $torch" make --no-print-directory test-other-torch OTHER="$torch"
   rm -rf ".venv-$torch" ".make/torch-$torch"
 done
+try "wheels for torch $torches 2.11, each used" make --no-print-directory wheels TORCHES="$torches 2.11"
 cat "$record"
 exit $failed
