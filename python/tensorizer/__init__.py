@@ -92,9 +92,14 @@ __all__ = [
 
 def __getattr__(name: str) -> _ModuleType:
     """Import what takes long and few use when it is asked for."""
-    if name in ("distributed", "transformers"):
+    if name in ("distributed", "lightning", "transformers"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, of which some are imported when they are asked for."""
+    return sorted([*__all__, "distributed", "lightning", "transformers"])
 
 
 #: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.

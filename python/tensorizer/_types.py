@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from typing_extensions import TypeVar
 
 #: A tensor's name: ``str`` for a path of one string, else a tuple of keys and list indices.
 Name: TypeAlias = "str | tuple[str | int, ...]"
+
+#: Names as a caller gives them, and gets them back. Where none are given they are strings for type
+#: checkers: those of nested structures, which are tuples, are given as such, in ``names=``.
+NameT = TypeVar("NameT", bound=Name, default=str)
+
+#: Which hashes a load compares: True for all, ``"crc32"`` for the cheap one.
+VerifyHash: TypeAlias = "bool | Literal['crc32']"
+#: Which hashes of each tensor a save stores.
+Hashes: TypeAlias = Literal["all", "crc32"]
+#: Formats that ``save`` writes.
+FileFormat: TypeAlias = Literal["tensors", "safetensors"]
 
 #: Decides for each tensor whether it is wanted. Called with a ``str`` for a path of one string,
 #: else with a ``tuple`` of components; so that a function of strings fits too, the type takes both.

@@ -89,7 +89,7 @@ class Facts:
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
     def _hashes(self, file: File) -> Hashes | None:
-        """Look at the hashes of all tensors with data; of a server or checkpoint, of the largest."""
+        """Look at the hashes of all tensors; of the largest at a server or in a checkpoint."""
         reader = file.first
         if reader is None or reader.version is None or not reader.seekable:
             return None

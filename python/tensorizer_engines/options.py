@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensorizer import DecryptionParams
+from tensorizer._types import VerifyHash
 from tensorizer.file.arguments import check_num_readers, checked_verification, named_device
 from tensorizer.stream_io import open_stream
 
@@ -28,7 +29,7 @@ class Options:
     uri: str | None = None
     buffer_bytes: int = 1 << 30
     num_readers: int | None = None
-    verify_hash: bool | str = False
+    verify_hash: VerifyHash = False
     device: str | None = None
     encryption_keyfile: str | None = None
 

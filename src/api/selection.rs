@@ -54,7 +54,8 @@ impl<'f> Selection<'f> {
         let locked = self.file.is_encrypted() && self.file.decryption().is_none();
         if let Some(entry) = self.file.entries().first().filter(|_| locked) {
             return Err(Error::Crypt(format!(
-                "Tensor is encrypted, but decryption was not requested: `{}` in `{}`",
+                "Tensor is encrypted, but decryption was not requested: `{}` in `{}`: pass its key (`key=` of \
+                 the operators)",
                 entry.name,
                 self.file.uri()
             )));

@@ -7,8 +7,6 @@ import pytest
 import tensorizer
 import torch
 from safetensors.torch import save_file
-
-pytest.importorskip("sglang")
 from sglang.srt import plugins
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.model_loader import loader as loaders

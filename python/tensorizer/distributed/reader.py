@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
 from . import foreign, layout
@@ -70,7 +71,7 @@ class Reader(StorageReader):
         self,
         uri: str | os.PathLike[Any] | None = None,
         *,
-        verify_hash: bool | str = False,
+        verify_hash: VerifyHash = False,
         encryption: DecryptionParams | None = None,
         num_readers: int | None = None,
         weights_only: bool = True,

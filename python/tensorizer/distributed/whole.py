@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
+from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
 from ..tensors.sharding import Box
@@ -43,7 +44,7 @@ class Whole:
         self,
         uri: str | os.PathLike[Any],
         encryption: DecryptionParams | None = None,
-        verify_hash: bool | str = False,
+        verify_hash: VerifyHash = False,
         names_only: bool = False,
     ) -> None:
         self._folder = layout.folder_of(uri)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .._types import TensorType
+from .._types import Hashes, TensorType
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
@@ -59,7 +59,7 @@ class Writer(StorageWriter):
         uri: str | os.PathLike[Any] | None = None,
         *,
         encryption: EncryptionParams | None = None,
-        hashes: str = "all",
+        hashes: Hashes = "all",
         overwrite: bool = True,
     ) -> None:
         super().__init__()

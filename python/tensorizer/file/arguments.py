@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
+
+from .._types import NameT, VerifyHash
+from . import hints
 
 
 def named_device(device: torch.device | str | None) -> torch.device:
     """Return the device that an argument names and that is there; None is CUDA if there is any."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    named = torch.device(device)
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        wrong = TypeError if isinstance(error, TypeError) else RuntimeError
+        raise wrong(f"there is no device {device!r}{hints.of_device(device)}") from error
     if named.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device {str(named)!r} was asked for, but CUDA is not available")
     return named
@@ -50,19 +57,31 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def names_of(names: Iterable[NameT] | None) -> list[NameT] | None:
+    """Return the names that an argument gives; a string is one name, and not its letters."""
+    if names is None:
+        return None
+    return [names] if isinstance(names, str) else list(names)  # type: ignore[list-item]
+
+
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype, which may be named as torch does."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is not None and not isinstance(found, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, or the name of one, not {dtype!r}")
+        raise TypeError(
+            f"dtype must be a torch.dtype, or the name of one, not {dtype!r}{hints.of_dtype(dtype)}"
+        )
     return found
 
 
-def checked_verification(verify_hash: bool | str | None) -> str:
+def checked_verification(verify_hash: VerifyHash | None) -> str:
     """Return which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``."""
     if isinstance(verify_hash, str):
         if verify_hash != "crc32":
-            raise ValueError(f"verify_hash must be a bool or 'crc32', not {verify_hash!r}")
+            raise ValueError(
+                f"verify_hash must be a bool or 'crc32', not {verify_hash!r}: True compares all "
+                "hashes"
+            )
         return verify_hash
     return "all" if verify_hash else "nothing"
 
@@ -72,7 +91,9 @@ def check_num_readers(num_readers: int | None) -> None:
     if num_readers is None:
         return
     if not isinstance(num_readers, int) or isinstance(num_readers, bool):
-        raise TypeError(f"num_readers must be an int or None, not {num_readers!r}")
+        raise TypeError(
+            f"num_readers must be an int or None, not {num_readers!r}: None for as many as help"
+        )
     if num_readers < 1:
         raise ValueError(f"num_readers must be at least 1, not {num_readers}")
 
@@ -82,7 +103,10 @@ def checked_memory_limit(memory_limit: int | None) -> int | None:
     if memory_limit is None:
         return None
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool):
-        raise TypeError(f"memory_limit must be an int or None, not {memory_limit!r}")
+        raise TypeError(
+            f"memory_limit must be an int or None, not {memory_limit!r}: a number of bytes, such "
+            "as 1_000_000_000"
+        )
     if not 0 < memory_limit < 1 << 63:
         raise ValueError(f"memory_limit must be a positive number of bytes, not {memory_limit}")
     return memory_limit

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import _native
+from .._types import FileFormat, Hashes
 from ..tensors import devices, subclasses
 from ..tensors.exchange import copied, lend, refuse_short, take
 from . import to_safetensors
@@ -101,8 +102,8 @@ def save_async(
     *,
     alignment: int = 64,
     encryption: EncryptionParams | None = None,
-    hashes: str = "all",
-    format: str | None = None,
+    hashes: Hashes = "all",
+    format: FileFormat | None = None,
     metadata: Mapping[str, str] | None = None,
     clear_metadata: bool = False,
     memory_limit: int | None = None,

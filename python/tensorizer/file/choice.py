@@ -29,9 +29,9 @@ class Choice:
 
     names: Sequence[Name] | None
     filter_func: FilterFuncType | None
-    slices: Mapping[Name, Any]
-    out: Mapping[Name, torch.Tensor] | None
-    like: Mapping[Name, Any] | None
+    slices: Mapping[Any, Any]
+    out: Mapping[Any, torch.Tensor] | None
+    like: Mapping[Any, Any] | None
     shard: Shard | None
     device: DeviceType | DeviceOf
 
@@ -54,13 +54,13 @@ class Choice:
         """
         return Chosen(self, file, progress)
 
-    def load(self, file: TensorFile, progress: Progress) -> dict[Name, torch.Tensor]:
+    def load(self, file: TensorFile, progress: Progress) -> dict[Any, torch.Tensor]:
         """Return the tensors by name."""
         return self.of(file, progress).load()
 
     def load_together(
         self, file: TensorFile, members: Members, progress: Progress, *, by_each: bool
-    ) -> dict[Name, torch.Tensor]:
+    ) -> dict[Any, torch.Tensor]:
         """Do the same at all members of a group, and finish the progress.
 
         With ``by_each``, each member reads the file for itself.
@@ -69,7 +69,7 @@ class Choice:
         from .shared_batches import Prepared
         from .together import fill_together, made_for
 
-        def load() -> dict[Name, torch.Tensor]:
+        def load() -> dict[Any, torch.Tensor]:
             loaded = self.of(file, progress).load()
             progress.finish()
             return loaded
@@ -197,7 +197,7 @@ class Chosen:
         self.wanted.check_fits(places)
         return places
 
-    def load(self) -> dict[Name, torch.Tensor]:
+    def load(self) -> dict[Any, torch.Tensor]:
         """Load in this process alone."""
         if self._choice.out is not None:
             return self.named(self.wanted.fill(self._given_places()))
@@ -205,7 +205,7 @@ class Chosen:
             return self.named(self.wanted.load_to(self._default))
         return self.named(self.wanted.load(self.device_of))
 
-    def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Name, torch.Tensor]:
+    def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Return tensors by name, in the form in which they were asked for."""
         if self._choice.out is not None:
             return {name: self._given[number] for name, number in self._numbers.items()}

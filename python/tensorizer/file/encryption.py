@@ -259,7 +259,8 @@ def native_encryption(params: EncryptionParams | None) -> Encryption | None:
     if params is None:
         return None
     if not isinstance(params, EncryptionParams):
-        raise TypeError(f"encryption must be EncryptionParams, not {type(params).__name__}")
+        hint = ": EncryptionParams(key)" if isinstance(params, bytes) else ""
+        raise TypeError(f"encryption must be EncryptionParams, not {type(params).__name__}{hint}")
     return params._native
 
 
@@ -268,7 +269,12 @@ def native_decryption(params: DecryptionParams | None) -> Decryption | None:
     if params is None:
         return None
     if not isinstance(params, DecryptionParams):
-        raise TypeError(f"encryption must be DecryptionParams, not {type(params).__name__}")
+        key = "params.key" if isinstance(params, EncryptionParams) else "key"
+        way = f"from_string({'passphrase'})" if isinstance(params, str) else f"from_key({key})"
+        raise TypeError(
+            f"encryption must be DecryptionParams, not {type(params).__name__}: "
+            f"DecryptionParams.{way}"
+        )
     if params._native is None:
         raise ValueError("DecryptionParams without a key: use from_key or from_string")
     return params._native

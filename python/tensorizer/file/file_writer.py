@@ -13,7 +13,7 @@ import torch
 
 from .._errors import GroupError
 from .._native import Handle, Writer
-from .._types import Name, TensorType
+from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
 from ..streams.upload import UploadFile
@@ -64,7 +64,7 @@ class FileWriter:
         encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
-        hashes: str = "all",
+        hashes: Hashes = "all",
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
         progress: Progress | None = None,

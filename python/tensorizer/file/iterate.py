@@ -6,14 +6,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from .._types import FilterFuncType, Head, Name
+from .._types import FilterFuncType, Head, Name, NameT, VerifyHash
 from ..tensors.sharding import Shard
 from .ahead import ReadAhead, use_on_current_stream
-from .arguments import device_or_function
+from .arguments import device_or_function, names_of
 from .choice import Choice, Chosen
 from .encryption import DecryptionParams
 from .ending import close_at_exit
@@ -29,21 +29,21 @@ def iterate(
     uri: str | os.PathLike[Any] | Any,
     device: torch.device | str | None = None,
     *,
-    names: Iterable[Name] | None = None,
+    names: Iterable[NameT] | None = None,
     buffer_bytes: int = 1 << 30,
-    order: str = "file",
+    order: Literal["file", "ready"] = "file",
     dtype: torch.dtype | str | None = None,
-    verify_hash: bool | str = False,
+    verify_hash: VerifyHash = False,
     num_readers: int | None = None,
     encryption: DecryptionParams | None = None,
     filter_func: FilterFuncType | None = None,
-    slices: Mapping[Name, tuple[int, int, int] | Index] | None = None,
+    slices: Mapping[NameT, tuple[int, int, int] | Index] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
     progress: ProgressType = False,
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,
-) -> Iterator[tuple[Name, torch.Tensor]]:
+) -> Iterator[tuple[NameT, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, each as soon as it has landed.
 
     The next tensors are read while the caller uses this one, across all shards of a checkpoint. At
@@ -60,7 +60,7 @@ def iterate(
     Args:
         uri: What :class:`tensorizer.TensorDeserializer` opens. A file object is closed.
         device: Where the tensors go; None for torch's default device.
-        names: Only these tensors; None for all.
+        names: Only these tensors, or the one of a string; None for all.
         buffer_bytes: The most bytes that are read ahead of the caller.
         order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
             after another. ``"ready"``: in the order in which they land.
@@ -108,8 +108,7 @@ def iterate(
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     told = Progress(progress)
-    named = None if names is None else list(names)
-    choice = Choice(named, filter_func, slices or {}, None, None, shard, device)
+    choice = Choice(names_of(names), filter_func, slices or {}, None, None, shard, device)
 
     def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
         return TensorFile(
@@ -150,13 +149,13 @@ class Source(Protocol):
         """End the load. Closing again does nothing."""
 
 
-class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
+class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
     """Gives tensors out under their names."""
 
     def __init__(self, told: Progress, file: TensorFile, chosen: Chosen, source: Source) -> None:
         self._told, self._file, self._chosen, self._source = told, file, chosen, source
         self._names, self._further_names = chosen.names_by_number()
-        self._ready: deque[tuple[Name, torch.Tensor]] = deque()
+        self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
         #: The thread that waits for tensors, which calls ``progress=`` meanwhile.
@@ -170,7 +169,7 @@ class _Iterator(Iterator[tuple[Name, torch.Tensor]]):
     def __iter__(self) -> _Iterator:
         return self
 
-    def __next__(self) -> tuple[Name, torch.Tensor]:
+    def __next__(self) -> tuple[Any, torch.Tensor]:
         if self._process != os.getpid():
             raise RuntimeError("this iterator belongs to the process that made it")
         if self._waits is not None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import FilterFuncType, Head, Name
+from .._types import FileFormat, FilterFuncType, Hashes, Head, Name, NameT, VerifyHash
 from ..group import inherited  # noqa: F401  # looks at each fork
 from ..tensors import sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors
-from .arguments import DeviceOf, DeviceType
+from .arguments import DeviceOf, DeviceType, names_of
 from .choice import Choice
 from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
@@ -30,45 +30,49 @@ def load(
     uri: str | os.PathLike[Any] | Any,
     device: DeviceType | DeviceOf = None,
     *,
-    names: Iterable[Name] | None = None,
-    dtype: torch.dtype | str | None = None,
-    verify_hash: bool | str = False,
-    num_readers: int | None = None,
-    mmap: bool = False,
-    encryption: DecryptionParams | None = None,
-    clone: bool = False,
+    names: Iterable[NameT] | None = None,
     filter_func: FilterFuncType | None = None,
-    slices: Mapping[Name, tuple[int, int, int] | Index] | None = None,
-    out: Mapping[Name, torch.Tensor] | None = None,
-    like: Mapping[Name, Any] | None = None,
+    slices: Mapping[NameT, tuple[int, int, int] | Index] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
-    progress: ProgressType = False,
-    cache_dir: str | os.PathLike[Any] | None = None,
+    out: Mapping[NameT, torch.Tensor] | None = None,
+    like: Mapping[NameT, Any] | None = None,
+    dtype: torch.dtype | str | None = None,
+    clone: bool = False,
+    mmap: bool = False,
+    encryption: DecryptionParams | None = None,
+    verify_hash: VerifyHash = False,
+    num_readers: int | None = None,
     memory_limit: int | None = None,
-) -> dict[Name, torch.Tensor]:
-    """Load the tensors of a file.
+    cache_dir: str | os.PathLike[Any] | None = None,
+    progress: ProgressType = False,
+) -> dict[NameT, torch.Tensor]:
+    """Load the tensors of a file, each straight into the memory where it stays.
+
+    ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose what is loaded;
+    ``device``, ``out``, ``like``, ``dtype``, ``clone`` and ``mmap`` where it goes, and as what; the
+    other arguments how the file is read.
 
     Args:
         uri: What :class:`TensorDeserializer` opens.
         device: Where the tensors go; None for torch's default device. A function is called with
             each tensor's name and returns its device, as for a model that is shared out among
             several: these are filled at the same time.
-        names: Load only these, and return them in this order. Those of nested structures are
-            tuples of keys and indices, or in their stored form: U+001E and a JSON array.
-        dtype: Cast floating-point tensors.
-        verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
-            one only. For files of a hub see :class:`TensorDeserializer`.
-        num_readers: Threads that read at once.
-        mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
-        encryption: What an encrypted file is decrypted with.
-        clone: On CUDA, give each tensor a storage of its own; without it ``torch.save`` of one that
-            is small writes others along. See :class:`TensorDeserializer`.
+        names: Load only these, and return them in this order; a string is one name. Those of nested
+            structures are tuples of keys and indices, or in their stored form: U+001E and a JSON
+            array.
         filter_func: Called with each tensor's name; those for which it returns something false are
             left out.
         slices: Load only a part of some tensors, and read only its bytes: by name ``(dimension,
             start, end)``, or what goes into brackets, ``(slice(0, 10), ..., 3)``. See
             :class:`TensorSlice`.
+        shard: Give every rank its part of each tensor, and read only that: for ranks that know
+            nothing of DTensors. See :class:`Shard`.
+        group: A process group whose members all make this call: every byte is fetched by one of
+            them and given to the others, which may want other tensors or parts. They read a local
+            file each for themselves if they are on one machine. A failure of one, or Ctrl-C, ends
+            the call at all of them, by the time-out of the group at the latest. Views of one
+            storage in a checkpoint of ``torch.save`` become tensors of their own.
         out: Fill these tensors, by name and wherever they are, instead of making new ones. They
             have the dtype and shape of what is loaded, and are contiguous; of a ``DTensor`` the
             part of this process is filled. Without ``names``, only these are loaded. If the load
@@ -78,24 +82,25 @@ def load(
             part of it. Those on the ``meta`` device go where their mesh is, or to torch's default
             device. Shapes are those of the file, and dtypes those of the file too, or ``dtype=``.
             Without ``names``, only these are loaded; what is no tensor is passed over.
-        shard: Give every rank its part of each tensor, and read only that: for ranks that know
-            nothing of DTensors. See :class:`Shard`.
-        group: A process group whose members all make this call: every byte is fetched by one of
-            them and given to the others, which may want other tensors or parts. They read a local
-            file each for themselves if they are on one machine. A failure of one, or Ctrl-C, ends
-            the call at all of them, by the time-out of the group at the latest. Views of one
-            storage in a checkpoint of ``torch.save`` become tensors of their own.
-        progress: Called with the bytes of tensor data that are loaded and with how many there are,
-            at least at the end, as ``progress(done, total)``: on the calling thread, which waits
-            for it. What it raises ends the load. True shows a bar where stderr is a terminal.
-            With a group, the bytes that this process reads count, and the others at the end.
-        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
-            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/how-to/cache.md``.
+        dtype: Cast floating-point tensors.
+        clone: On CUDA, give each tensor a storage of its own; without it ``torch.save`` of one that
+            is small writes others along. See :class:`TensorDeserializer`.
+        mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
+        encryption: What an encrypted file is decrypted with.
+        verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
+            one only. For files of a hub see :class:`TensorDeserializer`.
+        num_readers: Threads that read at once.
         memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
             connections, staging memory, batches of a group, what is read over between tensors.
             There are as many connections and batches as fit. None for what
             ``TENSORIZER_MEMORY_MB`` says.
+        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
+            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
+            ``docs/how-to/cache.md``.
+        progress: Called with the bytes of tensor data that are loaded and with how many there are,
+            at least at the end, as ``progress(done, total)``: on the calling thread, which waits
+            for it. What it raises ends the load. True shows a bar where stderr is a terminal.
+            With a group, the bytes that this process reads count, and the others at the end.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -134,8 +139,7 @@ def load(
             wanted=wanted,
         )
 
-    named = None if names is None else list(names)
-    what = Choice(named, filter_func, slices or {}, out, like, shard, device)
+    what = Choice(names_of(names), filter_func, slices or {}, out, like, shard, device)
     if members is None or members.size == 1:
         with told, opened(None, what.asked()) as file:
             return what.load(file, told)
@@ -155,8 +159,8 @@ def save(
     *,
     alignment: int = 64,
     encryption: EncryptionParams | None = None,
-    hashes: str = "all",
-    format: str | None = None,
+    hashes: Hashes = "all",
+    format: FileFormat | None = None,
     metadata: Mapping[str, str] | None = None,
     clear_metadata: bool = False,
     max_shard_size: int | str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
             hint = ": write_module takes modules; their state_dict() is a mapping"
         elif isinstance(state_dict, torch.Tensor):
             hint = ": give it a name, as in {'name': tensor}"
+        elif isinstance(state_dict, (str, os.PathLike)):
+            hint = ": save(tensors, uri) takes the tensors first"
         raise TypeError(f"expected a mapping or a sequence, not {type(state_dict).__name__}{hint}")
     if isinstance(state_dict, Mapping):
         rest = {}

@@ -13,6 +13,7 @@ from .._native import Reader, local_path, open as native_open
 from .._types import OpenOptions
 from ..streams.addresses import is_address
 from ..streams.atomic import AtomicRandom
+from . import hints
 
 if TYPE_CHECKING:
     from .._native import Source
@@ -89,8 +90,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     if not hasattr(file_obj, "read") and not hasattr(file_obj, "write"):
         raise TypeError(
             "expected a path, a file descriptor or a binary file object, "
-            f"found {type(file_obj).__name__}"
-            + (": pass io.BytesIO(data)" if isinstance(file_obj, (bytearray, memoryview)) else "")
+            f"found {type(file_obj).__name__}{hints.of_source(file_obj)}"
         )
     uri = str(getattr(file_obj, "name", None) or f"<{type(file_obj).__name__}>")
     if not is_seekable(file_obj):
@@ -164,6 +164,23 @@ def is_local(opened: Any) -> bool:
     elsewhere = is_address(opened) or isinstance(opened, Memory)
     target = None if elsewhere else classify(opened)
     return isinstance(target, (LocalPath, Descriptor))
+
+
+def open_path(path: str) -> Source:
+    """Open a local path.
+
+    Raises:
+        OSError: It cannot be opened; of one that is missing it says what it may have been meant to
+            be.
+
+    """
+    try:
+        return native_open(path, {"path": True})
+    except FileNotFoundError as error:
+        hint = hints.of_path(path)
+        if not hint:
+            raise
+        raise FileNotFoundError(error.errno, f"{error.strerror}{hint}", error.filename) from None
 
 
 def open_reader(file_obj: Any) -> Reader:

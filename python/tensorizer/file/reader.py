@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from .._types import FilterFuncType, Name, TensorType
+from .._types import FilterFuncType, Name, TensorType, VerifyHash
 from ..modules import state
 from ..modules.wrappers import Submodules
 from ..tensors.arrays import opaque_array
 from ..tensors.exchange import lend, refuse_short
 from ..tensors.usage import convert_bytes
+from . import hints
 from .arguments import checked_verification, named_device, resolve_device
 from .encryption import DecryptionParams
 from .into_sharded import ShardedPlaces
@@ -118,7 +119,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
         num_readers: int | None = None,
-        verify_hash: bool | str | None = False,
+        verify_hash: VerifyHash | None = False,
         encryption: DecryptionParams | None = None,
         mmap: bool = False,
         clone: bool = False,
@@ -166,7 +167,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """Where tensors go that are loaded now: the current CUDA device may change in between."""
         return self._fixed_device or resolve_device(self._named_device)
 
-    def _verification(self, verify_hash: bool | str | None) -> str:
+    def _verification(self, verify_hash: VerifyHash | None) -> str:
         if verify_hash is None:
             return self._file.verify
         verify = checked_verification(verify_hash)
@@ -261,7 +262,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         try:
             node = self._top[name]
         except (KeyError, TypeError):
-            raise KeyError(f"Tensor {name!r} not found in {self._file.reader.uri}") from None
+            raise self._file.missing(name) from None
         if isinstance(node, int):
             return self._loaded.one(node, self._device)
         self._load(node)
@@ -348,7 +349,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self,
         filter_func: FilterFuncType | None = None,
         num_tensors: int = -1,
-        verify_hash: bool | str | None = None,
+        verify_hash: VerifyHash | None = None,
     ) -> Iterator[tuple[int, TensorType, Name, torch.nn.Parameter]]:
         """Yield ``(module index, type, name, tensor)`` in the order of the file.
 
@@ -378,7 +379,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         filter_func: FilterFuncType | None = None,
         num_tensors: int = -1,
         allow_raw_data: bool = False,
-        verify_hash: bool | str | None = None,
+        verify_hash: VerifyHash | None = None,
     ) -> Iterator[tuple[int, TensorType, Name, npt.NDArray[Any], bool, str | None]]:
         """Yield ``(module index, type, name, array, opaque, torch dtype)`` for each tensor.
 
@@ -427,7 +428,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """
         number = self._file.find(name)
         if number not in self._selection:
-            raise KeyError(f"Tensor {name!r} not found in {self._file.reader.uri}")
+            raise self._file.missing(name)
         return TensorSlice(self._file, number, lambda: self._device, self._file.verify)
 
     # Modules
@@ -436,7 +437,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self,
         m: torch.nn.Module,
         filter_func: FilterFuncType | None = None,
-        verify_hash: bool | str | None = None,
+        verify_hash: VerifyHash | None = None,
         *,
         strict: bool = False,
     ) -> int:
@@ -454,9 +455,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         is filled, with ``lazy_load=True`` directly: if that fails half-way, it holds some of the
         new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Those
         that are tied stay tied where the file holds equal bytes, or only one of them. Tensors of
-        the module that the file lacks are left alone, and those that only the file has are
-        registered under the submodules that they name, with a warning (as buffers, where the file
-        does not say what they are). The file is closed.
+        the module that the file lacks are left as they are, with a warning unless a filter was
+        given, and those that only the file has are registered under the submodules that they name,
+        with a warning (as buffers, where the file does not say what they are). The file is closed.
 
         Of a ``DTensor`` (FSDP2, tensor parallel) only the part of this process is loaded, with
         ``lazy_load=True`` only its bytes are read, to the device where it is, or where its mesh is.
@@ -486,6 +487,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 ``Replicate``.
 
         """
+        if not isinstance(m, torch.nn.Module):
+            is_class = isinstance(m, type)
+            raise TypeError(
+                "load_into_module fills a torch.nn.Module, not "
+                + (f"the class {m.__name__}" if is_class else type(m).__name__)
+                + ("" if is_class else ": tensorizer.load(uri) returns a dict of tensors")
+            )
         verify = self._verification(verify_hash)
         name_of = self._file.reader.name
         chosen = list(self._selection)
@@ -500,18 +508,23 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         submodules = Submodules(
             m, [state.with_dot(name) for name in names if isinstance(name, str)]
         )
-        places = [
-            state.Place.find(submodules, name, kinds[n])
-            for name, n in zip(names, chosen, strict=True)
-        ]
+        try:
+            places = [
+                state.Place.find(submodules, name, kinds[n])
+                for name, n in zip(names, chosen, strict=True)
+            ]
+        except KeyError as error:
+            raise KeyError(f"{error.args[0]}{hints.of_prefixes(names, m)}") from None
         tensors = [place.current() for place in places]
         shapes = [shape for _, shape in self._file.reader.describe_all(chosen)]
         everything = None
-        if strict:
+        if strict and len(chosen) < len(self._file.reader):
             every = map(name_of, range(len(self._file.reader)))
             everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
+        elif strict or (filter_func is None and self._filter is None):
+            everything = tensors
         found = list(zip(places, tensors, strict=True))
-        state.check(m, found, [str(name) for name in names], shapes, everything)
+        state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
         refuse_short(zip(names, tensors, strict=True))
         sharded = ShardedPlaces(self._file, self._loaded, places, tensors, chosen)
         cut = {number for _, number in sharded.pairs}

@@ -24,12 +24,12 @@ from .._native import (
     open as native_open,
     shares_of_tensors,
 )
-from .._types import Head, Name, OpenOptions, Slice
+from .._types import Head, Name, OpenOptions, Slice, VerifyHash
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices
 from ..tensors.exchange import are_plain, cast_dtype, lend, take
-from . import opening
+from . import hints, opening
 from .arguments import (
     check_num_readers,
     checked_dtype,
@@ -92,7 +92,7 @@ class TensorFile:
         *,
         dtype: torch.dtype | str | None = None,
         num_readers: int | None = None,
-        verify_hash: bool | str | None = False,
+        verify_hash: VerifyHash | None = False,
         encryption: DecryptionParams | None = None,
         mmap: bool = False,
         clone: bool = False,
@@ -149,7 +149,8 @@ class TensorFile:
                 self.decrypt(encryption)
             elif key_needed and self.reader.encrypted:
                 raise CryptographyError(
-                    f"Tensor is encrypted, but decryption was not requested: {self.reader.uri}"
+                    f"Tensor is encrypted, but decryption was not requested: {self.reader.uri}: "
+                    + hints.KEY
                 )
             if num_readers not in (None, 1) and not self.reader.parallel:
                 raise ValueError(
@@ -179,7 +180,7 @@ class TensorFile:
             return functools.partial(native_open, file_obj, options)
         target = None if self._name is None else opening.classify(file_obj)
         if isinstance(target, opening.LocalPath):
-            return functools.partial(native_open, target.path, {"path": True})
+            return functools.partial(opening.open_path, target.path)
         return None
 
     @property
@@ -358,8 +359,14 @@ class TensorFile:
                 if number is None and isinstance(path, list) and path:
                     number = self.reader.find(tuple(path))
         if number is None:
-            raise KeyError(f"Tensor {name!r} not found in {self.reader.uri}")
+            raise self.missing(name)
         return number
+
+    def missing(self, name: Name | int) -> KeyError:
+        """Return the error of a tensor that is not there."""
+        reader = self.reader
+        hint = hints.of_name(name, reader.names(range(len(reader))))
+        return KeyError(f"Tensor {name!r} not found in {reader.uri}{hint}")
 
     # Loading
 

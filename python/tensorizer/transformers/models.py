@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
 from . import of_diffusers, of_transformers
@@ -34,7 +35,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     num_readers: int | None = None,
     mmap: bool = False,
-    verify_hash: bool | str = False,
+    verify_hash: VerifyHash = False,
     encryption: DecryptionParams | None = None,
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,

@@ -1,0 +1,134 @@
+"""What helps with common mistakes, as the ends of messages."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._types import Name
+
+#: How to pass a key, for messages about encrypted files.
+KEY = "pass encryption=DecryptionParams.from_key(key), or DecryptionParams.from_string(passphrase)"
+#: Names of dtypes that others use, and torch's.
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "fp8": "float8_e4m3fn",
+    "f8": "float8_e4m3fn",
+    "int4": "uint8",
+}
+#: Kinds of addresses, of which one slash was left out.
+_ONE_SLASH = re.compile(r"(s3|gs|az|abfss|hf|https?|rediss?):/(?!/)")
+#: A repository of the hub: an owner and a name, neither with the ending of a file.
+_REPOSITORY = re.compile(r"[\w-]+/[\w.-]+")
+_FILE = re.compile(r"\.(tensors|safetensors|bin|pt|pth|json|index|gguf|ckpt)$")
+#: Names that are compared with a wrong one, and at which a common beginning is looked for.
+_MOST_NAMES = 20_000
+
+
+def of_path(path: str) -> str:
+    """Return what a missing path may have been meant to be; empty if nothing comes to mind."""
+    if _ONE_SLASH.match(path):
+        return f": an address has two slashes, {path.replace(':/', '://', 1)}"
+    if _REPOSITORY.fullmatch(path) and not _FILE.search(path):
+        return f": a repository of the Hugging Face hub is hf://{path}"
+    return ""
+
+
+def of_device(device: object) -> str:
+    """Return what a device may have been meant to be."""
+    if isinstance(device, torch.dtype):
+        return f": dtype={device} casts tensors"
+    if isinstance(device, str) and device.split(":")[0].lower() in ("gpu", "nvidia", "rocm"):
+        return (
+            f": torch calls it {'cuda' + device[device.find(':') :] if ':' in device else 'cuda'!r}"
+        )
+    return ": expected one such as 'cpu', 'cuda' or 'cuda:1'"
+
+
+def of_dtype(dtype: object) -> str:
+    """Return what a dtype may have been meant to be, or the usual ones."""
+    if isinstance(dtype, str):
+        wanted = dtype.removeprefix("torch.").lower()
+        known = [name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)]
+        name = _DTYPES.get(wanted) or next(iter(difflib.get_close_matches(wanted, known, 1)), None)
+        if name is not None:
+            return f": torch calls it {name!r}"
+    return ": expected one such as 'bfloat16', 'float16', 'float32' or 'float64'"
+
+
+def of_name(name: Name | int, names: Sequence[Name]) -> str:
+    """Return which of the names of a file a missing one may have been meant to be."""
+    texts = [one for one in names[:_MOST_NAMES] if isinstance(one, str)]
+    if not isinstance(name, str) or not texts:
+        return ""
+    if any(one.endswith(f".{name}") for one in texts):
+        found = next(one for one in texts if one.endswith(f".{name}"))
+        prefix = found.removesuffix(name)
+        has_each = common_prefix(texts).startswith(prefix)
+        begins = "every name begins" if has_each else "its name begins"
+        return f", which has {found!r}: {begins} with {prefix!r}"
+    if any(name.endswith(f".{one}") for one in texts):
+        found = next(one for one in texts if name.endswith(f".{one}"))
+        return f", which has {found!r}, without {name.removesuffix(found)!r}"
+    close = difflib.get_close_matches(name, texts, 1, 0.8)
+    return f", which has {close[0]!r}" if close else ""
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """Return the modules with which all names begin, with a dot at the end; empty if with none."""
+    if not names:
+        return ""
+    first, last = min(names), max(names)
+    steps: list[str] = []
+    for one, other in zip(first.split(".")[:-1], last.split(".")[:-1], strict=False):
+        if one != other:
+            break
+        steps.append(one)
+    return "".join(f"{step}." for step in steps)
+
+
+def of_source(source: Any) -> str:
+    """Return what to do with an object that is no file."""
+    if isinstance(source, (bytearray, memoryview)):
+        return ": pass io.BytesIO(data)"
+    if isinstance(source, torch.nn.Module):
+        return ": TensorDeserializer(uri).load_into_module(module) fills a module"
+    return ""
+
+
+def of_prefixes(names: Sequence[Name], module: torch.nn.Module) -> str:
+    """Return the prefix that the names of a file have more or less than those of a module."""
+    of_file = [name for name in names if isinstance(name, str)]
+    of_module = [name for name, _ in module.named_parameters()]
+    known = {*of_module, *(name for name, _ in module.named_buffers())}
+    for prefix in _prefixes(of_file):
+        if any(name.removeprefix(prefix) in known for name in of_file):
+            return (
+                f": every name of the file begins with {prefix!r}; load it into what has this "
+                f"module as {prefix[:-1]!r}, or give load_state_dict() the tensors by other names"
+            )
+    for prefix in _prefixes(of_module):
+        if any(prefix + name in known for name in of_file):
+            return (
+                f": every name of the module begins with {prefix!r}; load the file into its "
+                f"submodule {prefix[:-1]!r}"
+            )
+    return ""
+
+
+def _prefixes(names: Sequence[str]) -> Iterator[str]:
+    """Yield what all names begin with, of one module, then of two, and so on."""
+    prefix = ""
+    for step in common_prefix(names).split(".")[:-1]:
+        prefix += f"{step}."
+        yield prefix

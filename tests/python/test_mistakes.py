@@ -1,0 +1,194 @@
+"""Common mistakes: each ends with the sentence that helps, or means what was meant."""
+
+import warnings
+
+import pytest
+import tensorizer
+import torch
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.file import hints
+
+KEY = EncryptionParams(bytes(range(32)))
+
+
+def network(layers=1):
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Files of one small module: plain, encrypted, and below a module of its own."""
+    monkeypatch.chdir(tmp_path)
+    state = network().state_dict()
+    tensorizer.save(state, "m.tensors")
+    tensorizer.save(state, "enc.tensors", encryption=KEY)
+    tensorizer.save({f"model.{name}": one for name, one in state.items()}, "below.tensors")
+    return state
+
+
+def into(path, module, **options):
+    return TensorDeserializer(path, "cpu").load_into_module(module, **options)
+
+
+def save_module_as_mapping():
+    with TensorSerializer("x.tensors") as file:
+        file.write_module(network().state_dict())
+
+
+MISTAKES = {
+    "no key": (lambda: tensorizer.load("enc.tensors"), "pass encryption=DecryptionParams.from_key"),
+    "no key for an operator": (
+        lambda: torch.ops.tensorizer.load("enc.tensors"),
+        r"pass its key \(`key=` of the operators\)",
+    ),
+    "a key as bytes": (
+        lambda: tensorizer.load("enc.tensors", encryption=bytes(32)),
+        r"not bytes: DecryptionParams.from_key\(key\)",
+    ),
+    "a passphrase as a string": (
+        lambda: tensorizer.load("enc.tensors", encryption="secret"),
+        r"not str: DecryptionParams.from_string\(passphrase\)",
+    ),
+    "the key of encryption": (
+        lambda: tensorizer.load("enc.tensors", encryption=KEY),
+        r"DecryptionParams.from_key\(params.key\)",
+    ),
+    "device gpu": (lambda: tensorizer.load("m.tensors", "gpu"), "torch calls it 'cuda'"),
+    "device gpu:1": (lambda: TensorDeserializer("m.tensors", "GPU:1"), "calls it 'cuda:1'"),
+    "a dtype as the device": (
+        lambda: tensorizer.load("m.tensors", torch.bfloat16),
+        "dtype=torch.bfloat16 casts tensors",
+    ),
+    "dtype bf16": (
+        lambda: tensorizer.load("m.tensors", dtype="bf16"),
+        "torch calls it 'bfloat16'",
+    ),
+    "dtype flaot16": (
+        lambda: tensorizer.load("m.tensors", dtype="flaot16"),
+        "torch calls it 'float16'",
+    ),
+    "an unknown dtype": (
+        lambda: tensorizer.load("m.tensors", dtype="q4_k_m"),
+        "expected one such as 'bfloat16', 'float16'",
+    ),
+    "save with its arguments swapped": (
+        lambda: tensorizer.save("x.tensors", network().state_dict()),
+        r"save\(tensors, uri\) takes the tensors first",
+    ),
+    "save of a module": (
+        lambda: tensorizer.save(network(), "x.tensors"),
+        r"write_module takes modules; their state_dict\(\)",
+    ),
+    "write_module of a mapping": (save_module_as_mapping, "write_state_dict takes mappings"),
+    "a repository of the hub": (
+        lambda: tensorizer.load("Qwen/Qwen2-0.5B"),
+        "a repository of the Hugging Face hub is hf://Qwen/Qwen2-0.5B",
+    ),
+    "one slash": (lambda: tensorizer.load("s3:/bucket/x"), "two slashes, s3://bucket/x"),
+    "names without their prefix": (
+        lambda: tensorizer.load("below.tensors", names=["0.weight"]),
+        "'model.0.weight': every name begins with 'model.'",
+    ),
+    "names with a prefix": (
+        lambda: tensorizer.load("m.tensors", names=["module.0.weight"]),
+        "has '0.weight', without 'module.'",
+    ),
+    "a name with a slip": (
+        lambda: tensorizer.load("m.tensors", names=["0.weigth"]),
+        "which has '0.weight'",
+    ),
+    "a file of a larger module": (
+        lambda: into("below.tensors", network()),
+        "every name of the file begins with 'model.'",
+    ),
+    "a file of a smaller module": (
+        lambda: into("m.tensors", torch.nn.ModuleDict({"model": network()})),
+        "every name of the module begins with 'model.'",
+    ),
+    "the class of a module": (
+        lambda: into("m.tensors", torch.nn.Linear),
+        "torch.nn.Module, not the class Linear",
+    ),
+    "a dict for a module": (
+        lambda: into("m.tensors", {}),
+        r"tensorizer.load\(uri\) returns a dict of tensors",
+    ),
+    "load of a module": (
+        lambda: tensorizer.load(network()),
+        r"TensorDeserializer\(uri\).load_into_module\(module\) fills a module",
+    ),
+    "verify_hash sha256": (
+        lambda: tensorizer.load("m.tensors", verify_hash="sha256"),
+        "True compares all hashes",
+    ),
+    "num_readers auto": (
+        lambda: tensorizer.load("m.tensors", num_readers="auto"),
+        "None for as many as help",
+    ),
+    "memory_limit 1GB": (
+        lambda: tensorizer.load("m.tensors", memory_limit="1GB"),
+        "a number of bytes, such as 1_000_000_000",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_message_says_what_to_do(files, mistake):
+    call, sentence = MISTAKES[mistake]
+    with pytest.raises(Exception, match=sentence) as caught:
+        call()
+    assert len(str(caught.value)) < 400
+
+
+def test_a_missing_file_stays_an_error_with_number_and_path(files):
+    for path in ("Qwen/Qwen2-0.5B", "missing.tensors", "s3:/bucket/x"):
+        with pytest.raises(FileNotFoundError) as caught:
+            tensorizer.load(path)
+        assert (caught.value.errno, caught.value.filename) == (2, path)
+
+
+@pytest.mark.parametrize(
+    "path", ["missing.tensors", "folder/model.safetensors", "/a/b", "a", "./a/b"]
+)
+def test_paths_that_name_no_repository(path):
+    assert hints.of_path(path) == ""
+
+
+def test_a_string_of_names_is_one_name(files):
+    assert [*tensorizer.load("m.tensors", names="0.weight")] == ["0.weight"]
+    assert [name for name, _ in tensorizer.iterate("m.tensors", names="0.bias")] == ["0.bias"]
+
+
+def test_a_module_with_more_parameters_than_the_file_is_warned_of(files):
+    larger = network(layers=2)
+    with pytest.warns(
+        UserWarning, match=r"lacks, and that stay as they are: 1\.bias, 1\.weight; strict"
+    ):
+        assert into("m.tensors", larger) == 2
+    with pytest.raises(RuntimeError, match=r"missing in the file: 1\.bias, 1\.weight"):
+        into("m.tensors", network(layers=2), strict=True)
+    with pytest.warns(UserWarning, match="and 20 more"):
+        into("m.tensors", network(layers=21))
+
+
+def test_no_warning_where_all_is_there_or_a_filter_was_given(files):
+    tied = network(layers=2)
+    tied[1].weight, tied[1].bias = tied[0].weight, tied[0].bias
+    computed = network()
+    computed.register_buffer("table", torch.ones(3), persistent=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        into("m.tensors", network())
+        into("m.tensors", tied)
+        into("m.tensors", computed)
+        into("m.tensors", network(layers=2), filter_func=lambda name: name == "0.weight")
+        file = TensorDeserializer("m.tensors", "cpu", filter_func=lambda name: "bias" in name)
+        file.load_into_module(network())
+
+
+def test_public_names_alone_are_listed():
+    assert {name for name in dir(tensorizer) if not name.startswith("__")} == {
+        *(name for name in tensorizer.__all__ if not name.startswith("__")),
+        *("distributed", "lightning", "transformers"),
+    }
+    assert DecryptionParams.__name__ in dir(tensorizer) and tensorizer.distributed is not None
