@@ -3,6 +3,7 @@
 use std::ffi::{OsString, c_int};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -112,6 +113,10 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
+        if options.cache.is_some() && opened.response_head().is_some() && !Cache::can_keep(&*opened)
+        {
+            warn_of_no_tag(py, opened.uri())?;
+        }
         return Ok(Source::new(opened, 0));
     }
     if file.is_instance_of::<PyInt>() && !file.is_instance_of::<PyBool>() {
@@ -137,6 +142,22 @@ pub fn open(
         None => Arc::new(StreamSource::new_at(object, uri(), base)),
     };
     Ok(Source::new(source, base))
+}
+
+/// True once the warning was given, which is the same for all files of most servers.
+static WARNED: AtomicBool = AtomicBool::new(false);
+
+/// Warns, once a process, that the cache keeps nothing of a file.
+fn warn_of_no_tag(py: Python<'_>, uri: &str) -> PyResult<()> {
+    if WARNED.swap(true, Ordering::Relaxed) {
+        return Ok(());
+    }
+    let message = format!(
+        "the cache keeps nothing of {uri}: its server states no strong ETag, which tells versions of a \
+         file apart"
+    );
+    py.import("warnings")?.call_method1("warn", (message,))?;
+    Ok(())
 }
 
 /// Creates an object at an address. Nothing is sent before a part is complete.

@@ -457,3 +457,26 @@ def test_the_example_of_the_document(nginx, served, folder):
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert nginx.sent(name) <= size + 2 * FIRST + MB // 8
+
+
+WARNED = """
+import sys, warnings, tensorizer
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    for address in sys.argv[1:]:
+        tensorizer.load(address, "cpu")
+print("|".join(str(one.message) for one in found))
+"""
+
+
+def test_that_nothing_is_kept_for_want_of_an_etag_is_said_once(nginx, tmp_path):
+    tensorizer.save({"a": torch.ones(3)}, nginx.root / "said.tensors")
+    known, tagless = (f"{nginx.http}/{folder}said.tensors" for folder in ("", "tagless/"))
+    env = {"TENSORIZER_CACHE": str(tmp_path / "cache")}
+    done = run_python(WARNED, known, tagless, tagless, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        f"the cache keeps nothing of {tagless}: its server states no strong ETag, which tells "
+        "versions of a file apart"
+    )
+    assert run_python(WARNED, tagless).stdout.strip() == ""

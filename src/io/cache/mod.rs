@@ -54,6 +54,12 @@ impl Cache {
         CACHE.path().map(Self::at).transpose()
     }
 
+    /// True if a server says of a file what the cache needs: a strong `ETag`, and a size. Not of local
+    /// files, and of servers that have neither.
+    pub fn can_keep(source: &dyn ReadAt) -> bool {
+        FileVersion::of(source, "").is_some()
+    }
+
     /// The cache in a folder, which is made at its first use, with the limit of the environment.
     pub fn at(folder: PathBuf) -> Result<Self> {
         let most = Some(CACHE_GB.value()?).filter(|most| *most > 0);
