@@ -7,6 +7,7 @@ use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorizer::error::Error;
+use tensorizer::io::uri::meant;
 
 /// What a method returns: an error of the core becomes its Python class on the way out.
 pub type Answer<T> = std::result::Result<T, Raised>;
@@ -82,7 +83,9 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
     match (error.raw_os_error(), error.kind()) {
         (Some(code), _) => {
             let message = io::Error::from_raw_os_error(code).to_string();
-            let message = message.split(" (os error").next().unwrap_or(&message).to_owned();
+            let message = message.split(" (os error").next().unwrap_or(&message);
+            let hint = if error.kind() == io::ErrorKind::NotFound { meant(uri) } else { None };
+            let message = format!("{message}{}", hint.unwrap_or_default());
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }
         (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),

@@ -20,12 +20,15 @@ mod reader;
 mod shards;
 mod sink;
 mod source;
+mod text;
 mod verification;
 mod watch;
 mod writer;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use tensorizer::environment::{self, set_guard};
+use tensorizer::format::TensorKind;
 use tensorizer_torch::{registered, set_interrupt, set_unlocked};
 
 use crate::gil::signals;
@@ -52,6 +55,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_DEPTH", tensorizer::format::name::MAX_DEPTH)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
+    module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
+    module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
     module.add_function(wrap_pyfunction!(cuts::indexed, module)?)?;
     module.add_function(wrap_pyfunction!(cuts::shards, module)?)?;

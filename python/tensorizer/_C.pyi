@@ -6,6 +6,7 @@ from ._types import OpenOptions, Slice
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",
     "DEFAULT_S3_WRITE_ENDPOINT",
+    "KINDS",
     "MAX_DEPTH",
     "TORCH_VERSION",
     "Decryption",
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "cache_entries",
     "clear_cache",
+    "convert_bytes",
     "cpu_count",
     "create",
     "first_touch",
@@ -47,6 +49,7 @@ __all__ = [
 
 DEFAULT_S3_READ_ENDPOINT: str
 DEFAULT_S3_WRITE_ENDPOINT: str
+KINDS: tuple[str, ...]
 MAX_DEPTH: int
 TORCH_VERSION: str
 __version__: str
@@ -54,6 +57,7 @@ cpu_count: int
 
 def cache_entries(folder: str | None = None) -> list[tuple[str, int, int, float]]: ...
 def clear_cache(folder: str | None = None) -> list[tuple[str, int, int, float]]: ...
+def convert_bytes(num: float, decimal: bool = True) -> str: ...
 def forget_environment() -> None: ...
 def holders(namespaces: Sequence[dict[str, Any]], objects: Sequence[Any]) -> list[int]: ...
 def indexed(

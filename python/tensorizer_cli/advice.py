@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .heads import size
 from .output import plural
-from .progress import size
 
 #: Shorter loads end before it is known whether more connections help.
 _SHORT = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from typing import Any, NoReturn
 
@@ -48,6 +47,8 @@ class _Version(argparse.Action):
 
 
 def _version() -> str:
+    import importlib.metadata  # takes a tenth of a second
+
     try:
         return importlib.metadata.version("tensorizer")
     except importlib.metadata.PackageNotFoundError:

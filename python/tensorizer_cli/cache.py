@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 
-from tensorizer._native import cache_entries, clear_cache
-
+from . import native
+from .heads import size
 from .output import Report, plural
-from .progress import size
 
 
 def run(options: argparse.Namespace) -> int:
     """List what is kept of servers' files, or remove it."""
     report = Report(options)
     removes = options.action == "clear"
-    found = (clear_cache if removes else cache_entries)(options.folder)
+    core = native.module()
+    found = (core.clear_cache if removes else core.cache_entries)(options.folder)
     if not removes:
         for uri, length, here, used in found:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))

@@ -1,36 +1,46 @@
-"""What runs each command."""
+"""What runs each command. Modules that need torch are imported when their command is."""
 
 from __future__ import annotations
 
 import argparse
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 
-from tensorizer import CryptographyError, HashMismatchError
-
-from . import cache, copy, diff, info, load, ls, verify
-
-#: Each returns the status of the process.
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ls": ls.run,
-    "info": info.run,
-    "cache": cache.run,
-    "load": load.run,
-    "verify": verify.run,
-    "diff": diff.run,
-    "cp": copy.cp,
-    "encrypt": copy.encrypt,
-    "decrypt": copy.decrypt,
-    "rekey": copy.rekey,
+#: The module and the function of each; the function returns the status of the process.
+COMMANDS = {
+    "ls": ("ls", "run"),
+    "info": ("info", "run"),
+    "cache": ("cache", "run"),
+    "load": ("load", "run"),
+    "verify": ("verify", "run"),
+    "diff": ("diff", "run"),
+    "cp": ("copy", "cp"),
+    "encrypt": ("copy", "encrypt"),
+    "decrypt": ("copy", "decrypt"),
+    "rekey": ("copy", "rekey"),
 }
 #: What files, servers and machines are the reason of; anything else is a mistake in the program.
-ERRORS = (
+_ERRORS = (
     OSError,
     ValueError,
     RuntimeError,
     MemoryError,
     ImportError,
-    CryptographyError,
-    HashMismatchError,
     pickle.UnpicklingError,
 )
+
+
+def of(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return what runs a command."""
+    module, function = COMMANDS[name]
+    found: Callable[[argparse.Namespace], int] = getattr(
+        import_module(f"{__package__}.{module}"), function
+    )
+    return found
+
+
+def is_expected(error: Exception) -> bool:
+    """Tell whether files, servers or machines are the reason of an error."""
+    own = type(error).__module__.partition(".")[0] == "tensorizer"
+    return own or isinstance(error, _ERRORS)

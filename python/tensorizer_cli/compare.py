@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensorizer import CryptographyError, FormatError, HashMismatchError
 
-from .file import File, plain, text
+from .file import File
+from .heads import plain, text
 from .output import brief, plural
 from .progress import Progress
 

@@ -24,8 +24,9 @@ from . import keys, redis_target
 from .checkpoint import open_file
 from .compare import DAMAGES, differences
 from .file import File
+from .heads import size
 from .output import Report, plural, without_password
-from .progress import Progress, size
+from .progress import Progress
 
 _ALIGNMENT = 64
 _DIFFERENT = 1

@@ -8,11 +8,13 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tensorizer import FormatError, TensorType
-from tensorizer._types import Name
+from . import native
+from .heads import Heads
 
-from .file import File
+if TYPE_CHECKING:
+    from tensorizer._types import Name
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Facts:
 
     """
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: Heads) -> None:
         self.tensors = list(_tensors(file))
         self.all = totals(self.tensors)
         by_dtype: dict[str, list[Tensor]] = {}
@@ -81,14 +83,14 @@ class Facts:
         self.damage = ""
         try:
             self.metadata = dict(file.reader.metadata or ())
-        except FormatError as error:
+        except ValueError as error:
             self.damage = str(error)
 
     def largest(self, count: int) -> list[Tensor]:
         """Return the tensors with most bytes, those first."""
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
-    def _hashes(self, file: File) -> Hashes | None:
+    def _hashes(self, file: Heads) -> Hashes | None:
         """Look at the hashes of all tensors; of the largest at a server or in a checkpoint."""
         reader = file.first
         if reader is None or reader.version is None or not reader.seekable:
@@ -111,10 +113,11 @@ def totals(tensors: Iterable[Tensor]) -> Totals:
     return together
 
 
-def _tensors(file: File) -> Iterator[Tensor]:
+def _tensors(file: Heads) -> Iterator[Tensor]:
+    buffer = native.module().KINDS.index("buffer")
     for number in range(len(file)):
         dtype, shape, _ = file.reader.describe(number)
-        is_buffer = file.kinds[number] == int(TensorType.BUFFER)
+        is_buffer = file.kinds[number] == buffer
         yield Tensor(
             file.reader.name(number),
             dtype,
@@ -124,7 +127,7 @@ def _tensors(file: File) -> Iterator[Tensor]:
         )
 
 
-def _alignment(file: File) -> int | None:
+def _alignment(file: Heads) -> int | None:
     reader = file.first
     if reader is None:
         return None

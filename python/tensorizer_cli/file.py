@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
-from tensorizer._native import Reader, known_limit
-from tensorizer._types import Head, Name
+from tensorizer._native import known_limit
+from tensorizer._types import Head
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
-from .output import without_password
+from .heads import Heads
 
 #: Bytes of tensors that are held at a time.
 _BATCH_BYTES = 256 << 20
 
 
-class File:
+class File(Heads):
     """An open file, read in batches.
 
     Args:
@@ -41,7 +39,6 @@ class File:
         heads: Sequence[Head] | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        self.shown = without_password(str(file))
         self._has_key = params is not None
         self._file = TensorFile(
             file,
@@ -52,42 +49,14 @@ class File:
             heads=heads,
             memory_limit=memory_limit,
         )
-        self.reader = self._file.reader
-        self.heads = self._file.heads
-        self.kinds = self.reader.kinds()
-        self.memory_lens = self.reader.memory_lens()
-        self.data_lens = self.reader.data_lens()
-        self.total = sum(self.data_lens)
+        super().__init__(str(file), self._file.reader, self._file.heads)
         self.memory_limit = known_limit(memory_limit)
-        #: What is no tensor.
-        self.left_out: list[str] = []
-
-    @property
-    def first(self) -> Reader | None:
-        """What reads the file, or the first of those that are read together."""
-        return self._file.reader
 
     def __enter__(self) -> File:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    @cached_property
-    def metadata(self) -> dict[str, str]:
-        """What the file says beside its tensors, without the bytes that an index counts.
-
-        Raises:
-            FormatError: They are damaged.
-
-        """
-        found = dict(self.reader.metadata or ())
-        if self.reader.files() != [self.reader.uri]:
-            found.pop("total_size", None)
-        return found
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Decrypt what is loaded from here on."""
@@ -138,7 +107,8 @@ class File:
 
         """
         if self.memory_limit is None or (self._file.maps and self._file.is_local):
-            return self.memory_limit
+            limit: int | None = self.memory_limit
+            return limit
         self._file.hold(self.total, range(1), lambda _: self.total, least=beside)
         return self.memory_limit - self.total
 
@@ -197,13 +167,3 @@ class File:
     def _meta(self, number: int) -> torch.Tensor:
         dtype, shape, _ = self.reader.describe(number)
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def text(name: Name) -> str:
-    """Return a name as people read it."""
-    return name if isinstance(name, str) else json.dumps(list(name))
-
-
-def plain(name: Name) -> str | list[str | int]:
-    """Return a name as JSON has it."""
-    return name if isinstance(name, str) else list(name)

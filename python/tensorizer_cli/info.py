@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from .checkpoint import open_file
 from .facts import Facts, Hashes, Tensor, Totals
-from .file import File, plain, text
+from .heads import Heads, open_heads, plain, size, text
 from .modules import Module, listed, modules, shown as shown_modules
 from .output import Report, bold, brief, dim, plural, shown
 from .places import Place, places
-from .progress import size
 
 #: Files of a model, and its modules, that are shown to people.
 _MOST_FILES, _MOST_MODULES = 16, 60
@@ -24,7 +22,7 @@ _NAME = 72
 def run(options: argparse.Namespace) -> int:
     """Show what a file is, what it holds and where it lies."""
     report = Report(options)
-    with open_file(options.file, names_only=True, heads=()) as file:
+    with open_heads(options.file, with_heads=True) as file:
         facts, found = Facts(file), places(file)
         root, largest = modules(facts.tensors, options.depth), facts.largest(options.largest)
         report.line(bold(file.shown))
@@ -68,7 +66,7 @@ def _hashes_for_programs(hashes: Hashes | None) -> dict[str, int] | None:
     return None if hashes is None else {**hashes.counts, "looked_at": hashes.looked_at}
 
 
-def _facts(file: File, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[str, str]]:
+def _facts(file: Heads, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[str, str]]:
     """Yield titles, empty under one of the same, and what is said beside them."""
     version = file.reader.version
     yield "format", file.reader.format + ("" if version is None else f", data version {version}")
@@ -109,7 +107,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _hashes(file: File, hashes: Hashes | None) -> str:
+def _hashes(file: Heads, hashes: Hashes | None) -> str:
     if file.first is None or file.first.version is None:
         return "none: the format has no place for them"
     if hashes is None:

@@ -16,8 +16,9 @@ from tensorizer.streams.addresses import is_address
 from . import keys
 from .advice import Figures, advice
 from .checkpoint import open_file, prepare
+from .heads import size
 from .output import Report, plural, without_password
-from .progress import Progress, size
+from .progress import Progress
 
 #: Bytes of new memory that are written to, to see how fast it is had.
 _TOUCHED = 64 << 20

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tensorizer import FormatError, TensorType
-
-from .checkpoint import open_file
-from .file import File, plain, text
+from . import native
+from .heads import Heads, open_heads, plain, size, text
 from .output import Report, brief, plural, shown
-from .progress import size
 
 _HEAD = ("name", "dtype", "shape", "bytes", "type")
 
@@ -18,7 +15,7 @@ _HEAD = ("name", "dtype", "shape", "bytes", "type")
 def run(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
     report = Report(options)
-    with open_file(options.file, names_only=True) as file:
+    with open_heads(options.file) as file:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)
@@ -44,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _metadata(file: File, report: Report) -> dict[str, str] | None:
+def _metadata(file: Heads, report: Report) -> dict[str, str] | None:
     """List and return metadata; None if they are damaged."""
     try:
         found = dict(file.reader.metadata or ())
-    except FormatError as error:
+    except ValueError as error:
         report.finding(f"metadata  {error}")
         return None
     for name, value in found.items():
@@ -56,14 +53,14 @@ def _metadata(file: File, report: Report) -> dict[str, str] | None:
     return found
 
 
-def _format(file: File) -> str:
+def _format(file: Heads) -> str:
     if file.reader.version is not None:
         return f"data version {file.reader.version}"
     count = len(file.reader.files())
     return file.reader.format if count == 1 else f"{file.reader.format}, {count} files"
 
 
-def _rows(file: File) -> list[dict[str, Any]]:
+def _rows(file: Heads) -> list[dict[str, Any]]:
     offsets = file.reader.offsets()
     rows: list[dict[str, Any]] = []
     for number in range(len(file)):
@@ -75,13 +72,13 @@ def _rows(file: File) -> list[dict[str, Any]]:
                 "shape": shape,
                 "bytes": file.data_lens[number],
                 "offset": offsets[number][1],
-                "type": TensorType(file.kinds[number]).name.lower(),
+                "type": native.module().KINDS[file.kinds[number]],
             }
         )
     return rows
 
 
-def _table(file: File, rows: list[dict[str, Any]]) -> list[str]:
+def _table(file: Heads, rows: list[dict[str, Any]]) -> list[str]:
     table = [
         (
             shown(text(file.reader.name(number))),

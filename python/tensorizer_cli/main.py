@@ -6,7 +6,7 @@ import argparse
 import signal
 import traceback
 
-from . import standard, start
+from . import commands, heads, standard, start
 from .output import tell_error, warnings_told
 
 
@@ -32,20 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    expected: tuple[type[BaseException], ...] = (ImportError,)
     try:
         with warnings_told(options.json):
             try:
-                # With torch, which takes long and may not be what the package was built for.
-                from . import commands
+                heads.refuse_missing(options)
+                # Most with torch, which takes long and may not be what the package was built for.
+                run = commands.of(options.command)
             finally:
                 start.done()
-            expected = commands.ERRORS
-            status = commands.COMMANDS[options.command](options)
+            status = run(options)
             standard.flush()
             return status
     except Exception as error:
-        if not isinstance(error, expected) and not options.json:
+        if not commands.is_expected(error) and not options.json:
             # A mistake in the program.
             standard.tell(traceback.format_exc())
         tell_error(error, options.json)

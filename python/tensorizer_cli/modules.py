@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-
-from tensorizer._types import Name
+from typing import TYPE_CHECKING
 
 from .facts import Tensor, Totals
+
+if TYPE_CHECKING:
+    from tensorizer._types import Name
 
 #: What a module is called: the steps to it.
 Path = tuple[str, ...]

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorizer._native import cache_entries
-from tensorizer.streams.addresses import is_address
-
-from .file import File
+from . import native
+from .heads import Heads, is_address, size
 from .output import plural, without_password
-from .progress import size
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Place:
         }
 
 
-def places(file: File) -> list[Place]:
+def places(file: Heads) -> list[Place]:
     """Return where the files of a model lie, in the order of the model."""
     heads = {uri: (length, etag, modified) for uri, length, etag, modified, *_ in file.heads}
     here = _in_cache()
@@ -109,4 +106,4 @@ def _in_cache() -> dict[str, int] | None:
     """Return how many bytes of each file are kept here; None if none are."""
     if not os.environ.get("TENSORIZER_CACHE"):
         return None
-    return {uri: here for uri, _, here, _ in cache_entries()}
+    return {uri: here for uri, _, here, _ in native.module().cache_entries()}

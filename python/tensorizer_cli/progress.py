@@ -6,15 +6,8 @@ import argparse
 import sys
 
 from tensorizer.file.progress import Bar
-from tensorizer.utils import convert_bytes
 
-from .output import plural
 from .standard import tell
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    return plural(int(count), "byte") if count < 1000 else convert_bytes(count)
 
 
 class Progress:

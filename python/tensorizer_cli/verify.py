@@ -10,7 +10,8 @@ from tensorizer import CryptographyError, DamagedFileError, FormatError
 from . import keys
 from .checkpoint import open_file
 from .compare import DAMAGES
-from .file import File, plain
+from .file import File
+from .heads import plain
 from .output import Report, plural
 from .progress import Progress
 

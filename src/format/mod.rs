@@ -28,6 +28,19 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
+    /// All kinds, in the order of their numbers.
+    pub const ALL: [TensorKind; 3] =
+        [TensorKind::Parameter, TensorKind::Buffer, TensorKind::StateDict];
+
+    /// What the command calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            TensorKind::Parameter => "param",
+            TensorKind::Buffer => "buffer",
+            TensorKind::StateDict => "state_dict",
+        }
+    }
+
     /// The kind that a byte of the file stands for.
     pub fn from_u8(value: u8) -> Option<Self> {
         match value {

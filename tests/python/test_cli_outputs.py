@@ -164,7 +164,7 @@ def test_ctrl_c_while_the_command_starts_and_nobody_can_be_told(tmp_path, redire
 
 
 def test_mistakes_in_the_program_are_errors(folder, monkeypatch, capsys):
-    monkeypatch.setitem(commands.COMMANDS, "ls", lambda options: {}["gone"])
+    monkeypatch.setattr(commands, "of", lambda name: lambda options: {}["gone"])
     assert main(["ls", str(folder / "f")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("Traceback")

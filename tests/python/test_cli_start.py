@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -228,3 +229,49 @@ def test_results_as_json(tmp_path, path, capsys):
     (damage,) = found["damaged"]
     assert damage["name"] == "b"
     assert "'b' failed" in damage["message"]
+
+
+WITHOUT_TORCH = """
+import sys
+from tensorizer_cli.main import main
+status = main(sys.argv[1:])
+print(status, sorted({"torch", "tensorizer"} & {*sys.modules}))
+"""
+
+
+def last_line(*arguments):
+    """Run the command in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines()[-1], done
+
+
+def test_what_files_say_of_themselves_needs_no_torch(tmp_path, nginx):
+    tensors = {"a": torch.ones(3, 4), ("b", 0): torch.zeros(2, dtype=torch.bfloat16)}
+    tensorizer.save(tensors, tmp_path / "f.tensors", metadata={"step": "7"})
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f.safetensors")
+    shutil.copy(tmp_path / "f.tensors", nginx.root / "torchless.tensors")
+    address = f"{nginx.http}/torchless.tensors"
+    for command in ("ls", "info"):
+        for file in (tmp_path / "f.tensors", tmp_path / "f.safetensors", address):
+            line, done = last_line(command, "--json", str(file))
+            assert line == "0 []", done.stderr
+            quick = done.stdout.rpartition("\n0 []")[0]
+            assert main([command, "--json", str(file)]) == 0
+            assert json.loads(quick)["tensors"]
+    for command in (["verify"], ["load"], ["cp"]):
+        files = [str(tmp_path / "none"), *(["x.tensors"] if command == ["cp"] else [])]
+        line, done = last_line(*command, *files)
+        assert line == "2 []"
+        assert "none: No such file or directory" in done.stderr
+
+
+def test_what_needs_torch_is_listed_after_a_look_without_it(tmp_path):
+    torch.save({"a": torch.ones(3, 4)}, tmp_path / "f.pt")
+    line, done = last_line("ls", str(tmp_path / "f.pt"))
+    assert line == "0 ['tensorizer', 'torch']", done.stderr
+    assert "a     float32  [3, 4]" in done.stdout

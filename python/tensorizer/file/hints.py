@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,22 +25,8 @@ _DTYPES = {
     "f8": "float8_e4m3fn",
     "int4": "uint8",
 }
-#: Kinds of addresses, of which one slash was left out.
-_ONE_SLASH = re.compile(r"(s3|gs|az|abfss|hf|https?|rediss?):/(?!/)")
-#: A repository of the hub: an owner and a name, neither with the ending of a file.
-_REPOSITORY = re.compile(r"[\w-]+/[\w.-]+")
-_FILE = re.compile(r"\.(tensors|safetensors|bin|pt|pth|json|index|gguf|ckpt)$")
 #: Names that are compared with a wrong one, and at which a common beginning is looked for.
 _MOST_NAMES = 20_000
-
-
-def of_path(path: str) -> str:
-    """Return what a missing path may have been meant to be; empty if nothing comes to mind."""
-    if _ONE_SLASH.match(path):
-        return f": an address has two slashes, {path.replace(':/', '://', 1)}"
-    if _REPOSITORY.fullmatch(path) and not _FILE.search(path):
-        return f": a repository of the Hugging Face hub is hf://{path}"
-    return ""
 
 
 def of_device(device: object) -> str:

@@ -166,23 +166,6 @@ def is_local(opened: Any) -> bool:
     return isinstance(target, (LocalPath, Descriptor))
 
 
-def open_path(path: str) -> Source:
-    """Open a local path.
-
-    Raises:
-        OSError: It cannot be opened; of one that is missing it says what it may have been meant to
-            be.
-
-    """
-    try:
-        return native_open(path, {"path": True})
-    except FileNotFoundError as error:
-        hint = hints.of_path(path)
-        if not hint:
-            raise
-        raise FileNotFoundError(error.errno, f"{error.strerror}{hint}", error.filename) from None
-
-
 def open_reader(file_obj: Any) -> Reader:
     """Open a descriptor, stream or object, or bytes in memory."""
     if isinstance(file_obj, Memory):

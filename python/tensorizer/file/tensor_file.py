@@ -180,7 +180,7 @@ class TensorFile:
             return functools.partial(native_open, file_obj, options)
         target = None if self._name is None else opening.classify(file_obj)
         if isinstance(target, opening.LocalPath):
-            return functools.partial(opening.open_path, target.path)
+            return functools.partial(native_open, target.path, {"path": True})
         return None
 
     @property

@@ -9,19 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from .. import _native
+
 _Device = torch.device | str | int | None
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
     """Return a number of bytes for people: ``"123.5 MB"``, or ``"117.8 MiB"`` if not decimal."""
-    step, infix = (1000, "") if decimal else (1024, "i")
-    value = float(num)
-    for prefix in ("", "K", "M", "G", "T"):
-        if abs(value) < step:
-            unit = f"{prefix}{infix}B" if prefix else "bytes"
-            return f"{value:.1f} {unit}"
-        value /= step
-    return f"{value:.1f} P{infix}B"
+    return _native.convert_bytes(num, decimal)
 
 
 def get_device() -> torch.device:

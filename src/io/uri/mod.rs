@@ -1,9 +1,11 @@
 //! Addresses: what they name, and how it is opened or created.
 
+mod meant;
 mod model;
 mod open;
 mod scheme;
 
+pub use meant::meant;
 pub use model::{open_file, open_model, open_path};
 #[cfg(all(feature = "clouds", feature = "s3"))]
 pub use open::create_object;

@@ -19,7 +19,7 @@ pub enum Service {
 }
 
 /// The schemes of servers.
-const SCHEMES: [(&str, Service); 10] = [
+pub(super) const SCHEMES: [(&str, Service); 10] = [
     ("http", Service::Http),
     ("https", Service::Http),
     ("s3", Service::S3),

@@ -1,0 +1,64 @@
+"""The native module of the package, without importing torch where that was not done before.
+
+Importing torch takes seconds and half a gigabyte; the native module needs torch's libraries only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_NAME = "tensorizer._C"
+#: The libraries of torch that the native module names, those first that others need.
+_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+
+
+def module() -> Any:
+    """Return the native module."""
+    found = sys.modules.get(_NAME) or _alone()
+    if found is None:
+        from tensorizer import _native  # noqa: F401  # says what is wrong, if anything is
+
+        found = sys.modules[_NAME]
+    return found
+
+
+def _alone() -> ModuleType | None:
+    """Load it with torch's libraries alone; None where that is not possible."""
+    if "torch" in sys.modules or "tensorizer" in sys.modules:
+        return None
+    package = Path(__file__).resolve().parent.parent / "tensorizer"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        return None
+    torch_folder = Path(torch.submodule_search_locations[0])
+    # Files of the old package, or another torch: importing the package says what to do.
+    if (package / "_version.py").exists() or not _fits(package, torch_folder):
+        return None
+    try:
+        for name in _LIBRARIES:
+            ctypes.CDLL(str(torch_folder / "lib" / name))
+        spec = importlib.util.spec_from_file_location(_NAME, package / "_C.abi3.so")
+        if spec is None or spec.loader is None:
+            return None
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    except (OSError, ImportError):
+        return None
+    sys.modules[_NAME] = found
+    return found
+
+
+def _fits(package: Path, torch: Path) -> bool:
+    """Tell whether the package was built for a torch, by what both have written down."""
+    try:
+        built = re.search(r'TORCH_MINOR = "(.+)"', (package / "_build.py").read_text())
+        there = re.search(r"__version__ = '(\d+\.\d+)\.", (torch / "version.py").read_text())
+    except OSError:
+        return False
+    return built is not None and there is not None and built[1] == there[1]
