@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
+from .completion import SHELLS
+from .help_texts import EPILOGS
 from .output import error_line, shown, tell_error
 from .standard import flush, put, tell
 
@@ -162,12 +164,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str, *files: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        made: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=EPILOGS[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         for file in files:
             made.add_argument(file, metavar=file.upper())
-        made.add_argument("--json", action="store_true", help="print one JSON object")
-        made.set_defaults(quiet=False)
-        if name not in {"ls", "info", "cache"}:
+        made.set_defaults(quiet=False, json=False)
+        if name != "completion":
+            made.add_argument("--json", action="store_true", help="print one JSON object")
+        if name not in {"ls", "info", "cache", "keygen", "completion"}:
             _loads(made)
         return made
 
@@ -181,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="read both again and compare them, with status 1 if they differ",
         )
-        made.set_defaults(clear_metadata=False)
+        made.set_defaults(clear_metadata=False, max_shard_size=None)
         metadata = made.add_mutually_exclusive_group()
         metadata.add_argument(
             "--drop-metadata", action="store_true", help="leave the file's metadata out"
@@ -214,6 +223,11 @@ def _parser() -> argparse.ArgumentParser:
     _decrypts(diff, "the key of those that are encrypted, one of")
     _secrets(diff, "other-", "the key of OTHER, if it has one of its own, one of")
     cp = copies("cp", "Copy a file, laid out anew, as plain data.")
+    cp.add_argument(
+        "--max-shard-size",
+        metavar="N",
+        help="split a safetensors file beyond so many bytes of tensors, as in 5GB",
+    )
     _decrypts(cp, "the key, if it is encrypted, one of")
     _encrypts(copies("encrypt", "Copy a file, encrypted."), "", "the key, one of")
     _decrypts(copies("decrypt", "Copy an encrypted file as plain data."), "the key, one of")
@@ -223,4 +237,21 @@ def _parser() -> argparse.ArgumentParser:
     cache = command("cache", "List what is kept of servers' files, or remove what nobody uses.")
     cache.add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
     cache.add_argument("--folder", metavar="DIR", help="instead of what TENSORIZER_CACHE names")
+    command("keygen", "Write a random key of 32 bytes to a new file; - prints it in hex.", "file")
+    completion = command("completion", "Print the script by which a shell completes the command.")
+    completion.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
     return parser
+
+
+def options_of_commands() -> dict[str, dict[str, str]]:
+    """Return the options of each command, and what they mean."""
+    found: dict[str, dict[str, str]] = {}
+    for action in _parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, parser in action.choices.items():
+                found[name] = {
+                    option: one.help or ""
+                    for one in parser._actions
+                    for option in one.option_strings
+                }
+    return found

@@ -19,6 +19,8 @@ COMMANDS = {
     "encrypt": ("copy", "encrypt"),
     "decrypt": ("copy", "decrypt"),
     "rekey": ("copy", "rekey"),
+    "keygen": ("keygen", "run"),
+    "completion": ("completion", "run"),
 }
 #: What files, servers and machines are the reason of; anything else is a mistake in the program.
 _ERRORS = (

@@ -17,10 +17,10 @@ from tensorizer import (
 )
 from tensorizer._native import least_of_save, local_path
 from tensorizer.file.file_writer import FileWriter
-from tensorizer.file.to_safetensors import is_meant
+from tensorizer.file.to_safetensors import is_meant, is_sharded
 from tensorizer.streams.addresses import is_address
 
-from . import keys, redis_target
+from . import keys, redis_target, targets
 from .checkpoint import open_file
 from .compare import DAMAGES, differences
 from .file import File
@@ -65,6 +65,9 @@ def _run(
 ) -> int:
     report = Report(options)
     begun = time.monotonic()
+    options.target = targets.resolve(options)
+    if options.max_shard_size is not None and not is_meant(options.target, None):
+        raise ValueError("--max-shard-size is for targets that end with .safetensors")
     at_once = is_meant(options.target, None)
     limit = options.memory_limit
     with open_file(options.file, params, options.readers, at_once, limit) as source:
@@ -79,7 +82,10 @@ def _run(
             source.metadata = {}
         if encryption is not None and not options.clear_metadata:
             _refuse_to_disclose(source)
-        if not redis_target.is_meant(options.target):
+        if options.target == targets.STREAM:
+            with targets.standard_output() as file:
+                _copy(source, file, encryption, options)
+        elif not redis_target.is_meant(options.target):
             _copy(source, options.target, encryption, options)
         elif _is_stored_as_it_is(source, params, encryption, options):
             redis_target.store(source, options.target)
@@ -90,6 +96,8 @@ def _run(
         found = _verified(source, encryption, options, report) if options.verify else []
     rate = source.total / max(seconds, 1e-6)
     target = without_password(options.target)
+    if target == targets.STREAM:
+        target = "the standard output"
     report.done(
         f"{done}: {plural(len(source), 'tensor')}, {size(source.total)} in {seconds:.2f} s, "
         f"{size(rate)}/s, to {target}"
@@ -238,11 +246,15 @@ def _to_safetensors(
     with Progress(source.total, options) as progress:
         tensors, _ = source.load(list(range(len(source))), "nothing")
         names = [source.reader.name(n) for n in range(len(source))]
+        target, shard = str(target), options.max_shard_size
         save(
             dict(zip(names, tensors, strict=True)),
             target,
             format="safetensors",
             metadata=source.metadata or None,
+            max_shard_size=shard,
             memory_limit=rest,
         )
         progress.add(source.total)
+    if shard is not None and is_sharded([tensor.nbytes for tensor in tensors], shard):
+        options.target = f"{target}.index.json"

@@ -110,7 +110,7 @@ def refuse_missing(options: argparse.Namespace) -> None:
         FileNotFoundError: It names the first.
 
     """
-    for name in ("file", "other"):
+    for name in () if options.command == "keygen" else ("file", "other"):
         given = getattr(options, name, None)
         path = None if given is None else native.module().local_path(given)
         if path is not None and not os.path.lexists(path):

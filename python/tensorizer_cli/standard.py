@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import IO, TextIO
 
 
 def put(line: str) -> None:
@@ -31,6 +32,19 @@ def flush() -> None:
     """
     if sys.stdout is not None:
         with _checked(sys.stdout):
+            sys.stdout.flush()
+
+
+def copy(file: IO[bytes]) -> None:
+    """Write the bytes of a file on the standard output.
+
+    Raises:
+        OSError: See :func:`put`.
+
+    """
+    if sys.stdout is not None:
+        with _checked(sys.stdout):
+            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
             sys.stdout.flush()
 
 

@@ -18,6 +18,8 @@ ProgressType = bool | Callable[[int, int], object]
 #: Seconds between two pictures of a bar.
 _REDRAWN = 0.1
 _WIDTH = 30
+#: Characters of a line, which end before the edge of most terminals.
+_LINE = 100
 
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -86,8 +88,21 @@ class Progress:
             self.finish()
 
 
+def _duration(seconds: float) -> str:
+    """Return a duration for people: ``"8 s"``, ``"3:05 min"``, ``"2:03 h"``."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    minutes = whole // 60
+    return (
+        f"{minutes}:{whole % 60:02} min"
+        if minutes < 100
+        else f"{minutes // 60}:{minutes % 60:02} h"
+    )
+
+
 class Bar:
-    """A line on the terminal that grows, with bytes and bytes per second."""
+    """A line on the terminal that grows, with bytes, their rate, and the time that is left."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -103,10 +118,13 @@ class Bar:
         self._shown = now
         share = done / total if total else 1.0
         bar = "#" * int(_WIDTH * share)
-        rate = convert_bytes(done / max(now, 1e-3))
-        line = f"\r[{bar:<{_WIDTH}}] {share:4.0%} {convert_bytes(done)} {rate}/s "
+        rate = done / max(now, 1e-3)
+        far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
+        left = "" if self._ended or not rate else f", {_duration((total - done) / rate)} left"
+        line = f"\r[{bar:<{_WIDTH}}] {share:4.0%} {far}{left}"
         try:
-            print(line, end="\n" if self._ended else "", file=sys.stderr, flush=True)
+            # Over the line before, which may have been longer.
+            print(f"{line:<{_LINE}}", end="\n" if self._ended else "", file=sys.stderr, flush=True)
         except OSError:
             # The terminal is gone, which is no reason to end what is shown there.
             self._ended = True

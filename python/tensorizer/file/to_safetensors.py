@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,6 +118,12 @@ def _save(
     )
     with open_stream(index, "wb") as file:
         file.write(f"{text}\n".encode())
+
+
+def is_sharded(sizes: Sequence[int], max_shard_size: int | str) -> bool:
+    """Tell whether tensors of so many bytes are saved in several files."""
+    most = _bytes(max_shard_size)
+    return len(list(in_batches(range(len(sizes)), sizes.__getitem__, most))) > 1
 
 
 def write_one(

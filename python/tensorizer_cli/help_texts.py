@@ -1,0 +1,69 @@
+"""Examples, and meanings of columns, that the help of each command ends with."""
+
+from __future__ import annotations
+
+#: By the name of the command.
+EPILOGS = {
+    "ls": """\
+columns:
+  name   of the tensor; paths in nested structures as JSON
+  dtype  as torch names it
+  shape  its dimensions
+  bytes  of its data in the file
+  type   param or buffer of a module, or state_dict
+
+examples:
+  tensorizer ls model.tensors
+  tensorizer ls hf://Qwen/Qwen2-0.5B
+  cat model.tensors | tensorizer ls -""",
+    "info": """\
+examples:
+  tensorizer info model.safetensors.index.json
+  tensorizer info --depth 1 s3://bucket/model.tensors""",
+    "load": """\
+examples:
+  tensorizer load s3://bucket/model.tensors
+  tensorizer load --device cuda --verify model.tensors""",
+    "verify": """\
+examples:
+  tensorizer verify model.tensors
+  tensorizer verify --key-file key.bin https://host/encrypted.tensors""",
+    "diff": """\
+examples:
+  tensorizer diff model.tensors model.safetensors
+  tensorizer diff --key-file key.bin encrypted.tensors model.tensors""",
+    "cp": """\
+A target that ends with a slash, or is a folder, gets the name of the file; - is the standard input
+or output.
+
+examples:
+  tensorizer cp model-folder/ model.tensors
+  tensorizer cp model.tensors model.safetensors --max-shard-size 5GB
+  tensorizer cp hf://Qwen/Qwen2-0.5B s3://bucket/models/
+  tensorizer cp model.tensors - | ssh host 'cat > model.tensors'""",
+    "encrypt": """\
+examples:
+  tensorizer keygen key.bin
+  tensorizer encrypt --key-file key.bin model.tensors encrypted.tensors""",
+    "decrypt": """\
+examples:
+  tensorizer decrypt --key-file key.bin encrypted.tensors model.tensors""",
+    "rekey": """\
+examples:
+  tensorizer rekey --key-file old.bin --new-key-file new.bin old.tensors new.tensors""",
+    "cache": """\
+columns of ls: when a file was last used, how much of it is kept, its size, its address
+
+examples:
+  TENSORIZER_CACHE=/var/cache/models tensorizer cache ls
+  tensorizer cache clear --folder /var/cache/models""",
+    "keygen": """\
+examples:
+  tensorizer keygen key.bin
+  export KEY=$(tensorizer keygen -)    # for --key-env KEY""",
+    "completion": """\
+examples:
+  tensorizer completion bash > ~/.local/share/bash-completion/completions/tensorizer
+  tensorizer completion zsh >> ~/.zshrc
+  tensorizer completion fish > ~/.config/fish/completions/tensorizer.fish""",
+}

@@ -1,0 +1,35 @@
+"""``tensorizer keygen``: a key for encrypted files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+
+from .output import Report
+from .standard import put
+
+#: Bytes of a key of XSalsa20-Poly1305 (``crypto_secretbox_KEYBYTES`` of libsodium).
+_KEY_BYTES = 32
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a random key to a new file that its owner alone may read, or print it.
+
+    Raises:
+        FileExistsError: There is a file of this name, perhaps the key of others.
+
+    """
+    report = Report(options)
+    key = secrets.token_bytes(_KEY_BYTES)
+    if options.file == "-":
+        put(key.hex())
+        return 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(options.file, flags, 0o600), "wb") as file:
+        file.write(key)
+        file.flush()
+        os.fsync(file.fileno())
+    report.done(f"a key of {_KEY_BYTES} bytes: {options.file}; without it, files are lost")
+    report.result(file=options.file, bytes=_KEY_BYTES)
+    return 0

@@ -1,0 +1,238 @@
+"""Where copies of the command go, keys that it makes, and what shells complete of it."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT
+from tensorizer_cli.arguments import options_of_commands
+from tensorizer_cli.main import main
+
+TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def file(tmp_path):
+    tensorizer.save(TENSORS, tmp_path / "m.tensors", metadata={"step": "7"})
+    return tmp_path / "m.tensors"
+
+
+def same(found):
+    return found.keys() == TENSORS.keys() and all(
+        torch.equal(found[name], one) for name, one in TENSORS.items()
+    )
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+# Folders
+
+
+@pytest.mark.parametrize(
+    ("name", "copied"),
+    [
+        ("m.tensors", "m.tensors"),
+        ("m.safetensors", "m.safetensors"),
+        ("m.pt", "m.tensors"),
+        ("model.safetensors.index.json", "model.safetensors"),
+    ],
+)
+def test_a_folder_gets_the_name_of_the_file(tmp_path, name, copied):
+    if name.endswith(".pt"):
+        torch.save(TENSORS, tmp_path / name)
+    elif name.endswith(".json"):
+        tensorizer.save(TENSORS, tmp_path / "model.safetensors", max_shard_size=48)
+    else:
+        tensorizer.save(TENSORS, tmp_path / name)
+    (tmp_path / "there").mkdir()
+    for folder in (tmp_path / "there", f"{tmp_path}/new/"):
+        assert run("cp", tmp_path / name, folder) == 0
+        assert same(tensorizer.load(f"{folder}/{copied}", "cpu"))
+
+
+def test_a_prefix_of_a_bucket_gets_the_name_of_the_file(file, s3):
+    assert run("cp", file, "s3://bucket/of-the-command/") == 0
+    assert same(tensorizer.load("s3://bucket/of-the-command/m.tensors", "cpu"))
+
+
+def test_a_file_is_not_copied_onto_itself_by_its_folder(file, capsys):
+    assert run("cp", file, file.parent) == 2
+    assert "is the file itself" in capsys.readouterr().err
+
+
+def test_an_encrypted_copy_in_a_folder_is_no_safetensors_file(tmp_path):
+    tensorizer.save(TENSORS, tmp_path / "m.safetensors")
+    assert run("keygen", tmp_path / "key") == 0
+    folder = f"{tmp_path}/sealed/"
+    assert run("encrypt", "--key-file", tmp_path / "key", tmp_path / "m.safetensors", folder) == 0
+    assert os.listdir(folder) == ["m.safetensors.tensors"]
+
+
+def test_what_has_no_name_gets_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("cp", "-", f"{tmp_path}/") == 2
+    assert "/dev/stdin has no name for a file in it" in capsys.readouterr().err
+
+
+# Streams
+
+COMMAND = "import sys; from tensorizer_cli.main import main; sys.exit(main())"
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        timeout=120,
+        **options,
+    )
+
+
+def test_a_dash_is_the_standard_input(file):
+    data = file.read_bytes()
+    listed = json.loads(command("ls", "--json", "-", input=data).stdout)
+    assert {one["name"] for one in listed["tensors"]} == set(TENSORS)
+    assert b"2 of 2 tensors" in command("verify", "-", input=data).stdout
+    target = file.with_name("copy.tensors")
+    assert command("cp", "-", target, input=data).returncode == 0
+    assert same(tensorizer.load(target, "cpu"))
+
+
+def test_a_dash_is_the_standard_output(file):
+    done = command("cp", file, "-")
+    assert done.returncode == 0, done.stderr
+    copy = file.with_name("copy.tensors")
+    copy.write_bytes(done.stdout)
+    assert run("diff", file, copy) == 0
+    assert b"to the standard output" in done.stderr
+    for option in ("--json", "--verify"):
+        refused = command("cp", option, file, "-")
+        assert refused.returncode == 2 and b"exclude each other" in refused.stderr
+
+
+def test_a_full_standard_output_is_an_error(file):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, "cp", str(file), "-"],
+            env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert b"standard output: No space left on device" in done.stderr
+
+
+# Shards
+
+
+def test_a_copy_in_shards_is_verified(file, capsys):
+    target = file.with_name("m.safetensors")
+    assert run("cp", file, target, "--max-shard-size", "48", "--verify") == 0
+    assert "verified:" in capsys.readouterr().err
+    assert len([*file.parent.glob("m-*-of-00002.safetensors")]) == 2
+    assert same(tensorizer.load(f"{target}.index.json", "cpu"))
+    assert run("cp", file, file.with_name("x.tensors"), "--max-shard-size", "5GB") == 2
+    assert "is for targets that end with .safetensors" in capsys.readouterr().err
+    assert run("cp", file, file.with_name("y.safetensors"), "--max-shard-size", "5 apples") == 2
+    assert "expected bytes as in" in capsys.readouterr().err
+
+
+# Keys
+
+
+def test_a_key_is_made_once_and_fits(file, capsys):
+    key, sealed = file.with_name("key.bin"), file.with_name("sealed.tensors")
+    assert run("keygen", key) == 0
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    first = key.read_bytes()
+    assert len(first) == 32
+    assert run("keygen", key) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert key.read_bytes() == first
+    assert run("encrypt", "--drop-metadata", "--key-file", key, file, sealed) == 0
+    assert run("verify", "--key-file", key, sealed) == 0
+
+
+def test_a_key_is_printed_for_the_environment(monkeypatch, file, capsys):
+    assert run("keygen", "-") == 0
+    printed = capsys.readouterr().out.strip()
+    assert len(bytes.fromhex(printed)) == 32
+    monkeypatch.setenv("KEY_OF_TEST", printed)
+    sealed = file.with_name("sealed.tensors")
+    assert run("encrypt", "--drop-metadata", "--key-env", "KEY_OF_TEST", file, sealed) == 0
+
+
+# Shells
+
+
+def shell(name):
+    found = shutil.which(name)
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{name} is required in CI")
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def completed(tmp_path, name, *words):
+    """Return what a shell offers for the last of some words of a command line."""
+    assert run("completion", name) == 0
+    script = tmp_path / f"script.{name}"
+    if name == "fish":
+        line = f"source {script}; complete -C 'tensorizer {' '.join(words)}'"
+    else:
+        given = " ".join(f"'{word}'" for word in ("tensorizer", *words))
+        # zsh has the functions of bash for this after bashcompinit, and arrays from 1 on.
+        line = (
+            f"source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _tensorizer; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+    return script, [shell(name), "-c", line]
+
+
+def offered(tmp_path, capsys, name, *words):
+    script, line = completed(tmp_path, name, *words)
+    script.write_text(capsys.readouterr().out)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stderr == ""
+    return {row.split("\t")[0] for row in done.stdout.splitlines() if row}
+
+
+@pytest.mark.parametrize("name", ["bash", "fish"])
+def test_commands_and_options_are_completed(tmp_path, capsys, name):
+    assert offered(tmp_path, capsys, name, "") >= {"ls", "cp", "keygen", "completion"}
+    assert offered(tmp_path, capsys, name, "ve") == {"verify"}
+    options = set(options_of_commands()["cp"])
+    found = offered(tmp_path, capsys, name, "cp", "--m")
+    assert found == {one for one in options if one.startswith("--m")}
+    assert {"--max-shard-size", "--memory-limit"} <= found
+
+
+def test_zsh_takes_its_script(tmp_path, capsys):
+    assert run("completion", "zsh") == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    line = (
+        f"autoload -U +X compinit && compinit -D -u; source {tmp_path}/script; "
+        "echo $_comps[tensorizer]"
+    )
+    done = subprocess.run(
+        [shell("zsh"), "-f", "-c", line], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stderr, done.stdout.strip()) == ("", "_bash_complete -F _tensorizer")
+
+
+def test_each_command_has_examples(capsys):
+    for name in options_of_commands():
+        with pytest.raises(SystemExit):
+            run(name, "--help")
+        assert "examples:\n  " in capsys.readouterr().out, name
