@@ -24,6 +24,10 @@ CARGO = LIBTORCH_USE_PYTORCH=1 LD_LIBRARY_PATH=$$($(BIN)/python benchmarks/torch
 SOURCES := $(shell find src csrc python/src -type f) $(wildcard python/*.rs) Cargo.lock setup.py pyproject.toml \
   build.rs Cargo.toml csrc/Cargo.toml python/Cargo.toml
 
+# What is missing ends the build at once; make prints it last.
+NEEDS = $(if $(wildcard $(STAMPS)/built),,$(eval MISSING := $(shell sh tests/packaging/needs.sh $(PYTHON)))$(if \
+  $(MISSING),$(error $(MISSING))))
+
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
@@ -33,6 +37,7 @@ EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAM
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
 demo:
+	$(NEEDS)
 	$(EARLY)
 	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/built $(STAMPS)/demo $(if $(findstring --old,$(DEMO)),$(STAMPS)/old)
 	$(BIN)/python benchmarks/demo.py $(DEMO)
@@ -239,6 +244,7 @@ release:
 	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
 
 build:
+	$(NEEDS)
 	$(EARLY)
 	@$(MAKE) --no-print-directory $(STAMPS)/built
 
@@ -253,6 +259,7 @@ $(STAMPS)/venv:
 	touch $@
 
 $(STAMPS)/torch: $(STAMPS)/venv
+	@echo "fetching $(TORCH) and its CUDA libraries into .venv: 4.7 GB on disk"
 	$(INSTALL) $(BIN)/python "$(TORCH)" numpy
 	touch $@
 
@@ -267,13 +274,15 @@ $(STAMPS)/torch-%: $(STAMPS)/venv
 TORCH_FOLDER = $(VENV)/lib/$(shell $(PYTHON) -c "import sys; print('python%d.%d' % sys.version_info[:2])")/site-packages/torch
 $(STAMPS)/early:
 	@mkdir -p $(STAMPS)
-	TENSORIZER_TORCH=$(TORCH_FOLDER) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --quiet --release --locked \
+	@echo "compiling the Rust libraries that are used, into target: 1.1 GB on disk"
+	@TENSORIZER_TORCH=$(TORCH_FOLDER) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --release --locked \
 	  --keep-going --package tensorizer-python --package tensorizer-torch --features tensorizer-torch/stand-in \
-	  2>/dev/null || true
-	touch $@
+	  2>&1 | awk '/^ *Compiling/ { n++ } n && n % 50 == 0 && n != told { print n " libraries"; fflush(); told = n }'
+	@touch $@
 
 # With the stand-in for a CUDA device, which only tests use.
 $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
+	@echo "compiling tensorizer, and installing it in .venv"
 	TENSORIZER_STAND_IN=1 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
@@ -299,6 +308,7 @@ $(STAMPS)/bench-clouds: $(STAMPS)/bench $(STAMPS)/clouds
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch
+	@echo "fetching transformers, whose model the demo saves and loads: 0.2 GB on disk"
 	$(INSTALL) $(BIN)/python safetensors "transformers>=5" rich
 	touch $@
 

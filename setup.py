@@ -27,8 +27,8 @@ FIND_TORCH = (
 )
 
 
-def find_torch() -> Path:
-    """Return the folder of the torch to build against.
+def torch_there() -> Path | None:
+    """Return the folder of the torch to build against; None if there is none.
 
     Under pip's build isolation this process does not see the target environment; an isolated
     interpreter (``-I``) does.
@@ -38,12 +38,18 @@ def find_torch() -> Path:
     found = subprocess.run(
         [sys.executable, "-I", "-c", FIND_TORCH], capture_output=True, text=True, check=True
     ).stdout.strip()
-    if not found:
+    return Path(found) if found else None
+
+
+def find_torch() -> Path:
+    """Return the folder of the torch to build against, which must be there."""
+    found = torch_there()
+    if found is None:
         sys.exit(
             "tensorizer is built against the torch of the environment that it is installed into, "
             f"and {sys.executable} has none: pip install torch first."
         )
-    return Path(found)
+    return found
 
 
 def supported_minors() -> tuple[int, int]:
@@ -159,10 +165,13 @@ def version() -> str:
 
 
 def dependencies() -> list[str]:
-    """Return what an installation needs: a wheel that is given away fits one minor of torch."""
-    wheel_for = os.environ.get("TENSORIZER_WHEEL_FOR")
+    """Return what an installation needs: the torch it was built for; of sources, any that fits."""
+    minor = os.environ.get("TENSORIZER_WHEEL_FOR")
+    torch = None if minor or "sdist" in sys.argv else torch_there()
+    if torch is not None:
+        minor = torch_minor(torch)
     oldest, newest = supported_minors()
-    ours = f"=={wheel_for}.*" if wheel_for else f">=2.{oldest},<2.{newest + 1}"
+    ours = f"=={minor}.*" if minor else f">=2.{oldest},<2.{newest + 1}"
     return [f"torch{ours}", "numpy"]
 
 

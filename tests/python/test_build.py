@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 pytestmark = pytest.mark.extended
+
+#: The minor of torch in this environment.
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def build(tmp_path, **env):
@@ -145,3 +149,80 @@ def test_the_extension_alone_says_so_too(tmp_path):
     done = subprocess.run([script], cwd=ROOT / "csrc", env=env, capture_output=True, text=True)
     # What makes Cargo fail, and show the sentence.
     assert "cargo::error=tensorizer builds on torch 2.10 to 2.15, found 2.9.0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted", "command"),
+    [
+        ({}, f"=={MINOR}.*", "egg_info"),
+        ({"TENSORIZER_WHEEL_FOR": "2.13"}, "==2.13.*", "egg_info"),
+        ({}, ">=2.10,<2.16", "sdist"),
+    ],
+)
+def test_what_is_installed_asks_for_the_torch_that_it_was_built_for(environment, wanted, command):
+    code = (
+        "import sys, setuptools;"
+        "setuptools.setup = lambda **given: print(given['install_requires'][0]);"
+        f"sys.argv = ['setup.py', {command!r}]; import runpy; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == f"torch{wanted}", done.stderr
+
+
+# What is missing on a machine
+
+
+def tools(tmp_path, *missing, **fakes):
+    """Return a PATH with the tools of a build, but for some, and with stand-ins for others."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    needed = ("sh", "sed", "head", "sort", "cut", "awk", "df", "make", "find", "python3", "cargo")
+    for name in (*needed, "c++"):
+        found = shutil.which(name)
+        if name not in missing and name not in fakes and found is not None:
+            (folder / name).symlink_to(found)
+    for name, script in fakes.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": str(folder), "HOME": os.environ["HOME"]}
+
+
+NO_VENV = """case "$*" in *ensurepip*) exit 1 ;; esac"""
+LACKS = {
+    "python": (["python3"], {}, "Python is missing"),
+    "an old Python": ([], {"python3": "exit 1"}, "is older than 3.10"),
+    "venv": ([], {"python3": NO_VENV}, "apt install python3-venv"),
+    "cargo": (["cargo"], {}, "cargo is missing: install Rust by curl"),
+    "an old cargo": ([], {"cargo": "echo cargo 1.63.0"}, "cargo 1.63.0 is older than 1."),
+    "a compiler": (["c++"], {}, "apt install g++"),
+    "C++20": ([], {"c++": "echo old; exit 1"}, "does not know C++20"),
+    "the disk": ([], {"df": "printf 'h\\n/ 1 1 6000 1 /\\n'"}, "less than 7 GB are free"),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_the_first_command_ends_with_what_is_missing(tmp_path, lack):
+    missing, fakes, sentence = LACKS[lack]
+    sources = tmp_path / "sources"
+    (sources / "tests/packaging").mkdir(parents=True)
+    for name in ("Makefile", "Cargo.toml", "tests/packaging/needs.sh"):
+        shutil.copy(ROOT / name, sources / name)
+    env = tools(tmp_path, *missing, **fakes)
+    make = shutil.which("make")
+    done = subprocess.run([make, "demo"], cwd=sources, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert sentence in done.stderr.strip().splitlines()[-1], done.stderr
+    assert not (sources / ".venv").exists()
+
+
+def test_nothing_is_missing_where_all_is_there(tmp_path):
+    env = tools(tmp_path)
+    command = ["sh", "tests/packaging/needs.sh", "python3"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
