@@ -24,7 +24,7 @@ ELSEWHERE = {
 #: What holds after the examples of a page that do not say so themselves.
 HOLDS = {
     "README.md": "assert torch.equal(again['0.weight'].cpu(), weights['0.weight'].cpu())\n"
-    "assert torch.equal(weights['0.weight'].cpu(), model[0].weight.cpu())",
+    "assert torch.equal(weights['0.weight'].cpu(), model[0].weight)",
     "docs/reference/addresses.md": "assert torch.equal(parameters['.weight'].cpu(), model.weight)\n"
     "assert torch.equal(state_dict['weight'].cpu(), model.weight)",
     "docs/reference/operators.md": "assert weight_of('weights.tensors').shape == (3, 4)\n"
