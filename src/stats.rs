@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -15,7 +15,7 @@ pub enum Stage {
     Plan,
     /// Waits for staging memory: for the device, if all of it is in use.
     Memory,
-    /// Reads, or waits for the source.
+    /// Reads, or waits for the source; with the first touch.
     Read,
     /// Decrypts or encrypts.
     Decrypt,
@@ -25,11 +25,13 @@ pub enum Stage {
     Copy,
     /// Writes, or waits for the sink.
     Write,
+    /// The part of reading in which the system gives new memory, where that is timed.
+    FirstTouch,
 }
 
 impl Stage {
     /// All of them, in the order of their numbers, with their names in a report.
-    pub const ALL: [(Stage, &'static str); 7] = [
+    pub const ALL: [(Stage, &'static str); 8] = [
         (Stage::Plan, "plan"),
         (Stage::Memory, "memory"),
         (Stage::Read, "read"),
@@ -37,7 +39,22 @@ impl Stage {
         (Stage::Hash, "hash"),
         (Stage::Copy, "copy"),
         (Stage::Write, "write"),
+        (Stage::FirstTouch, "first touch"),
     ];
+}
+
+/// True if loads touch the memory that they read into before they read, to time that by itself.
+static TIMES_FIRST_TOUCH: AtomicBool = AtomicBool::new(false);
+
+/// Has the loads of this process time how long the system takes to give new memory, or not. Each byte
+/// is then touched twice.
+pub fn time_first_touch(timed: bool) {
+    TIMES_FIRST_TOUCH.store(timed, Ordering::Relaxed);
+}
+
+/// True if loads do.
+pub fn times_first_touch() -> bool {
+    TIMES_FIRST_TOUCH.load(Ordering::Relaxed)
 }
 
 /// A fallback: what the pool of staging memory says.

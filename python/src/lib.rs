@@ -79,7 +79,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(memory::shares_of_group, module)?)?;
     module.add_function(wrap_pyfunction!(memory::known_limit, module)?)?;
     module.add_function(wrap_pyfunction!(memory::least_of_save, module)?)?;
-    module.add_function(wrap_pyfunction!(memory::first_touch, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::time_first_touch, module)?)?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<iterator::TensorIterator>()?;
     module.add_class::<reader::Reader>()?;

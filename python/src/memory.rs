@@ -1,16 +1,10 @@
-//! How Python's parts of a call share a memory limit, and how fast new memory is had.
-
-use std::time::Instant;
+//! How Python's parts of a call share a memory limit, and whether new memory is timed.
 
 use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
-use tensorizer::mem::Arena;
 use tensorizer::memory_limit::SaveNeeds;
 
 use crate::errors::Answer;
-use crate::gil;
-
-const PAGE: usize = 4096;
 
 /// How a limit is shared between tensors that are held, of which the largest has so many bytes, and
 /// what reads them, which takes `reader` at least: bytes of tensors, and what is not for what reads
@@ -57,13 +51,8 @@ pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
     SaveNeeds::of_host(uploads, encrypted).least()
 }
 
-/// Seconds until so many bytes of new memory were written to for the first time, by one thread.
+/// Has the loads of this process time how long the system takes to give new memory, or not.
 #[pyfunction]
-pub fn first_touch(py: Python<'_>, bytes: usize) -> Answer<f64> {
-    Ok(gil::without(py, || {
-        let begun = Instant::now();
-        let mut memory = Arena::new(bytes)?;
-        memory.bytes_mut().iter_mut().step_by(PAGE).for_each(|byte| *byte = 1);
-        Ok(begun.elapsed().as_secs_f64())
-    })?)
+pub fn time_first_touch(timed: bool) {
+    tensorizer::stats::time_first_touch(timed);
 }

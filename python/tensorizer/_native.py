@@ -46,7 +46,6 @@ from ._C import (  # noqa: E402
     convert_bytes,
     cpu_count,
     create,
-    first_touch,
     holders,
     indexed,
     known_limit,
@@ -65,6 +64,7 @@ from ._C import (  # noqa: E402
     staged,
     stats,
     stats_since,
+    time_first_touch,
 )
 
 if __version__ != VERSION:
@@ -93,7 +93,6 @@ __all__ = [
     "convert_bytes",
     "cpu_count",
     "create",
-    "first_touch",
     "holders",
     "indexed",
     "known_limit",
@@ -112,4 +111,5 @@ __all__ = [
     "staged",
     "stats",
     "stats_since",
+    "time_first_touch",
 ]

@@ -30,6 +30,12 @@ class Figures:
     chosen: bool
     device: str
     fallbacks: list[str]
+    #: Page faults during the load that needed no disk.
+    faults: int = 0
+    #: True where a local file was used in place.
+    mapped: bool = False
+    #: True where the system gives huge pages to memory that asks for them.
+    huge_pages: bool = True
 
     @property
     def limit(self) -> str:
@@ -44,13 +50,16 @@ def advice(figures: Figures) -> str:
         return _network(figures)
     return {
         "disk": "the file came from a disk; its next load comes from memory, if that has room",
-        "page cache": "the file was in memory, and copying it takes the time; --mmap (mmap=True) "
-        "uses it in place, for files that are only read",
+        "page cache": "the file was in memory, and used in place"
+        if figures.mapped
+        else "the file was in memory, and copying it takes the time; --mmap (mmap=True) uses it in "
+        "place, for files that are only read",
         "open": "fewer bytes than opening takes: more connections would not help; open the file "
         "once and keep it, or save small files as one",
         "plan": "so many small tensors that finding out where they go takes the time",
         "first touch": "the system gives new memory slowly; tensors that exist already "
-        "(load(out=...)) or huge pages (transparent_hugepage=madvise) spare that",
+        "(load(out=...)) spare that"
+        + ("" if figures.huge_pages else ", and so do huge pages (transparent_hugepage=madvise)"),
         "decrypt": "decryption; it runs on each reader's core, so that more cores would help",
         "hash": "comparison with hashes; verify_hash='crc32' costs less, and none is needed where "
         "the file was verified before",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensorizer import stats
-from tensorizer._native import first_touch
+from tensorizer._native import time_first_touch
 from tensorizer.file.arguments import resolve_device
 from tensorizer.streams.addresses import is_address
 
@@ -20,15 +21,13 @@ from .heads import size
 from .output import Report, plural, without_password
 from .progress import Progress
 
-#: Bytes of new memory that are written to, to see how fast it is had.
-_TOUCHED = 64 << 20
 _PAGE = 4096
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: What is moved by one stage while another is, in the order of a byte's way.
 _STAGES = ("read", "first touch", "decrypt", "hash", "memory", "copy")
 _MEANINGS = {
     "open": "connecting, the first bytes, the index",
     "plan": "what to read, and how",
-    "first touch": "new memory from the system (estimated)",
     "decrypt": "decryption",
     "hash": "comparison with hashes",
     "memory": "waiting for staging memory: for the device, if all of it is in use",
@@ -50,7 +49,10 @@ def run(options: argparse.Namespace) -> int:
     )
     report.finding(f"path  {figures.path}")
     for name, share in shares.items():
-        meaning = _MEANINGS.get(name, f"reading: {figures.source}")
+        if name == "first touch":
+            meaning = f"new memory from the system: {figures.faults:,} page faults"
+        else:
+            meaning = _MEANINGS.get(name, f"reading: {figures.source}")
         report.finding(
             f"{name.ljust(11)}  {figures.seconds[name]:>9.3f} s  {share:>6.1%}  {meaning}"
         )
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         connections_at_most=figures.most,
         stages={name: round(part, 6) for name, part in figures.seconds.items()},
         shares={name: round(share, 4) for name, share in shares.items()},
+        page_faults=figures.faults,
         limit=figures.limit,
         advice=said,
         fallbacks=figures.fallbacks,
@@ -82,6 +85,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     # Only what stays in host memory is mapped.
     mapped = options.mmap and device.type == "cpu"
     prepare(options.file, options.mmap)
+    time_first_touch(True)
     before = (stats() or {"call": 0})["call"]
     from_disk = _from_disk()
     begun = time.perf_counter()
@@ -94,10 +98,12 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     ) as file:
         file.check_key()
         opened, total = time.perf_counter() - begun, file.total
+        faults = _page_faults()
         with Progress(total, options) as progress:
             tensors = file.load_all(device, options.verify)
             # What is mapped comes when it is touched.
             touched = time.perf_counter()
+            faults = _page_faults() - faults
             if mapped:
                 for tensor in tensors:
                     tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
@@ -114,9 +120,9 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
             "tensors": len(file),
         }
         local, parallel = (file.is_local, file.first.parallel) if file.first else (True, False)
-    seconds = _stages(calls, total, mapped)
-    read = seconds["read"]
     threads = max((call["threads"] for call in calls), default=1)
+    seconds = _stages(calls)
+    read = seconds["read"] + seconds["first touch"]
     key = "read" if mapped else "copy"
     seconds[key] += touched * max(threads, 1)
     source = _source(options.file, local, from_disk, total)
@@ -133,22 +139,24 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
         chosen=options.readers is not None,
         device=", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
         fallbacks=list(dict.fromkeys(why for call in calls for why in call["fallbacks"])),
+        faults=faults,
+        mapped=mapped,
+        huge_pages=_huge_pages(),
     )
     return figures, facts
 
 
-def _stages(calls: list[dict[str, Any]], total: int, mapped: bool) -> dict[str, float]:
+def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of all threads in each stage that moves bytes."""
     found = {name: sum(call["stages"].get(name, 0.0) for call in calls) for name in _STAGES}
-    found["first touch"] = 0.0
-    to_host = all(call["device"] == "cpu" for call in calls)
-    if to_host and not mapped and total:
-        # It is part of what reading takes, and cannot be more.
-        probe = min(total, _TOUCHED)
-        estimate = first_touch(probe) * total / probe
-        found["first touch"] = min(estimate, found["read"] / 2)
-        found["read"] -= found["first touch"]
+    # It is timed as a part of reading.
+    found["read"] -= found["first touch"]
     return found
+
+
+def _page_faults() -> int:
+    """Return the page faults of this process so far that needed no disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _of_whole(
@@ -169,6 +177,14 @@ def _from_disk() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+
+
+def _huge_pages() -> bool:
+    """Tell whether the system gives huge pages to memory that asks for them."""
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return True
 
 
 def _source(file: str, local: bool, from_disk: int, total: int) -> str:

@@ -22,7 +22,7 @@ use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::mem::numa::Affinity;
-use crate::stats::{Counters, Stage};
+use crate::stats::{Counters, Stage, times_first_touch};
 use crate::sys::sync::Mutex;
 
 /// The sleep of a reader that may not read ahead, before it looks for something to hash.
@@ -208,6 +208,9 @@ impl<T: Target> ReadTask<'_, T> {
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
                 let at = offset.saturating_add(from);
+                if times_first_touch() {
+                    self.counters.time(Stage::FirstTouch, || buffers.touch());
+                }
                 buffers.observed(control, |b| read_exact_at(source, at, b, &what, control))
             })
         })?;

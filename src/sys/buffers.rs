@@ -10,6 +10,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::error;
 use crate::fallible::{more_room, with_room};
 
+/// Bytes of the smallest page.
+const PAGE: usize = 4096;
+
 /// An observer of what arrives while buffers are filled: a long request would show only at its end
 /// whether it is fast.
 pub trait Progress: Sync {
@@ -53,6 +56,18 @@ impl<'a> Buffers<'a> {
         let result = body(&mut seen);
         (self.ranges, self.at, self.left) = (seen.ranges, seen.at, seen.left);
         result
+    }
+
+    /// Writes to each page of what is not filled yet, so that the system gives it.
+    pub fn touch(&mut self) {
+        for range in self.ranges.get(self.at..).unwrap_or(&[]) {
+            let start: *mut u8 = range.iov_base.cast();
+            for at in (0..range.iov_len).step_by(PAGE) {
+                // SAFETY: within a range that was lent to be written to, and is not filled yet. The
+                // compiler must not leave it out.
+                unsafe { start.wrapping_add(at).write_volatile(0) };
+            }
+        }
     }
 
     /// Tells the observer that some bytes have arrived from where they are read.

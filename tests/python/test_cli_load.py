@@ -10,8 +10,10 @@ import torch
 from conftest import ROOT
 from scripted import Scripted
 from tensorizer import EncryptionParams, stats
+from tensorizer._native import time_first_touch
 from tensorizer_cli.advice import Figures, advice
 from tensorizer_cli.commands import COMMANDS
+from tensorizer_cli.load import _stages
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
@@ -112,7 +114,6 @@ def test_the_way_to_a_device(folder, capsys, monkeypatch):
         monkeypatch.undo()
         _C.forget_environment()
     assert found["device"] != "cpu" and found["shares"]["copy"] > 0
-    assert found["shares"]["first touch"] == 0
 
 
 def test_for_people(folder, capsys):
@@ -122,6 +123,41 @@ def test_for_people(folder, capsys):
     names = [line.split("  ")[0].strip() for line in lines]
     stages = ["open", "plan", "read", "first touch", "decrypt", "hash", "memory", "copy"]
     assert names[1:] == ["path", *stages, "limit"]
+
+
+def test_first_touch_is_measured_and_its_page_faults_are_counted(folder, capsys):
+    found = loaded(capsys, folder / "f")
+    assert found["page_faults"] > 0
+    assert main(["load", str(folder / "f")]) == 0
+    assert re.search(r"new memory from the system: [\d,]+ page faults", capsys.readouterr().out)
+    assert found["shares"]["first touch"] > 0
+
+
+def test_first_touch_is_a_part_of_reading_that_is_timed():
+    call = {"stages": {"read": 1.0, "first touch": 0.75, "copy": 0.5}}
+    found = _stages([call, call])
+    assert (found["first touch"], found["read"], found["copy"]) == (1.5, 0.5, 1.0)
+
+
+def test_first_touch_is_timed_only_where_it_is_asked_for(folder):
+    try:
+        for timed in (False, True):
+            time_first_touch(timed)
+            before = stats()["call"] if stats() else 0
+            tensorizer.load(folder / "f", "cpu", num_readers=2)
+            [call] = stats(since=before)
+            assert (call["stages"]["first touch"] > 0) == timed
+            assert call["stages"]["first touch"] <= call["stages"]["read"]
+    finally:
+        time_first_touch(False)
+
+
+def test_what_is_on_is_not_advised():
+    first = {"read": 1.0, "first touch": 2.0}
+    assert "huge pages" not in advice(figures(seconds=first))
+    assert "huge pages" in advice(figures(seconds=first, huge_pages=False))
+    assert "--mmap" in advice(figures(source="page cache"))
+    assert "--mmap" not in advice(figures(source="page cache", mapped=True))
 
 
 def test_what_stats_count(folder):
