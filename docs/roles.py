@@ -35,5 +35,6 @@ class Roles(griffe.Extension):
             return f'<autoref identifier="{path}" optional><code>{found[1]}</code></autoref>'
 
         text = ROLE.sub(link, obj.docstring.value)
-        text = re.sub(r"``docs/([\w-]+)/([\w-]+)\.md``", r"[\2](../\1/\2.md)", text)
+        # Relative to docs/reference/python, where the pages with docstrings are.
+        text = re.sub(r"``docs/([\w-]+)/([\w-]+)\.md``", r"[\2](../../\1/\2.md)", text)
         obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
