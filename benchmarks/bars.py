@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-#: Of the picture, in its own units.
+#: Sizes in the picture, in units of SVG.
 WIDTH, ROW, LABELS, NUMBERS, TOP = 760, 34, 190, 110, 64
 STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #1f2328; }

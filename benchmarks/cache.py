@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
     tensorizer.save(tensors, root / "f.tensors")
     tensorizer.save({"a": torch.ones(8)}, folder / "small.tensors")
     port = free_port()
-    # Its workers are not to run as another user, who could not read the folder.
+    # Workers run as root too: another user could not read the folder.
     user = "user root; " if os.getuid() == 0 else ""
     rate = int(options.rate * 1e6 / CONNECTIONS)
     (folder / "conf").write_text(CONF.format(folder=folder, port=port, rate=rate, user=user))

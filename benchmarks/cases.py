@@ -1,4 +1,4 @@
-"""What is measured: models as shapes, and which engines do what with them."""
+"""Cases of the benchmarks: models as shapes, and the engines that load or save them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 class Model:
     """Tensors of one dtype and size; bytes come from a seed."""
 
-    #: Of each tensor.
+    #: Rows of each tensor.
     rows: ClassVar[int] = 32
 
     name: str
@@ -63,9 +63,9 @@ class Case:
     server: str | None = None
 
 
-#: These leave the bytes in memory of their own, as ours does unless it is told to map.
+#: Loaders that copy the bytes into private memory, as ours does by default.
 PRIVATE = ("tensorizer 2.12.1", "torch.load", "run:ai", "fastsafetensors")
-#: These use them in place in a mapping of the file.
+#: Loaders whose tensors are views of a mapping of the file.
 MAPPED = ("safetensors", "torch.load mmap")
 LOADERS = (*PRIVATE, *MAPPED)
 
@@ -124,5 +124,5 @@ CASES = [
     Case("import", "import, after torch", "3k",
          ("ours import", "2.12.1 import", "safetensors import")),
 ]  # fmt: skip
-#: What is measured of the machine itself: see limits.py.
+#: Limits of the machine itself that are measured: see limits.py.
 LIMITS = {limit for case in CASES for limit in case.limits}

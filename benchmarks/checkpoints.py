@@ -1,4 +1,4 @@
-"""What a trainer keeps: the state of Adam, saved and loaded by torch with and without us."""
+"""A trainer's checkpoint: the state of Adam, saved and loaded by torch with and without us."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flat(state: dict, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def load(path: Path, names: list[str], ours: bool) -> dict[str, torch.Tensor]:
-    """Load what a trainer would; the file is the pair of ours, or torch's own."""
+    """Load a checkpoint as a trainer does: from our pair of files, or from torch's own file."""
     if not ours:
         return flat(torch.load(f"{path}.pt", weights_only=True), names)
     from tensorizer.torch_compat import tensorizer_loading

@@ -25,7 +25,7 @@ from emulators import Azurite, Google
 from safetensors.torch import save
 from servers import Seaweed
 
-#: What is loaded, and what is saved.
+#: Names of the object that is loaded, and of the one that is saved.
 NAME, SAVED = "model.safetensors", "saved.safetensors"
 #: Loads: `run()` returns the tensors. Saves: `run(data, tensors)`; the bytes are compared later.
 OURS = """
@@ -101,7 +101,7 @@ system = adlfs.AzureBlobFileSystem(connection_string=
 def load(): return parse(system.cat_file(f"bucket/{NAME}"))
 def save(data, tensors): system.pipe_file(f"bucket/{NAME}", data, overwrite=True)
 """
-#: What the emulator gives: ranges over four connections, to nobody, and one request to itself.
+#: The emulator's own rate: four connections request ranges, whose bytes are discarded.
 PLAIN = """
 import http.client, threading, urllib.parse
 def load():
@@ -173,7 +173,7 @@ def row(case: Case, what: str, size: int) -> str:
 
 
 def cases(scheme: str, folder: str, **given: object) -> Iterator[tuple[Case, str]]:
-    """Yield what is run at a cloud's servers, and what of it: loads or saves."""
+    """Yield the cases at a cloud's servers, and the kind of each: "load", "save" or "check"."""
     mine = given | {"scheme": scheme, "folder": folder, "NAME": NAME}
     if scheme == "gs":
         reading, writing = {"url": given["read"]}, {"url": given["written"]}

@@ -33,13 +33,13 @@ from run import describe, files_of, forget, prepare, record, warm
 from serve import server
 
 HERE = Path(__file__).resolve().parent
-#: What is measured beside fixed numbers.
+#: Engines that are measured beside fixed numbers of readers.
 DEFAULT, RUNAI = "default", "run:ai"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the model comes from."""
+    """A source of the model: a local file or a server."""
 
     name: str
     title: str

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-#: Where s3fs is, for torch's FsspecWriter: its botocore may be another than that of boto3.
+#: Folder of s3fs, for torch's FsspecWriter: it may need another botocore than boto3 does.
 S3FS = os.environ.get("BENCHMARK_S3FS")
 THREADS = 2
 
@@ -43,10 +43,10 @@ def _fsspec(kind: str, folder: str) -> object:
     return getattr(found, kind)(folder)
 
 
-#: How each is made: to save, and to load.
+#: Constructors of the writer and of the reader of each engine.
 ENGINES: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
     "ours": (tensorizer.distributed.Writer, tensorizer.distributed.Reader),
-    # What torch.save has, and what it does not compare.
+    # CRC-32 is in files of torch.save too, but torch does not compare it.
     "ours crc32": (
         lambda folder: tensorizer.distributed.Writer(folder, hashes="crc32"),
         lambda folder: tensorizer.distributed.Reader(folder, verify_hash="crc32"),
@@ -73,7 +73,7 @@ ENGINES: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
 
 
 def peak() -> int:
-    """Return the most memory since it was set back, in bytes."""
+    """Return the peak of resident memory since it was reset, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 

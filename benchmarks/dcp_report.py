@@ -1,4 +1,4 @@
-"""What is measured of distributed checkpoints, what is asked of it, and the report in Markdown.
+"""Cases of distributed checkpoints, their targets, and the report in Markdown.
 
 python benchmarks/dcp_report.py benchmarks/records/MACHINE
 """
@@ -11,9 +11,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import targets
+from figures import newest, note, table
 from format_cases import Asked
-from format_report import HEAD, judged
-from report import newest, table
 
 #: How the names of these records begin.
 PREFIX = "dcp-"
@@ -54,18 +54,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def goals(case: Case, what: str, rows: list[dict]) -> list[str]:
-    """Return lines of the table of goals: as fast as asked, or near to the limit."""
-    others = [name for name in case.engines if not name.startswith("ours")]
-    limits = case.save_limits if what == "save" else case.load_limits
-    asked = [
+def asked(rows: list[dict]) -> list[Asked]:
+    """Return the targets: one of both, as fast as the others, or near to the limit."""
+    others = [r["engine"] for r in rows if not r["limit"] and not r["engine"].startswith("ours")]
+    limits = [row["engine"] for row in rows if row["limit"]]
+    return [
         *(Asked("speed", 1.5, "ours", name) for name in others),
         *(Asked("rate", 0.9, "ours", name) for name in limits),
-    ]
-    found = [one for one in (judged(one, rows) for one in asked) if one]
-    return [
-        f"| {case.name} {what} | {text} | {value} | {'yes' if enough else 'no'} |"
-        for text, value, enough in found
     ]
 
 
@@ -82,8 +77,9 @@ def case_tables(case: Case, rows: list[dict]) -> str:
     lines = []
     for what, mine in split(case, rows).items():
         if mine:
-            shown = table(case, mine)  # type: ignore[arg-type]
-            lines += [f"{what}:", "", shown, "", *HEAD, *goals(case, what, mine), ""]
+            shown = table(case, mine)
+            goal = targets.lines(f"{case.name} {what}", asked(mine), mine)
+            lines += [f"{what}:", "", shown, "", *targets.HEAD, *goal, ""]
     return "\n".join(lines)
 
 
@@ -100,23 +96,30 @@ def report(folder: Path) -> str:
         "moments of Adam, float32, 1.0 GB in all, cut among the ranks in the first dimension. "
         "Engines in turns; each saves, and loads what it has saved, every byte compared. All "
         "saves to disk are synced. `benchmarks/README.md` says what the engines are.",
-        "",
-        "Asked is one of both: 1.5 times as fast as each of the others, or 0.9 of the rate of a "
-        "limit.",
-        "",
-        *HEAD,
     ]
-    known = [(case, split(case, rows)) for case in CASES]
-    for case, found in known:
-        for what, mine in found.items():
-            lines += goals(case, what, mine) if mine else []
-    for case, found in known:
-        for what, mine in found.items():
+    for case in CASES:
+        for what, mine in split(case, rows).items():
             if mine:
-                date = machines[f"{case.name} {what}"]["date"][:10]
+                name = f"{case.name} {what}"
+                date = machines[name]["date"][:10]
                 head = f"**{what.capitalize()}, {case.title}** ({mine[0]['n']} rounds, {date})"
-                lines += ["", head, "", table(case, mine)]  # type: ignore[arg-type]
+                lines += ["", head, "", table(case, mine), *note(folder, name, date)]
     return "\n".join(lines) + "\n"
+
+
+def goals(folder: Path) -> list[str]:
+    """Return the table of targets of a machine's newest figures."""
+    rows = newest(folder, f"{PREFIX}*.jsonl")[1]
+    found = [(case.name, split(case, rows)) for case in CASES]
+    return [
+        *targets.HEAD,
+        *(
+            line
+            for name, both in found
+            for what, mine in both.items()
+            for line in targets.lines(f"{name} {what}", asked(mine), mine)
+        ),
+    ]
 
 
 def write(folder: Path, date: str) -> Path:

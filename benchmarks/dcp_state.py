@@ -1,4 +1,4 @@
-"""What a trainer saves: a transformer and the state of Adam, cut among ranks in dimension 0.
+"""State of a trainer: a transformer and the state of Adam, sharded among ranks in dimension 0.
 
 Bytes are pieces of one random block, so that every rank can make its own, and compare what it has
 loaded.

@@ -136,7 +136,7 @@ def losses(found: dict[str, dict[str, float]]) -> list[str]:
     for engine, other in found.items():
         if engine.startswith("ours"):
             continue
-        # Those that use the page cache in place hold next to nothing.
+        # Engines that use the page cache in place take next to no memory.
         way = "ours mmap" if other["extra_bytes"] * 10 < other["bytes"] else "ours"
         ours = found[way]
         if other["seconds"] < ours["seconds"]:

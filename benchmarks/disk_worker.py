@@ -22,7 +22,7 @@ from limits import fresh
 from run import forget
 
 Tensors = Mapping[str, torch.Tensor]
-#: Of each tensor, this share is what a slice wants.
+#: A slice loads one part in so many of each tensor.
 SHARE = 8
 RUN_AI = "run:ai"
 

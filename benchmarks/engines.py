@@ -277,7 +277,7 @@ SAVERS = {
     "2.12.1 encrypt": save_encrypted,
     "2.12.1 upload": upload,
 }
-#: What each imports, beside the torch that is there already.
+#: The module that each engine imports; torch is imported already.
 IMPORTS = {
     "ours import": "tensorizer",
     "2.12.1 import": "tensorizer",
@@ -332,7 +332,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
             out = fetch_upload(out)
         verified = True
         if "ours" in engine:
-            # What the others write is their affair; that it is all there is seen by its size.
+            # Files of the other engines are checked by their size only, below.
             import tensorizer
 
             params = tensorizer.DecryptionParams.from_key(bytes(range(32)))
@@ -346,7 +346,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
         return {"seconds": seconds, "bytes": total, "extra_bytes": extra, "verified": verified}
     if "to_redis" in engine:
         seconds, total = to_redis(path)
-        # That the bytes are right is seen when they are loaded.
+        # The bytes are verified by loading them.
         verified = checksum(load_redis(path)) == json.loads(Path(f"{path}.json").read_text())
         return {"seconds": seconds, "bytes": total, "verified": verified}
     expected = json.loads(Path(f"{path}.json").read_text())

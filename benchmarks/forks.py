@@ -16,7 +16,7 @@ HERE = str(Path(__file__).resolve().parent)
 
 def preload(*modules: str) -> None:
     """Have all processes begin with these modules imported; the first process decides."""
-    # The server passes over what it cannot import, and knows no other path.
+    # The fork server ignores modules that it cannot import, and has only PYTHONPATH to find them.
     os.environ["PYTHONPATH"] = os.pathsep.join((HERE, *filter(None, sys.path[1:])))
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
@@ -25,13 +25,13 @@ def answer(
     pipe: multiprocessing.connection.Connection,
     given: tuple[dict[str, str], str | None, str, str, tuple],
 ) -> None:
-    """Be such a process: send what was found, or the text of an error."""
+    """Run as such a process: send the result, or the text of an error."""
     environment, packages, module, function, arguments = given
     os.environ.clear()
     os.environ.update(environment)
     if packages is not None:
         sys.path.insert(0, packages)
-    # Otherwise the locks that tqdm makes, which fastsafetensors imports, have names that are left.
+    # fastsafetensors imports tqdm, whose locks would otherwise leave named semaphores behind.
     multiprocessing.set_start_method("fork", force=True)
     try:
         pipe.send(getattr(importlib.import_module(module), function)(*arguments))
@@ -47,8 +47,8 @@ class Measurement:
     """A function that runs in a process of its own, with the environment of this one.
 
     Args:
-        name: What it measures, for messages.
-        function: Where it is, as ``module:function``.
+        name: The name of what it measures, for messages.
+        function: Its path, as ``module:function``.
         *arguments: Its own. It returns a mapping; ``verified`` says whether the bytes were right.
         packages: A folder whose packages come before all others.
 

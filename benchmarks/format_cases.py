@@ -1,4 +1,4 @@
-"""What is measured of files that others write or read, and what is asked of it."""
+"""Cases for safetensors files and torch checkpoints, and the goals of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
     limits: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
     cold: bool = False
-    #: How addresses begin: ``http`` or ``s3``, both from nginx; ``upload`` to the server of
+    #: Scheme of addresses: ``http`` or ``s3``, both from nginx; ``upload`` to the server of
     #: ``stores.py``; None for local files.
     scheme: str | None = None
     #: The module whose ``once`` measures an engine.
@@ -53,19 +53,19 @@ WORDS = {
     "pt": "one file of torch.save",
     "tensors": "one .tensors file",
 }
-#: Others that leave the bytes in memory of their own, and that map; by form.
+#: Other engines by form: those that copy the bytes into private memory, and those that map.
 PRIVATE = {
     "safetensors": ("safetensors cloned", "run:ai", "run:ai tuned",
                     "fastsafetensors", "fastsafetensors tuned"),
     "pt": ("torch.load",),
 }  # fmt: skip
 MAPPED = {"safetensors": "safetensors mapped", "pt": "torch.load mmap"}
-#: What is done today with addresses that a package cannot read: download, then load.
+#: Engines that download a file and load it then: their packages cannot read addresses.
 FETCHED = {"safetensors": "curl, then safetensors", "pt": "curl, then torch.load"}
 
 
 def goals(model: str, kind: str) -> tuple[Asked, ...]:
-    """Return what is asked of a model in the page cache."""
+    """Return the goals of a model in the page cache."""
     mapped = Asked("time", 1.05, "ours mmap", MAPPED[kind])
     if kind == "pt":
         return (Asked("speed", 2, "ours", "torch.load"), mapped)
@@ -73,7 +73,7 @@ def goals(model: str, kind: str) -> tuple[Asked, ...]:
         return (mapped, Asked("rate", 0.9, "ours", "read"))
     if model == "3k":
         return (mapped,)
-    # Which of safetensors' ways is meant: each kind of memory beside the same kind.
+    # Like is compared with like: mapped files with mapped ones, private memory with private memory.
     return (
         Asked("speed", 1.5, "ours mmap", "safetensors mapped"),
         Asked("speed", 1.5, "ours", "safetensors cloned"),
@@ -81,7 +81,7 @@ def goals(model: str, kind: str) -> tuple[Asked, ...]:
 
 
 def cases_of(model: str, form: str) -> list[Case]:
-    """Return what is measured of a model in one form: local files, warm and cold; servers."""
+    """Return the cases of a model in one form: local files, warm and cold; servers."""
     kind = "pt" if form == "pt" else "safetensors"
     name = f"{model}-pt" if form == "pt" else model
     size = FULL[model]

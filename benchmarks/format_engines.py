@@ -58,7 +58,7 @@ def fetched(where: Given, load: Callable[[list[str]], Tensors]) -> Tensors:
         return load(outputs)
 
 
-#: Those that are tuned differ in their environment, so that they are here without that word.
+#: Tuned engines differ in their environment only, so "tuned" is left out of these names.
 LOADERS: dict[str, Callable[[Given], Tensors]] = {
     "ours": ours,
     "ours mmap": lambda where: ours(where, mmap=True),
@@ -76,7 +76,7 @@ LOADERS: dict[str, Callable[[Given], Tensors]] = {
         where, lambda files: peers.torch_load(files, mmap=True)
     ),
 }
-#: Those that are given bytes, which are read before the clock starts, and where their ``load`` is.
+#: Engines that load from bytes, read before the clock starts; and the module of their ``load``.
 OF_BYTES = {"ours bytes": "tensorizer.safetensors", "safetensors bytes": "safetensors.torch"}
 ITERATORS: dict[str, Callable[[Given], Pairs]] = {
     "ours iterate": ours_iterate,

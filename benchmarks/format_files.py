@@ -1,4 +1,4 @@
-"""The files that the cases of ``format_cases.py`` load, and what an engine is told of them."""
+"""The files that the cases of ``format_cases.py`` load, and their description for engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine is told."""
+    """Files and limits that an engine is given."""
 
     #: Each file that holds tensors: paths, or addresses.
     files: list[str]
@@ -24,7 +24,7 @@ class Given:
     whole: str
     #: Number of the first rows, by name, that are half of each tensor.
     rows: dict[str, int]
-    #: What iterators may use.
+    #: Bytes that iterators may buffer.
     buffer: int
 
 
@@ -44,7 +44,7 @@ def local(folder: Path, case: Case) -> list[Path]:
 
 
 def one_file(folder: Path, case: Case) -> Path:
-    """Return the file of as many bytes that limits are measured with, which know no shards."""
+    """Return one file of the same size: limits are measured without shards."""
     form = "safetensors" if case.form in ("shards", "made") else case.form
     return folder / f"{case.model}.{form}"
 

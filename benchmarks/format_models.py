@@ -33,7 +33,7 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def logits(model: torch.nn.Module) -> list[float]:
-    """Return what the model makes of some tokens."""
+    """Return the logits of the model for some tokens."""
     with torch.no_grad():
         found = model.eval()(torch.arange(8)[None]).logits[0, -1]
     return [float(value) for value in found.float()]
@@ -54,7 +54,7 @@ def prepare(folder: Path, quick: bool) -> None:
     assert not missing, f"not as many shards as are read: {missing}"
     known = {
         "sums": checksum(parameters(model)),
-        # Of what transformers loads: some buffers are made anew, in another dtype than here.
+        # Of the model as transformers loads it, which makes some buffers anew, in another dtype.
         "logits": logits(plain(str(folder / PRETRAINED))),
     }
     (folder / f"{PRETRAINED}.json").write_text(json.dumps(known))

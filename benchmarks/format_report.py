@@ -8,58 +8,30 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from format_cases import CASES, Asked, Case
-from report import LIMITS, newest, table
+import targets
+from figures import newest, note, table
+from format_cases import CASES, Case
 
 #: How the names of these records begin.
 PREFIX = "formats-"
-HEAD = ["| case | asked | found | reached |", "|---|---|---|---|"]
-
-
-def judged(asked: Asked, rows: list[dict]) -> tuple[str, str, bool] | None:
-    """Return what was asked, what was found, and whether that is enough."""
-    found = {row["engine"]: row for row in rows}
-    if asked.engine not in found or (asked.beside and asked.beside not in found):
-        return None
-    mine, bound = found[asked.engine], asked.bound
-    name = asked.engine
-    if asked.kind == "memory":
-        extra = mine["extra_bytes"]
-        text = f"{name}: at most {bound / 1e6:.0f} MB beyond what the caller keeps"
-        return text, f"{extra / 1e6:.0f} MB", extra <= bound
-    other = found[asked.beside]
-    times = mine["median"] / other["median"]
-    if asked.kind == "time":
-        text = f"{name}: at most {bound:g} of the time of {asked.beside}"
-        return text, f"{times:.2f}", times <= bound
-    if asked.kind == "speed":
-        text = f"{name}: at least {bound:g} times as fast as {asked.beside}"
-        return text, f"{1 / times:.2f}", 1 / times >= bound
-    rate = mine["bytes"] / other["bytes"] / times
-    text = f"{name}: at least {bound:g} of the rate of the {LIMITS[asked.beside]}"
-    return text, f"{rate:.2f}", rate >= bound
-
-
-def goals(case: Case, rows: list[dict]) -> list[str]:
-    """Return lines of the table of goals."""
-    found = [judged(asked, rows) for asked in case.asked]
-    return [
-        f"| {case.name} | {text} | {value} | {'yes' if enough else '**no**'} |"
-        for text, value, enough in filter(None, found)
-    ]
 
 
 def case_table(case: Case, rows: list[dict]) -> str:
-    """Return the table of a case, and below it that of its goals."""
-    lines = goals(case, rows)
-    return "\n".join([table(case, rows), *(["", *HEAD, *lines] if lines else [])])
+    """Return the table of a case, and below it that of its targets."""
+    lines = targets.lines(case.name, case.asked, rows)
+    return "\n".join([table(case, rows), *(["", *targets.HEAD, *lines] if lines else [])])
+
+
+def found(folder: Path) -> tuple[dict[str, dict], dict[Case, list[dict]]]:
+    """Return, of a machine's newest figures, the machine by case name and the rows by case."""
+    machines, rows = newest(folder, f"{PREFIX}*.jsonl")
+    by_case = {case: [row for row in rows if row["case"] == case.name] for case in CASES}
+    return machines, {case: mine for case, mine in by_case.items() if mine}
 
 
 def report(folder: Path) -> str:
-    """Return the report of a machine's newest figures: all goals, then a table for each case."""
-    machines, rows = newest(folder, f"{PREFIX}*.jsonl")
-    found = {case: [row for row in rows if row["case"] == case.name] for case in CASES}
-    found = {case: mine for case, mine in found.items() if mine}
+    """Return the report of a machine's newest figures: a table for each case."""
+    machines, rows = found(folder)
     machine = max(machines.values(), key=lambda machine: machine["date"])
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
@@ -69,15 +41,22 @@ def report(folder: Path) -> str:
         f"{machine['memory']}, kernel {machine['kernel']}, with {versions}. Engines in turns, each "
         "in a process of its own, every byte compared with what was written. CPU only. "
         "`benchmarks/README.md` says what the engines are.",
-        "",
-        *HEAD,
-        *(line for case, mine in found.items() for line in goals(case, mine)),
     ]
-    for case, mine in found.items():
+    for case, mine in rows.items():
         title = case.title[0].upper() + case.title[1:]
         parts = (case.name, f"{mine[0]['n']} rounds", machines[case.name]["date"][:10])
         lines += ["", f"**{title}** ({', '.join(parts)})", "", table(case, mine)]
+        lines += note(folder, case.name, machines[case.name]["date"])
     return "\n".join(lines) + "\n"
+
+
+def goals(folder: Path) -> list[str]:
+    """Return the table of targets of a machine's newest figures."""
+    rows = found(folder)[1]
+    return [
+        *targets.HEAD,
+        *(line for c, mine in rows.items() for line in targets.lines(c.name, c.asked, mine)),
+    ]
 
 
 def write(folder: Path, date: str) -> Path:

@@ -73,14 +73,14 @@ def hugging_face_shards(tensors: Tensors, out: Path) -> None:
 
 
 def boto3_upload(tensors: Tensors, out: Path, tuned: bool = False) -> None:
-    """Do what is done today: a file on the disk first, which nobody waits for."""
+    """Upload in the usual way: save a file first, without waiting for the disk, then send it."""
     import boto3
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
 
     safetensors(tensors, out)
     if tuned:
-        # Fewer and longer requests, as many as there are cores, and no sums that nobody asked for.
+        # Fewer and longer requests, one per core at a time, and no checksums that are not required.
         config = Config(request_checksum_calculation="when_required")
         part = 64 << 20
         transfer = TransferConfig(multipart_chunksize=part, max_concurrency=os.cpu_count() or 1)
@@ -101,7 +101,7 @@ SAVERS: dict[str, Callable[[Tensors, Path], None]] = {
     "save_file, then boto3": boto3_upload,
     "save_file, then boto3 tuned": lambda tensors, out: boto3_upload(tensors, out, tuned=True),
 }
-#: What each imports, by what the name of an engine has in it.
+#: The module that each engine imports, by a part of the engine's name.
 MODULES = {
     "ours": "tensorizer",
     "boto3": "boto3",
@@ -122,7 +122,7 @@ def saved(out: Path) -> Iterator[Tensors]:
 
 
 def fetch_upload(server: str) -> Path:
-    """Have the server write what it was sent into a file; return the folder of that."""
+    """Have the server write the last upload into a file; return the folder of that file."""
     with urllib.request.urlopen(f"http://{server}/bucket/{NAME}") as answer:
         return Path(answer.read().decode()).parent
 

@@ -23,9 +23,9 @@ from machine import version
 from run import HERE, describe, forget, record, summary, warm
 from serve import server
 
-#: What is measured here only.
+#: Packages that only these cases measure.
 PACKAGES = ("runai-model-streamer-s3", "transformers", "huggingface_hub", "boto3")
-#: Which server an address needs, by how it begins.
+#: The server that an address needs, by its scheme.
 SERVERS = {"http": "nginx", "s3": "nginx", "upload": "s3"}
 
 
@@ -72,7 +72,7 @@ def main() -> None:
         parser.error("toy sizes are not recorded")
     rounds = options.rounds or (1 if options.quick else 5)
     folder = HERE / "data" / ("quick" if options.quick else "full")
-    # To try the programs, what takes longest to import is imported once for all.
+    # --quick imports the slowest modules once, for all processes.
     preload("torch", *([format_models.CLASS, "boto3"] if options.quick else []))
     prepare(folder, QUICK if options.quick else FULL)
     format_models.prepare(folder, options.quick)

@@ -104,7 +104,7 @@ class Task:
     device: str = "cuda"
     #: The figures of the row that it gives.
     part: str = "plain"
-    #: Of the request to the worker: "pause", "buffer_bytes".
+    #: Options of the request to the worker: "pause", "buffer_bytes".
     options: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -117,7 +117,7 @@ class Task:
         return {"engine": self.engine, "path": path, **dict(self.options)}
 
 
-#: By whether they are the peer's, and the device.
+#: Workers by device; the first part of a key is True for the peer's.
 Workers = dict[tuple[bool, str], Worker]
 
 

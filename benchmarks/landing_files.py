@@ -51,7 +51,7 @@ def _product(shape: tuple[int, ...]) -> int:
 FOLDER = Path(tempfile.gettempdir()) / "tensorizer-landing"
 LARGE = Model("large", (32_000, 2048), (4096, 5684), 45, item=2)
 SMALL = tuple(Model(f"small-{count}", (256,), (256,), count, item=4) for count in (20_000, 100_000))
-#: Of these all bytes are compared: a large file of an eighth of the size, and a small one.
+#: Files of which all bytes are compared: a large one of an eighth of the size, and a small one.
 CHECKED_LARGE = Model("checked-large", (4000, 2048), (512, 5684), 45, item=2)
 CHECKED_SMALL = Model("checked-small", (256,), (256,), 3000, item=4)
 MODELS = (LARGE, *SMALL, CHECKED_LARGE, CHECKED_SMALL)

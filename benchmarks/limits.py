@@ -1,4 +1,4 @@
-"""What this machine can do at all, measured with as little code as possible.
+"""Limits of this machine, measured with as little code as possible.
 
     python limits.py LIMIT FOLDER MODEL
 

@@ -1,4 +1,4 @@
-"""What a record says of the software that was measured."""
+"""Versions of packages and the commit, for the record of a measurement."""
 
 from __future__ import annotations
 

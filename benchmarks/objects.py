@@ -1,4 +1,4 @@
-"""An S3 server that keeps objects in memory, for what writes them and then reads them.
+"""An S3 server that keeps objects in memory, for benchmarks that write and then read them.
 
     python objects.py PORT
 

@@ -1,4 +1,4 @@
-"""How other loaders are called, with their settings. Files are paths or addresses."""
+"""Other loaders and their settings. Files are paths or addresses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Tensors = dict[str, torch.Tensor]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 CORES = str(os.cpu_count())
-#: By default both read files with O_DIRECT, which passes by what the page cache holds. These
-#: settings were the fastest on two cores.
+#: By default both read files with O_DIRECT, which bypasses the page cache. These settings were the
+#: fastest on two cores.
 SETTINGS = {
     "run:ai tuned": {
         "RUNAI_STREAMER_FS_STRATEGY": "sync_buffered",
@@ -28,7 +28,7 @@ S3_SETTINGS = {
         "RUNAI_STREAMER_CHUNK_BYTESIZE": str(32 << 20),
     },
 }
-#: What each imports, by what the name of an engine has in it.
+#: The module that each engine imports, by a part of the engine's name.
 MODULES = {
     "run:ai": "runai_model_streamer",
     "fastsafetensors": "fastsafetensors",
@@ -84,7 +84,7 @@ def safetensors_rows(files: list[str], rows: int) -> Tensors:
 
 
 def safetensors_iterate(files: list[str]) -> Pairs:
-    """Do what engines do that have no loader of their own."""
+    """Iterate with safe_open, like engines without a loader of their own."""
     from safetensors import safe_open
 
     for path in files:

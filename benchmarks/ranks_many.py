@@ -98,7 +98,7 @@ def planned(kind: str) -> tuple[float, float]:
     mine = wish(0)
     mine.structure.digest()
     own = time.process_time() - begun
-    # All of them have the same structure, which a rank of them says by its digest.
+    # All ranks have the same structure, of which a rank sends the digest only.
     tables = [wish(number).table for number in range(0, world, 64)]
     told = len(pickle.dumps((mine.structure.digest(), max(tables, key=lambda one: len(str(one))))))
     begun = time.process_time()

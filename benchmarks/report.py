@@ -1,23 +1,28 @@
-"""The table of the README, all tables of docs/explanation/benchmarks.md, and the plot of both.
+"""The documents that show figures: the README, docs/explanation/benchmarks.md, and targets.md.
 
 python benchmarks/report.py benchmarks/records/MACHINE
 
-They are made from the newest records of a machine, and stand between marks.
+Tables and the plot are made from the newest records of a machine. In the first two documents they
+stand between marks.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
-from cases import CASES, FULL, Case
+import dcp_report
+import format_report
+from cases import CASES, FULL
+from figures import newest, note, table
+from losses import losses
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 DOCUMENT = HERE.parent / "docs/explanation/benchmarks.md"
 PLOT = DOCUMENT.with_name("load.svg")
+TARGETS = HERE / "targets.md"
 #: The table of the README: what is done, and by whom, in which case.
 ROWS = {
     "Load a local file": "read",
@@ -30,60 +35,6 @@ ROWS = {
 }
 #: Reports of other programs, which stand beside the records under these names and a date.
 REPORTS = ("formats", "dcp", "ranks", "cache", "hf", "clouds", "host-share", "emulated", "disk")
-LIMITS = {
-    "read": "limit: two-thread read",
-    "sha256": "limit: two-thread SHA-256",
-    "secretbox": "limit: two-thread XSalsa20-Poly1305",
-    "read-secretbox": "limit: two-thread read and XSalsa20-Poly1305",
-    "write": "limit: two threads that write memory, synced",
-    "send": "limit: two connections that send memory",
-    "direct": "limit: four-thread O_DIRECT",
-    "write-direct": "limit: four threads that write with O_DIRECT and sync",
-    "copy-read": "limit: two-thread read into touched memory",
-    "ideal": "limit: 16 connections at full rate",
-    "clean": "the same from nginx, which does not fail",
-    "curl": "limit: two curl processes that keep nothing",
-    "receive": "limit: two sockets received into fresh memory",
-}
-
-
-def table(case: Case, rows: list[dict]) -> str:
-    """Return a Markdown table; ratios are of median times, above 1 where ours is faster."""
-    ours = next(row for row in rows if row["engine"] == case.engines[0])
-    lines = [
-        "| engine | median s | min to max | the call alone s | CPU s | GB/s | ours is faster by "
-        "| memory beyond tensors |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        rate = f"{row['bytes'] / row['median'] / 1e9:.2f}" if row["bytes"] else "-"
-        name = LIMITS.get(row["engine"], row["engine"]) if row["limit"] else row["engine"]
-        # Limits move other numbers of bytes, so rates are compared.
-        if row["limit"]:
-            ratio = (ours["bytes"] / ours["median"]) / (row["bytes"] / row["median"])
-            shown = f"{ratio:.2f} of it"
-        else:
-            shown = "-" if row is ours else f"{row['median'] / ours['median']:.2f}"
-        cpu = f"{row['cpu_seconds']:.2f}" if row["cpu_seconds"] else "-"
-        extra = f"{row['extra_bytes'] / 1e6:.0f} MB" if not row["limit"] and row["bytes"] else "-"
-        lines.append(
-            f"| {name} | {row['median']:.3f} | {row['min']:.3f} to {row['max']:.3f} "
-            f"| {row.get('call_median', row['median']):.3f} | {cpu} | {rate} | {shown} | {extra} |"
-        )
-    return "\n".join(lines)
-
-
-def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
-    """Return, by case, the machine of the newest record that has it, and those rows."""
-    machines: dict[str, dict] = {}
-    found: dict[str, list[dict]] = {}
-    texts = (path.read_text().splitlines() for path in folder.glob(pattern))
-    records = [[json.loads(line) for line in lines] for lines in texts]
-    for machine, *rows in sorted(records, key=lambda record: record[0]["date"]):
-        for case in {row["case"] for row in rows}:
-            machines[case] = machine
-            found[case] = [row for row in rows if row["case"] == case]
-    return machines, [row for rows in found.values() for row in rows]
 
 
 def summary(machines: dict[str, dict], rows: list[dict]) -> str:
@@ -117,7 +68,7 @@ def summary(machines: dict[str, dict], rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def tables(machines: dict[str, dict], rows: list[dict]) -> str:
+def tables(folder: Path, machines: dict[str, dict], rows: list[dict]) -> str:
     """Return the tables of all cases, each with a heading."""
     machine = machines["read"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -140,6 +91,7 @@ def tables(machines: dict[str, dict], rows: list[dict]) -> str:
             parts.append(f"on {machines[case.name]['cpu']}")
         title = case.title[0].upper() + case.title[1:]
         out += ["", f"### {title}", "", f"{', '.join(parts)}.", "", table(case, mine)]
+        out += note(folder, case.name, machines[case.name]["date"])
     return "\n".join(out)
 
 
@@ -148,6 +100,23 @@ def reports(folder: Path) -> str:
     newest = [sorted(folder.glob(f"{name}-[0-9]*.md"))[-1:] for name in REPORTS]
     texts = [path.read_text().strip() for paths in newest for path in paths]
     return "\n\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE) for text in texts)
+
+
+def targets(folder: Path) -> str:
+    """Return targets.md."""
+    parts = [
+        "# Targets",
+        "What this project asks of its own speed, and what the newest records have: ratios of "
+        "median times, or of rates. `docs/explanation/benchmarks.md` has their tables. `report.py` "
+        "writes this page.",
+        "## Files that others write",
+        "\n".join(format_report.goals(folder)),
+        "## Distributed checkpoints",
+        "Asked is one of both: 1.5 times as fast as each of the others, or 0.9 of the rate of a "
+        "limit.",
+        "\n".join(dcp_report.goals(folder)),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -162,10 +131,12 @@ def texts(folder: Path) -> dict[Path, str]:
     """Return what the documents are with the newest figures in them."""
     # Records of other programs begin with their names.
     machines, rows = newest(folder, "[0-9]*.jsonl")
-    document = between(DOCUMENT.read_text(), "benchmarks", tables(machines, rows))
+    document = between(DOCUMENT.read_text(), "benchmarks", tables(folder, machines, rows))
+    document = between(document, "reports", reports(folder))
     return {
         README: between(README.read_text(), "benchmarks", summary(machines, rows)),
-        DOCUMENT: between(document, "reports", reports(folder)),
+        DOCUMENT: between(document, "losses", losses(document)),
+        TARGETS: targets(folder),
     }
 
 

@@ -177,7 +177,8 @@ def main() -> None:
     models = QUICK if options.quick else FULL
     preload("torch")
     prepare(folder, models)
-    from report import render, table
+    from figures import table
+    from report import render
 
     machine = describe()
     rows: list[dict[str, object]] = []

@@ -25,7 +25,7 @@ http {{
 
 
 def command(kind: str, root: Path, work: Path, port: int) -> list[str] | None:
-    """Return how a server is started; None where it is not installed."""
+    """Return the command that starts a server; None if it is not installed."""
     if kind == "objects":
         return [sys.executable, str(Path(__file__).with_name("objects.py")), str(port)]
     if kind in ("s3", "slow", "faulty"):
@@ -38,7 +38,7 @@ def command(kind: str, root: Path, work: Path, port: int) -> list[str] | None:
     if kind == "redis":
         return [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     conf = work / "conf"
-    # Its workers are not to run as another user, who could not read the folder.
+    # Workers run as root too: another user could not read the folder.
     user = "user root;\n" if os.getuid() == 0 else ""
     conf.write_text(user + CONF.format(work=work, root=root, port=port))
     return [program, "-c", str(conf), "-p", str(work)]

@@ -21,7 +21,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Protocol
 
-#: What a distant server is like: latency of an answer, and bytes a second of a connection.
+#: The slow server: seconds until an answer, and bytes a second of a connection.
 LATENCY, RATE = 0.05, 100e6
 #: Bytes that are sent at a time.
 STEP = 1 << 20
@@ -127,7 +127,7 @@ class S3:
             named = [int(n) for n in re.findall(rb"<PartNumber>(\d+)<", body)]
             parts = self.parts.pop(query["uploadId"])
             assert sorted(named) == sorted(parts) == named, "not the parts that were sent"
-            # Kept in memory: writing them is not what is measured.
+            # Parts are kept in memory: the time to write them is not measured.
             self.joined = (path, [parts[number] for number in named])
             xml = "<CompleteMultipartUploadResult><ETag>&quot;all&quot;</ETag>"
             connection.answer("200 OK", (xml + "</CompleteMultipartUploadResult>").encode())

@@ -1,4 +1,4 @@
-"""What all steps of a run share: rows, time, folders, and how a unit of work is done."""
+"""State that all steps of a run share: rows, deadline, folders, and the runner of a unit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OutOfTimeError(Exception):
 
 
 class Clock:
-    """The time of this call. It is never too late for the first unit: each call gets on."""
+    """The deadline of this call. The first unit always runs, so that each call gets on."""
 
     def __init__(self, minutes: float | None) -> None:
         self.deadline = math.inf if minutes is None else time.monotonic() + minutes * 60
@@ -73,11 +73,11 @@ class Bench:
     models: dict[str, Model]
     rounds: int
     toy: bool
-    #: What a unit may take, in seconds.
+    #: Seconds that a unit may take.
     limit: float
     engines: list[str]
     tests: str
-    #: By engine a folder with packages that only this one uses.
+    #: Folders with packages for one engine only, by engine.
     sites: dict[str, str] = field(default_factory=dict)
 
     def unit(self, key: str, fields: Row, guess: float, work: Callable[[], Row]) -> None:
@@ -131,7 +131,7 @@ class Bench:
         self.clock.need(20 + model.total * (1 + len(left)) / 3e8)
         print(f"  making {place.folder}/{model.name}: {', '.join(left)}", flush=True)
         ended = self.program("models.py", place.folder, *size, *left)
-        # One that cannot be written is no loss of the others.
+        # If one format cannot be written, the others still are.
         for suffix in missing(place.folder, *size, left) if ended.code != 0 else ():
             ended = self.program("models.py", place.folder, *size, suffix)
             if ended.code != 0 and suffix == "tensors":

@@ -1,4 +1,4 @@
-"""Whether the bytes that were loaded are those that were written."""
+"""Checksums by which loaded bytes are compared with those that were written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tensors = dict[str, torch.Tensor]
 def weighed(tensor: torch.Tensor) -> str:
     """Return dtype, shape, and a sum of the 64-bit words of a tensor, taken where it is.
 
-    Each word counts as often as twice its place and one, modulo 2^64: whatever lies where something
-    else belongs shows, unless words are equal.
+    Word number n has the weight 2n + 1, modulo 2^64, so that words in a wrong place change the sum,
+    unless they are equal to those that belong there.
     """
     words = tensor.detach().flatten().view(torch.int64)
     if EMULATED:

@@ -248,7 +248,7 @@ def load(engine: str, path: Path, loads: int) -> dict[str, object]:
             import tensorizer
 
             result["stats"] = tensorizer.stats()
-        # What was read: a cast doubles it on the device.
+        # The bytes that were read: a cast to float32 doubles them on the device.
         size = sum(tensor.nbytes for tensor in tensors.values())
         result["bytes"] = size // 2 if engine == "ours float32" else size
         result["verified"] &= verify(engine, tensors, read_sums(path))

@@ -87,7 +87,7 @@ def missing(folder: Path, model: str, count: int, total: int, formats: Iterable[
 def no_room(
     folder: Path, model: str, total: int, formats: tuple[list[str], tuple[str, ...]], memory: bool
 ) -> str | None:
-    """Say what there is too little of to write formats: those missing, of those wanted.
+    """Return the reason if there is too little space or memory to write formats, else None.
 
     Files that are not wanted make room. A folder may be in memory.
     """

@@ -17,13 +17,13 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended."""
+    """The end of a process: its exit code, seconds and output."""
 
     code: int
     seconds: float
     out: str
     error: str
-    #: Whether it was killed because its time was over.
+    #: True if it was killed at its time limit.
     late: bool
 
     def why(self) -> str:

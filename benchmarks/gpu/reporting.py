@@ -16,7 +16,7 @@ from rows import Rows
 
 #: Seconds that a test may take, and that must be left to begin one.
 LIMIT, LEAST = 120, 20
-#: What pytest ends with where time is over.
+#: Exit code of pytest when the time is over.
 OUT_OF_TIME = 75
 STEP = "tests"
 

@@ -1,4 +1,4 @@
-"""What a run has found so far: lines of JSON, of which the run knows what is still to do.
+"""Results of a run so far, as lines of JSON; a unit of work that has a row is not done again.
 
 A unit of work has a key. ``{"begin": key}`` is written before it, a row with its key, a status and
 what it found after it. Lines are appended in one write each and synced, so that whatever ends the

@@ -16,13 +16,13 @@ from rows import Row
 TESTS_FOLDER = "tests/python/gpu"
 #: The tests of a run at toy size: make test-cuda runs them all.
 TOY_TESTS = "test_load or test_save"
-#: Where compute-sanitizer is if it is not on the path.
+#: Paths of compute-sanitizer if it is not on the PATH.
 PLACES = (
     "usr/local/cuda*/bin/compute-sanitizer",
     "usr/local/cuda*/compute-sanitizer/compute-sanitizer",
     "opt/nvidia/*/bin/compute-sanitizer",
 )
-#: What it ends with where it has found something.
+#: Exit code of compute-sanitizer if it has found an error.
 FOUND = 99
 
 
@@ -35,7 +35,7 @@ def run_tests(bench: Bench) -> Ended:
     command += ["-p", "no:cacheprovider", "-p", "reporting"]
     command += ["--confcutdir", str(folder), bench.tests]
     command += ["-k", TOY_TESTS] if bench.toy and bench.tests == TESTS_FOLDER else []
-    # What the tests share lies beside their folder.
+    # Modules that the tests share are in the folder above theirs.
     paths = [bench.env.get("PYTHONPATH"), str(HERE), str(folder.parent)]
     env = {
         "REQUIRE_CUDA": "1",
@@ -79,7 +79,7 @@ def tests(bench: Bench) -> None:
 
 
 def sanitizer() -> str | None:
-    """Return where compute-sanitizer is."""
+    """Return the path of compute-sanitizer, or None."""
     found = (str(path) for pattern in PLACES for path in Path("/").glob(pattern))
     return shutil.which("compute-sanitizer") or next(found, None)
 

@@ -29,7 +29,7 @@ VALUES = {
 MODELS = ("large", "20k")
 #: Loads in a process.
 LOADS = 4
-#: A value that is less than this much faster is not told from the default.
+#: A value is better than the default if it is at least this much faster.
 LEAST = 1.02
 Setting = dict[str, int]
 

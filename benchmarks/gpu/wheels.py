@@ -16,7 +16,7 @@ from pathlib import Path
 from rows import Rows
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What the sources and the wheels may take together, so that they can be sent to a machine.
+#: Limit for the sources and wheels together: they have to be sent to a machine.
 MOST_BYTES = 64 << 20
 #: Peers, the tests' needs, and what these need beside torch and numpy; the most wanted first.
 PACKAGES = (
@@ -25,7 +25,7 @@ PACKAGES = (
     "typer", "click", "shellingham", "rich", "markdown-it-py", "mdurl", "typing-extensions",
     "annotated-doc",
 )  # fmt: skip
-#: Which machine the wheels are for: one with this Python and a glibc that is no older.
+#: Wheels are for machines with this Python, and with this minor of glibc or a newer one.
 PYTHON, GLIBC = "3.12", 39
 
 

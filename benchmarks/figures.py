@@ -1,0 +1,128 @@
+"""Records of measurements, and the tables that show them.
+
+Below a table stands which engines are faster than a limit in it, and why they can be. What else is
+to be said of a table is in ``notes.json`` beside the records, under its date and case: a note is
+shown as long as no newer record has that case.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+
+class Case(Protocol):
+    """One comparison. The first engine is ours."""
+
+    @property
+    def engines(self) -> tuple[str, ...]: ...
+
+
+LIMITS = {
+    "read": "limit: two-thread read",
+    "sha256": "limit: two-thread SHA-256",
+    "secretbox": "limit: two-thread XSalsa20-Poly1305",
+    "read-secretbox": "limit: two-thread read and XSalsa20-Poly1305",
+    "write": "limit: two threads that write memory, synced",
+    "send": "limit: two connections that send memory",
+    "direct": "limit: four-thread O_DIRECT",
+    "write-direct": "limit: four threads that write with O_DIRECT and sync",
+    "copy-read": "limit: two-thread read into touched memory",
+    "ideal": "limit: 16 connections at full rate",
+    "clean": "the same from nginx, which does not fail",
+    "curl": "limit: two curl processes that keep nothing",
+    "receive": "limit: two sockets received into fresh memory",
+}
+#: For each limit, its work, and why an engine can be faster.
+BEATABLE = {
+    "read": "This limit is two plain threads that read the file into fresh memory. It is no upper "
+    "bound: it waits where the machine gives fresh memory late, and engines that map the file copy "
+    "nothing.",
+    "sha256": "This limit is two threads that hash one block of memory. An engine that hashes two "
+    "tensors at once on a core, or on more cores, is faster.",
+    "secretbox": "This limit is two threads that decrypt memory. An engine with more threads is "
+    "faster.",
+    "read-secretbox": "This limit is two plain threads that read the file into fresh memory and "
+    "decrypt it. It waits where the machine gives fresh memory late.",
+    "write": "This limit is two plain threads that write one file through the page cache, and sync "
+    "it at the end. A save that has the disk begin earlier, or whose threads write files of their "
+    "own, can be faster.",
+    "send": "This limit is two connections that send memory. An engine with more connections is "
+    "faster.",
+    "direct": "This limit is four plain threads that read 4 MiB at a time around the page cache. "
+    "More reads in flight, or the kernel's read-ahead, can be faster, and the rate of the disk "
+    "changes from minute to minute.",
+    "write-direct": "This limit is four plain threads that write 8 MiB at a time around the page "
+    "cache. More writes in flight can be faster, and the rate of the disk changes from minute to "
+    "minute.",
+    "copy-read": "This limit is two plain threads that read the file into memory that was touched. "
+    "An engine that maps the file copies nothing.",
+    "ideal": "This limit is computed: 16 connections at their full rate. More connections are "
+    "faster.",
+    "clean": "This row is the same load from a server that does not fail. Repeating what failed "
+    "cost less than the rounds differ.",
+    "curl": "This limit is two connections whose bytes are dropped. More connections are faster.",
+    "receive": "This limit is two connections that are received into fresh memory. It waits where "
+    "the machine gives fresh memory late.",
+}
+
+
+def rate(row: dict) -> float:
+    """Return bytes a second; limits may move another number of bytes."""
+    return row["bytes"] / row["median"]
+
+
+def table(case: Case, rows: list[dict]) -> str:
+    """Return a Markdown table; ratios are of median times, above 1 where ours is faster.
+
+    Below it stands which engines are faster than a limit, and why.
+    """
+    ours = next(row for row in rows if row["engine"] == case.engines[0])
+    lines = [
+        "| engine | median s | min to max | the call alone s | CPU s | GB/s | ours is faster by "
+        "| memory beyond tensors |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        gigabytes = f"{rate(row) / 1e9:.2f}" if row["bytes"] else "-"
+        name = LIMITS[row["engine"]] if row["limit"] else row["engine"]
+        # Limits move other numbers of bytes, so rates are compared.
+        if row["limit"]:
+            shown = f"{rate(ours) / rate(row):.2f} of it"
+        else:
+            shown = "-" if row is ours else f"{row['median'] / ours['median']:.2f}"
+        cpu = f"{row['cpu_seconds']:.2f}" if row["cpu_seconds"] else "-"
+        extra = f"{row['extra_bytes'] / 1e6:.0f} MB" if not row["limit"] and row["bytes"] else "-"
+        lines.append(
+            f"| {name} | {row['median']:.3f} | {row['min']:.3f} to {row['max']:.3f} "
+            f"| {row.get('call_median', row['median']):.3f} | {cpu} | {gigabytes} | {shown} "
+            f"| {extra} |"
+        )
+    for limit in (row for row in rows if row["limit"]):
+        faster = [r["engine"] for r in rows if not r["limit"] and rate(r) > rate(limit)]
+        if faster:
+            name = LIMITS[limit["engine"]].removeprefix("limit: ")
+            lines += ["", f"Faster than “{name}”: {', '.join(faster)}. {BEATABLE[limit['engine']]}"]
+    return "\n".join(lines)
+
+
+def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
+    """Return, by case, the machine of the newest record that has it, and those rows."""
+    machines: dict[str, dict] = {}
+    found: dict[str, list[dict]] = {}
+    texts = (path.read_text().splitlines() for path in folder.glob(pattern))
+    records = [[json.loads(line) for line in lines] for lines in texts]
+    for machine, *rows in sorted(records, key=lambda record: record[0]["date"]):
+        for case in {row["case"] for row in rows}:
+            machines[case] = machine
+            found[case] = [row for row in rows if row["case"] == case]
+    return machines, [row for rows in found.values() for row in rows]
+
+
+def note(folder: Path, case: str, date: str) -> list[str]:
+    """Return the note on the table of a case and a date, as lines; none if there is none."""
+    path = folder / "notes.json"
+    notes = json.loads(path.read_text()) if path.exists() else {}
+    text = notes.get(f"{date[:10]} {case}")
+    return ["", text] if text else []
