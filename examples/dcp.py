@@ -2,8 +2,8 @@
 
 python examples/dcp.py [FOLDER] [--ranks 2] [--load-ranks 3]
 
-Each process has its part of every weight (FSDP) and writes a file of its own; torch's distributed
-checkpoints, which find out who has what, do so by the writer and reader that they are given. FOLDER
+Each process has its part of every weight (FSDP) and writes a file of its own. torch's distributed
+checkpoints find out which process has which part; the writer and reader store and load it. FOLDER
 may be ``s3://bucket/folder``. It runs on the CPU, with gloo; on GPUs it is the same code.
 """
 

@@ -1,4 +1,4 @@
-"""Count comments that are to be written otherwise; their number may only fall.
+"""Count comments that should be rewritten; their number may only fall.
 
     python tests/comments.py
 

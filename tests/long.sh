@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What takes too long for every change. Writes the record tests/long.txt, and fails if anything did.
+# Tests that take too long for every change. Writes the record tests/long.txt, and fails if any did.
 # Torch minors other than the one developed on: LONG_TORCHES="2.10 2.12".
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""What the tests on the emulated CUDA share."""
+"""The fixture of the tests on the emulated CUDA."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What tests do with the emulated CUDA: settings, statistics, and programs that run on it."""
+"""Helpers for the emulated CUDA: settings, statistics, and programs that run on it."""
 
 import atexit
 import ctypes
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 _library = ctypes.CDLL(None)
-#: Whether this process has it.
+#: True if this process runs on the emulated CUDA.
 PRESENT = hasattr(_library, "fake_cuda_stat")
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _functions = []  # that streams may still call
@@ -98,7 +98,7 @@ def forks():
 def run(code, *args, **env):
     """Run a program in a process of its own, without random pauses unless `env` has some.
 
-    It is forked, unless other variables than those that are read late must be there before.
+    It is forked, unless `env` has variables that must be set before an interpreter starts.
     """
     head = f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport emulated, torch\n"
     head += "emulated.report_here()\n"

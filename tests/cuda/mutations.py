@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT / "tests/cuda/emulator"
-#: How pytest ends after a failed test, and a process that was aborted or has crashed.
+#: Exit codes of pytest after a failed test, and of a process that was aborted or has crashed.
 TEST_FAILED, CRASHES = 1, (-6, -11)
-#: Of build.sh, where torch is no build for CUDA 13.
+#: Exit code of build.sh if torch is no build for CUDA 13.
 NO_CUDA_BUILD = 77
 
 

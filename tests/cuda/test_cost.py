@@ -1,4 +1,4 @@
-"""How often the driver is called: its calls are the host's share of a load beside the reads."""
+"""Calls of the driver are limited: with the reads they are the host's share of a load."""
 
 import json
 import os
@@ -42,16 +42,16 @@ def counted(path, count, size, **settings):
 
 
 def check(calls, buffers, copies):
-    # Waiting for the consumer before and after, for two streams.
+    # Calls that do not depend on the size: two streams wait for the consumer before and after.
     fixed = 16
     assert calls["cuStreamCreate"] == calls["cuMemHostRegister"] == 0
-    # Events that order streams, and the end of what had a block's memory before.
+    # Events order the streams, and tell when a block's memory is free again.
     assert calls["cuEventCreate"] <= 12
     assert calls["cuEventRecord"] <= buffers + fixed
-    # To look for buffers that are free again, and to begin copies.
+    # Called to look for buffers that are free again, and to begin copies.
     assert calls["cuCtxPushCurrent"] <= 2 * buffers + fixed
     assert calls["cuThreadExchangeStreamCaptureMode"] == 2 * calls["cuCtxPushCurrent"]
-    # Buffers come back in the order of their streams: what has not passed is asked again.
+    # Buffers come back in the order of their streams; one that is not free yet is asked for again.
     assert calls["cuEventQuery"] <= 4 * buffers + fixed
     assert calls["cuMemcpyHtoDAsync"] + calls["cuMemcpyBatchAsync"] <= copies
 
@@ -109,13 +109,13 @@ def test_small_tensors_in_memory_of_their_own_share_calls_of_the_driver(tmp_path
 
 
 def test_readers_of_what_is_in_memory(tmp_path):
-    """As many as cores: copies that are waited for are no reason for more."""
+    """There are as many readers as cores: waiting for copies starts no more of them."""
     calls = counted(tmp_path / "f", 64, 8 << 20)
     assert calls["threads"] <= max(2, os.cpu_count())
 
 
 def test_large_tensors_are_verified_in_little_memory(tmp_path):
-    """What waits for its hash never takes all of the memory that the next bytes need."""
+    """Data that wait for their hash never take all of the memory that the next bytes need."""
     written = emulated.run(
         "import sys, tensorizer\n"
         "tensorizer.save({f't{i}': torch.full((size,), i, dtype=torch.uint8) for i, size in "

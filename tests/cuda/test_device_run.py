@@ -107,7 +107,7 @@ def test_what_fails_is_a_row_and_a_run_that_was_killed_goes_on(tmp_path, wheels)
 
 
 def test_minutes_end_and_another_call_goes_on(tmp_path):
-    """However few they are, each call does something."""
+    """Each call does at least one unit, however few its minutes are."""
     (tmp_path / "memory").mkdir()
     command = ["--minutes", "0.001", *SMALL, "pinned copy", "ours"]
     calls = []
@@ -202,7 +202,7 @@ def test_a_sweep_recommends_what_is_faster():
     ]  # fmt: skip
     found = scores(Bench, "alone")
     assert found[DEFAULTS] == 1 and found["A=2"] == pytest.approx(2)
-    # One in a hundred is not told from noise.
+    # A gain of one percent is within the noise.
     assert best(tried, found) == {"A": 2}
 
 

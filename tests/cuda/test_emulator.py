@@ -1,11 +1,11 @@
-"""The emulator finds what it is to find. Plain torch, each program in a process of its own."""
+"""The emulator detects mistakes of programs: plain torch, each in a process of its own."""
 
 import signal
 
 import pytest
 from emulated import is_found, passes, run
 
-#: Of the run time, for what torch itself does not do wrong.
+#: Calls of the CUDA run time, for mistakes that torch itself does not make.
 RUNTIME = """
 import ctypes
 runtime = ctypes.CDLL(None)

@@ -297,7 +297,7 @@ assert emulated.device_bytes(x.data_ptr() + 7, 5) == bytes(range(7, 12))
 """)
 
 
-#: torch with the allocator that uses the pools of the driver, which it chooses when it starts.
+#: Selects torch's allocator that uses the driver's pools; torch reads this once, when it starts.
 POOLS = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 

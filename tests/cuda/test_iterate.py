@@ -30,7 +30,7 @@ def passes(code, path, **env):
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 @pytest.mark.parametrize("order", ["file", "ready"])
 def test_memory_is_not_used_again_before_the_consumer_has_done_with_it(path, order, seed):
-    """Small buffers have torch reuse what kernels that are still to run read."""
+    """With small buffers torch reuses memory while kernels that read it have not run yet."""
     code = f"""
     import sys, tensorizer
     kept = []

@@ -31,7 +31,7 @@ def passes(code, path, **env):
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 @pytest.mark.parametrize("buffer_bytes", ["None", "4 << 20"])
 def test_tensors_are_there_for_every_stream(path, buffer_bytes, seed):
-    """A copy that had not ended would be a race, of which the emulated device tells."""
+    """Use of a tensor before its copy has ended would be a race, which the emulator detects."""
     code = f"""
 other = torch.cuda.Stream()
 loader = safe_open(sys.argv[1], "pt", "cuda").prefetch(buffer_bytes={buffer_bytes})

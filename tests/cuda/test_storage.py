@@ -13,7 +13,7 @@ _library = ctypes.CDLL(None)
 
 
 def reads():
-    """How often a device has read a file by itself."""
+    """Return how many times a device has read a file by itself."""
     count = _library.fake_cufile_reads
     count.restype = ctypes.c_uint64
     return count()
@@ -81,7 +81,7 @@ def test_what_reads_wrong_bytes_is_not_used(path, monkeypatch):
 
 @pytest.mark.parametrize("failure", ["FAIL", "EIO"])
 def test_reads_that_fail_are_done_another_way(path, monkeypatch, failure):
-    # The first read is the one that finds out whether the device reads what is there.
+    # The first read of a load is a test that the device reads the right bytes.
     monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 2))
     right, fallbacks = load(path)
     assert right

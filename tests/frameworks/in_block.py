@@ -12,7 +12,7 @@ _block.__enter__()
 
 @pytest.fixture(autouse=True)
 def _empty_cache():
-    """Give back what torch keeps of earlier tests: some compare the free memory of the device."""
+    """Empty torch's cache after each test: some tests compare the free memory of the device."""
     yield
     if torch.cuda.is_initialized():
         gc.collect()

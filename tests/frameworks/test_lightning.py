@@ -43,7 +43,7 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path):
     (second,) = (tmp_path / "whole/kept").glob("epoch=1*.ckpt")
     assert tensorizer.load(f"{second}.tensors", "cpu")
     saved = TensorizerCheckpointIO().load_checkpoint(second)
-    # At its end already.
+    # A checkpoint of the last step: there is nothing left to train.
     model, resumed = Model(), trainer(tmp_path / "same", 2, TensorizerCheckpointIO())
     resumed.fit(model, ckpt_path=str(second))
     for name, tensor in model.state_dict().items():

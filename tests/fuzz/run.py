@@ -25,14 +25,14 @@ sys.path.insert(0, str(HERE.parent / "trust"))
 import tensors_bytes  # noqa: E402
 
 TRIPLE = "x86_64-unknown-linux-gnu"
-#: What cargo-fuzz sets.
+#: The flags that cargo-fuzz sets.
 FLAGS = (
     "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 "
     "-Cllvm-args=-sanitizer-coverage-inline-8bit-counters "
     "-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares "
     "-Zsanitizer=address -Cforce-frame-pointers"
 )
-#: The first byte by which a target takes the others as they are.
+#: The first byte of an input that makes a target take the other bytes as a whole file.
 AS_THEY_ARE = {"tensors_file": 3, "safetensors_file": 3, "torch_zip": 3}
 #: Targets that build with all else, and one whose libraries take minutes to compile.
 PLAIN = ["names", "index", "header", "crypt_block", "safetensors_header", "safetensors_file",
@@ -54,7 +54,7 @@ def why_not() -> str | None:
 
 
 def build_blind(targets: list[str]) -> Path:
-    """Build what tries inputs blindly; return the program."""
+    """Build the program that tries inputs without coverage; return its path."""
     folder = Path(os.environ.get("CARGO_TARGET_DIR", HERE / "target")) / "blind"
     command = ["cargo", "build", "--release", "--bin", "blind"]
     if set(targets) & set(NETWORK):
@@ -103,7 +103,7 @@ def seeds(target: str, folder: Path) -> None:
         try:
             data = tensors_bytes.tightened(data)
         except (ValueError, IndexError, struct.error):
-            # Its index is what is damaged: with 256 KiB it would slow the fuzzer down.
+            # Its damaged index cannot be made smaller, and 256 KiB would slow the fuzzer down.
             continue
         if len(data) <= 4096:
             (folder / path.name.removesuffix(".gz")).write_bytes(first + data)

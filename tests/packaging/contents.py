@@ -27,6 +27,9 @@ for library in ("tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"
         f"{library} has the device of the tests"
     )
 
+unpacked = sum(one.file_size for one in zipfile.ZipFile(wheel).infolist())
+assert unpacked <= 45_000_000, f"{wheel} takes {unpacked:,} bytes: were its libraries stripped?"
+
 # Every file that Cargo reads. The archive's own folder is taken off.
 with tarfile.open(sdist) as archive:
     found = {name.split("/", 1)[-1] for name in archive.getnames()}

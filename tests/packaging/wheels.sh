@@ -15,8 +15,8 @@ trap 'rm -rf "$work"' EXIT
 install() {
   .venv/bin/uv pip install --quiet --python "$@" 2>/dev/null || "$1" -m pip install --quiet "${@:2}"
 }
-# What comes from registries is compiled once. What is ours is compiled from the archive, even if it
-# is no newer than what was compiled from the tree.
+# Crates from registries are compiled once. Our own are compiled from the archive, even if it is no
+# newer than what was compiled from the tree.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 cargo clean --quiet --release --package tensorizer --package tensorizer-torch --package tensorizer-python
 

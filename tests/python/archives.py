@@ -1,4 +1,4 @@
-"""Archives of torch.save whose records and pickles can be made to say anything."""
+"""Archives of torch.save, in whose records and pickles any value can be set."""
 
 import collections
 import io
@@ -8,12 +8,12 @@ import struct
 import tensorizer
 import torch
 
-#: What reading a file may raise, whatever is in it.
+#: Errors that reading a file may raise, whatever is in it.
 REFUSALS = (ValueError, OSError, NotImplementedError, MemoryError, pickle.UnpicklingError)
 
 
 class Storage:
-    """Stands for a storage in a pickle: its record, type and count are what they are said to be."""
+    """Stands for a storage in a pickle, with any record, type and count."""
 
     def __init__(self, key="0", count=6, kind=torch.FloatStorage, pid=None):
         self.pid = pid or ("storage", kind, key, "cpu", count)

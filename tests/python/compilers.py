@@ -7,16 +7,16 @@ import kept
 import tensorizer
 
 PACKAGE = Path(tensorizer.__file__).parent
-#: What decides about the code that is generated for the operators.
+#: Sources that the generated code of the operators depends on.
 SOURCES = [kept.ROOT / "csrc", PACKAGE / "torch_hooks", PACKAGE / "lib", *PACKAGE.glob("*.so")]
 
-# Of what torch compiles only machine code is kept on the disk, which is found by its very source.
-# Graphs are lowered anew in each test, so that none of an earlier build can hide a defect.
+# torch keeps machine code on the disk, which it finds by its exact source. Graphs are lowered anew
+# in each test, so that none of an earlier build can hide a defect.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept.made("inductor", SOURCES, lambda folder: None))
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"] = "0"
 # Compile in this process: a pool of others would be left behind.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# Compilers take long to try what vectors the machine has.
+# The test for the vector instructions of the machine takes long.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
-# What a compiled package does around its kernels need not be fast.
+# The wrapper around the kernels of a compiled package need not be fast.
 os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"

@@ -1,4 +1,4 @@
-"""What the tests share: golden files, the old package, and a check that nothing is left behind."""
+"""Shared fixtures: golden files, the old package, servers, and a check that nothing is left."""
 
 import atexit
 import contextlib
@@ -62,7 +62,7 @@ def whole_numbers(*shape):
     return torch.randint(-500, 500, shape, generator=generator).float()
 
 
-#: What the tests of operators save.
+#: The tensors that the tests of operators save.
 TENSORS = {
     "weight": whole_numbers(40, 30),
     "bias": torch.arange(5),
@@ -93,7 +93,7 @@ def unpack(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Save them and return the path."""
+    """Save `TENSORS` and return the path."""
     path = str(tmp_path / "f.tensors")
     torch.ops.tensorizer.save(path, TENSORS)
     return path
@@ -165,9 +165,9 @@ def monkeypatch(monkeypatch):
 
 @functools.cache
 def forks(python=sys.executable, imported=True):
-    """Return the server that forks interpreters with torch, and with this package if that is said.
+    """Return the server that forks interpreters with torch, and with this package if ``imported``.
 
-    Another Python than this one has the package in any case.
+    Interpreters of another Python than this one have the package in any case.
     """
     if python != sys.executable:
         server = forking.Server(python, ("torch", "tensorizer"))
@@ -182,9 +182,9 @@ def forks(python=sys.executable, imported=True):
 def run_python(code, *args, timeout=120, fresh=False, imported=True, **options):
     """Run code in an interpreter of its own with this package.
 
-    It is forked off one that has imported it, or torch alone if the package is not to be imported.
-    It is a fresh one if that is said, or if other variables of the environment than usual must be
-    there before; see ``forking.Server`` for the options.
+    It is forked off one that has imported it, or torch alone if not ``imported``. It is a fresh one
+    if ``fresh``, or if variables differ that an interpreter reads when it starts; see
+    ``forking.Server`` for the options.
     """
     if not fresh and forks(imported=imported).takes(options.get("env") or os.environ):
         done = forks(imported=imported).run(code, *args, timeout=timeout, **options)
@@ -213,7 +213,7 @@ def start_python(code, *args, **options):
 COMMAND = "import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n"
 
 
-#: What programs import besides that train, or have several ranks.
+#: Modules that programs import besides if they train or have several ranks.
 IN_PROGRAMS = [
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp"),
     *("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"),
@@ -287,7 +287,7 @@ def ranks():
 
 @pytest.fixture(scope="session", autouse=True)
 def folder_of_the_run(request, tmp_path_factory):
-    """Say where the workers of this run share things."""
+    """Set the folder that the workers of this run share."""
     own = tmp_path_factory.getbasetemp()
     shared.folder = own.parent if hasattr(request.config, "workerinput") else own
 
@@ -338,7 +338,7 @@ def s3(no_settings_of_the_machine, monkeypatch, moto):
     return moto
 
 
-#: What the variables of the clouds begin with.
+#: Prefixes of the environment variables of the clouds.
 CLOUDS = ("AWS_", "AZURE_", "CLOUDSDK_", "GCE_", "GOOGLE_", "IDENTITY_", "STORAGE_EMULATOR_")
 
 

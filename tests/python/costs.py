@@ -1,4 +1,4 @@
-"""What each file of tests costs: ``make test-python PYTEST="-p costs"`` prints the twenty dearest.
+"""Cost of each file of tests: ``make test-python PYTEST="-p costs"`` prints the twenty dearest.
 
 CPU seconds are those of a control group of each worker, so that they include every process which
 its tests started, however it was forked; without the right to make such groups only the time on
@@ -18,7 +18,7 @@ import pytest
 
 #: CPU accounting of Linux's first version of control groups.
 GROUPS = Path("/sys/fs/cgroup/cpuacct")
-#: Of each test file: seconds, CPU seconds, processes, tests.
+#: Costs of each test file: seconds, CPU seconds, processes, tests.
 _costs = defaultdict(lambda: [0.0, 0.0, 0, 0])
 _started = [0]
 #: The control group of this worker, if there is one.

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 
 def write_item(name, size, offsets, sizes):
-    """Return what a planner asks to be written for a part of a tensor."""
+    """Return the request of a planner to write a part of a tensor."""
     size, offsets, sizes = map(torch.Size, (size, offsets, sizes))
     chunk = metadata.ChunkStorageMetadata(offsets, sizes)
     data = TensorWriteData(chunk, metadata.TensorProperties(dtype=torch.float32), size)
@@ -41,6 +41,6 @@ def saved(plans):
 
 
 def content_of(encoded):
-    """Return what decodes the items of encoded ones."""
+    """Return a decoder of encoded items."""
     whole = {"version": 2, "orders": []} | encoded
     return items.Content("checkpoint.json", whole, whole["files"])

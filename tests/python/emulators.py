@@ -21,11 +21,11 @@ import shared
 from scripted import Forwarder, Relay, Scripted
 from servers import Program, free_port, make_certificates, wait_for
 
-#: Where they are installed.
+#: The folder in which they are installed.
 CLOUDS = Path(
     os.environ.get("TENSORIZER_CLOUDS", Path(__file__).resolve().parents[2] / ".venv-clouds")
 )
-#: What Azure's requests say of how to understand them.
+#: The version of Azure's API that requests ask for.
 VERSION = "2023-11-03"
 
 
@@ -74,7 +74,7 @@ class Google(Program):
 
 
 class Azurite(Program):
-    """A server of Azure's blobs, which checks who asks. The container ``open`` is for everybody.
+    """A server of Azure's blobs, which checks credentials. The container ``open`` is public.
 
     Each worker of a run has an account of its own.
     """
@@ -160,8 +160,9 @@ class Azurite(Program):
 
 
 class Tokens(Scripted):
-    """Gives tokens to whoever asks: ``hu5hw0rd-1``, ``hu5hw0rd-2`` and so on, or what ``make``
-    makes of their numbers. As metadata of a machine of Google, as Azure's, and as its authority.
+    """Gives every request a token: ``hu5hw0rd-1``, ``hu5hw0rd-2`` and so on, or ``make(number)``.
+
+    It stands for the metadata server of a Google machine, for Azure's, and for Azure's authority.
     """
 
     def __init__(self, lifetime=3600, make="hu5hw0rd-{}".format, status=200, tls=None):
@@ -289,7 +290,7 @@ class GoogleXml(Relay):
         try:
             self.answer_to(handler, body)
         finally:
-            # Otherwise a body that was not asked for is taken for the next request.
+            # Otherwise a body that was not read would be taken for the next request.
             handler.rfile = connection
 
     def answer_to(self, handler, body):

@@ -12,7 +12,7 @@ import time
 
 
 class Process:
-    """What ``subprocess.Popen`` is for a program, for a fork of another process."""
+    """A fork of another process, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, connection, args, text):
         self.connection, self.args, self.text = connection, args, text
@@ -88,7 +88,7 @@ class Process:
 
     def send_signal(self, number):
         if self.poll() is None:
-            # It may have ended already, and the word of that be on its way.
+            # It may have ended already, and the server's message be on its way.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -153,7 +153,7 @@ def end(code, names):
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             status = -signal.SIGINT
-        # Without this function.
+        # The traceback begins in the code, and not in this function.
         error.__traceback__ = error.__traceback__.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()

@@ -17,7 +17,7 @@ sys.path.insert(0, {folder!r})
 import forked_python
 forked_python.main({address!r})
 """
-#: What the fork runs: it ends with the process that has asked for it, which holds a pipe open.
+#: Code of the fork. It ends with the process that has asked for it, which holds a pipe open.
 FORK = """import fcntl, multiprocessing.spawn, os, runpy, signal, sys
 sys.executable, held, kind, what, *rest = sys.argv[1:]
 multiprocessing.spawn.set_executable(sys.executable)
@@ -45,7 +45,7 @@ def write(path, server):
 
 
 def main(address):
-    """Be the program: have the server fork, hand signals on, and end as the fork does."""
+    """Act as that Python: have the server fork, pass signals on, and end as the fork does."""
     given = [int(name) for name in os.listdir("/proc/self/fd")]
     passed = [fd for fd in given if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}")]
     import forking

@@ -45,7 +45,7 @@ class Server:
 
     Args:
         python: The program.
-        modules: What it imports; the folder of this file is on its path then.
+        modules: The modules that it imports; the folder of this file is on its path then.
         parent: A server of which it is a fork, and so has the modules too.
 
     """
@@ -83,17 +83,17 @@ class Server:
         """Start a process that runs code; the arguments are those of ``subprocess.Popen``.
 
         Args:
-            code: What is run.
-            *args: Those of the process.
+            code: The code to run.
+            *args: Arguments of the process.
             stdin: A file, a number, PIPE, or None for that of this process.
             stdout: The same.
             stderr: The same.
-            text: Whether pipes are of text.
+            text: True if pipes are of text.
             env: The environment, if not that of this process.
             cwd: The folder that it runs in.
             pass_fds: Descriptors that it gets besides.
-            finalize: Whether it ends exactly as an interpreter does, which takes twenty times as
-                long as what ``forked.end`` does.
+            finalize: True to end exactly as an interpreter does, which takes twenty times as
+                long as ``forked.end``.
 
         """
         asked = {"code": code, "args": list(map(str, args)), "finalize": finalize,
@@ -148,7 +148,7 @@ def serve():
     for name in modules:
         __import__(name)
     sys.path.remove(FOLDER)
-    # Forks share what they do not write to, so they are not to look through it for garbage.
+    # Forks share pages that they do not write to: the garbage collector would write to all.
     gc.collect()
     gc.freeze()
     listener = socket.socket(fileno=int(listening))
@@ -200,7 +200,7 @@ def tell(connection, line):
 
 
 def report(forks):
-    """Tell what has become of forks."""
+    """Report forks that have ended or were stopped."""
     while forks:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid == 0:
@@ -217,7 +217,7 @@ def become(fds):
     """Be the process that was asked for: run its code, or return it."""
     with open(fds[0]) as request:
         asked = json.load(request)
-    # First out of the way of the numbers that they shall have.
+    # First move them out of the way of the numbers that they will have.
     apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds[1:]]
     for fd in fds[1:]:
         os.close(fd)
@@ -232,7 +232,7 @@ def become(fds):
     native = sys.modules.get("tensorizer._C")
     if native is not None:
         native.forget_environment()
-    # The server's own is among what is never looked through for garbage.
+    # The server's own __main__ is frozen: the garbage collector would never look through it.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     code = compile(asked["code"], "<string>", "exec")
     if asked["finalize"]:

@@ -30,7 +30,7 @@ def main(listener, command):
                 selector.register(connection, selectors.EVENT_READ)
                 connections.add(connection)
             elif connections == {key.fileobj}:
-                # Those that come now start another.
+                # Connections that come from now on start another server.
                 listener.close()
                 break
             else:

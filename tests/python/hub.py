@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from scripted import Scripted
 
-#: What the real hub keeps in LFS, whatever its size.
+#: Suffixes of files that the real hub keeps in LFS, whatever their size.
 LFS = (".safetensors", ".bin", ".tensors", ".pt")
 
 
@@ -28,7 +28,7 @@ class Repo:
 
     def __init__(self):
         self.commits, self.refs = {}, {}
-        #: The tokens that may read it; None for everybody.
+        #: The tokens that may read it; None if it is public.
         self.readers = None
         self.gated = False
         #: Paths that are in git itself.
@@ -86,11 +86,11 @@ class Hub(Scripted):
         self.watch = lambda method, path: None
         #: New names of repositories, by their old ones.
         self.renamed = {}
-        #: How many requests are answered that there is no time for them.
+        #: The number of requests that are still to be answered with 503.
         self.busy = 0
-        #: Where all requests are redirected to, if they are.
+        #: The address that all requests are redirected to, or None.
         self.elsewhere = None
-        #: What is sent as authorization, and is of nobody.
+        #: Values of the Authorization field that the hub does not know.
         self.unknown = set()
         self.files = Files()
 

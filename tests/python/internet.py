@@ -7,7 +7,7 @@ from servers import make_certificates
 
 #: The defaults of tensorizer 2 for reading and for writing.
 READ, WRITE = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
-#: A server that nobody has by default.
+#: A server that is no default.
 OTHER = "storage.example"
 #: Hosts of a bucket at AWS.
 US, EU = "bucket.s3.us-east-1.amazonaws.com", "bucket.s3.eu-west-1.amazonaws.com"

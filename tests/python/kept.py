@@ -1,4 +1,4 @@
-"""What is compiled for the tests and kept between runs: made once, by the first that needs it."""
+"""Compiled files that the tests keep between runs: made once, by the first test that needs them."""
 
 import fcntl
 import hashlib

@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorizer
 
 ADDRESS = "169.254.169.254"
-#: What the metadata server answers, and how often it was asked.
+#: The answer of the metadata server, and the count of its requests.
 now = {"status": 503, "later": 2, "lifetime": 3600, "asked": 0, "good": None}
 DATA = Path(sys.argv[1]).read_bytes()
 
@@ -66,7 +66,7 @@ def serve(address, handler):
 
 
 def load():
-    # An answer serves for a tenth of a second.
+    # A token is cached for at least a tenth of a second.
     time.sleep(0.2)
     return tensorizer.load("gs://bucket/f.tensors")
 
@@ -91,7 +91,7 @@ def main():
     os.environ.update(GOOGLE_BASE_URL=url, HTTP_PROXY="http://127.0.0.1:9", NO_PROXY="127.0.0.1")
     os.environ["TENSORIZER_ATTEMPTS"] = "5"
     metadata = serve((ADDRESS, 80), Metadata)
-    # It cannot answer at first, which is not to be nobody.
+    # The server cannot answer at first: that is retried, and does not mean "no credentials".
     now.update(lifetime=10)
     load()
     print("retried")
@@ -104,7 +104,7 @@ def main():
     now.update(status=429, later=10**9)
     load()
     print("kept")
-    # Until it is refused: then it is an error, and nobody asks as anybody.
+    # A token that is refused is an error: no request is sent without credentials.
     now["good"] = "Bearer another"
     fails("answered 429")
     fails("answered 429")

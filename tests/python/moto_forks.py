@@ -16,7 +16,7 @@ import threading
 def serve(connection):
     """Be the server that a connection asks for."""
     asked = json.loads(connection.makefile().readline())
-    # "inf" is none of JSON's numbers.
+    # A string, as JSON has no infinity.
     settings.INITIAL_NO_AUTH_ACTION_COUNT = float(asked["unchecked"])
 
     def end():

@@ -1,6 +1,6 @@
 // A device of a kind that the package does not know, for torch's `privateuseone`.
 //
-// Its addresses are of pages that nobody may touch: what takes them for host memory ends the
+// Its addresses are of pages without access: code that takes them for host memory crashes the
 // process. The bytes are elsewhere, at a fixed distance.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,7 @@ char* bytes() {
   return at;
 }
 
-// Nothing is given back.
+// Memory is never freed.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t size) override {
     static std::atomic<std::size_t> used{0};
@@ -103,7 +103,7 @@ at::Tensor view(const at::Tensor& self, c10::IntArrayRef size) {
   return at::native::view(self, size);
 }
 
-// What the results of an operator that ran on the CPU go through.
+// Copies the results of an operator that ran on the CPU to the device.
 at::Tensor copy_back(const at::Tensor& from, const at::Tensor& to) {
   TORCH_CHECK(from.sizes() == to.sizes(), "tensors of this device are not resized");
   on_host(to).copy_(on_host(from));

@@ -1,4 +1,4 @@
-"""Files of safetensors, byte by byte: what its library would not write, too."""
+"""Files of safetensors, byte by byte, even those that its library would not write."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ DTYPES = {
     "F8_E4M3FNUZ": (torch.float8_e4m3fnuz, 8),
     "F8_E8M0": (torch.float8_e8m0fnu, 8),
 }
-#: Those that torch has not.
+#: Dtypes of safetensors that torch lacks.
 BEYOND_TORCH = {"F6_E2M3": 6, "F6_E3M2": 6}
 
 
@@ -47,7 +47,7 @@ def pack(header, data=b"", length=None):
 
 
 def info(dtype="U8", shape=(4,), begin=0, end=4, **more):
-    """Return what a header says of a tensor."""
+    """Return the entry of a tensor in a header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end], **more}
 
 
@@ -115,7 +115,7 @@ FILES = {
         {"z": info("I16", [2], 8, 12), "y": info("F64", [1], 0, 8), "a": info("U8", [1], 12, 13)},
         bytes(range(13)),
     ),
-    # What nobody knows of a tensor yet.
+    # Fields that the format does not define.
     "unknown fields": pack({"a": info(strides=[1], note={"x": [None, True, 1.5]})}, b"1234"),
     "fields as a list": pack({"a": ["U8", [4], [0, 4]]}, b"1234"),
     "escapes": pack(
@@ -152,7 +152,7 @@ def in_file_order(path):
 def check(loaded, path):
     expected = in_file_order(path)
     with_data = [name for name in expected if expected[name].numel()]
-    # The order of those that are empty is nobody's.
+    # Tensors without data may come in any order.
     assert [name for name in loaded if loaded[name].numel()] == with_data
     assert set(loaded) == set(expected)
     for name, tensor in expected.items():

@@ -113,12 +113,12 @@ class Relay(Scripted):
         self.sent = 0
         #: The access key and the fields of each request.
         self.signers, self.fields = [], []
-        # Connections that nobody uses end after a second.
+        # Idle connections end after a second.
         super().__init__(timeout=1)
         self.host = f"127.0.0.1:{self.port}"
 
     def translate(self, host, path):
-        """Return how the other server knows the host and the path of a request."""
+        """Return the host and the path of a request for the other server."""
         return host, path
 
     def answer(self, handler):

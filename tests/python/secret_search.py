@@ -12,14 +12,14 @@ import forked
 import pytest
 from secret_words import shown_in
 
-#: What the running test has shown so far: where, and what.
+#: Secrets that the running test has shown so far, each with its place.
 _shown = []
-#: The same of warnings, which pytest tells of after a test has ended.
+#: The same of warnings, which pytest prints after a test has ended.
 _warned = []
 
 
 def look(where, said):
-    """Note what shows a secret."""
+    """Note a text that shows a secret."""
     if said and (part := shown_in(said)):
         _shown.append(f"{where}: …{part}…")
 

@@ -112,7 +112,7 @@ class Nginx(Program):
         # The password is `word-hu5hw0rd`.
         (self.folder / "users").write_text("user:{PLAIN}word-hu5hw0rd\n")
         conf = self.folder / "nginx.conf"
-        # Its workers are not to run as another user, who could not read the folder.
+        # Workers run as root too: another user could not read the folder.
         user = "user root;\n" if os.getuid() == 0 else ""
         conf.write_text(user + CONF.format(folder=self.folder, port=self.port, tls=self.tls_port))
         self.process = subprocess.Popen(
@@ -184,7 +184,7 @@ class Redis(Program):
 
 @functools.lru_cache(maxsize=16)
 def _client(host, service):
-    """Return a client, which takes longer to make than most requests do."""
+    """Return a client; they are cached, as making one takes longer than most requests."""
     import boto3
 
     return boto3.client(
@@ -271,7 +271,7 @@ class Seaweed(S3):
         named = [f"-{name}.port={port}" for name, port in ports.items()]
         inner = {name: free_port() for name in ports}
         named += [f"-{name}.port.grpc={port}" for name, port in inner.items()]
-        # Its parts reach each other by these, wherever its folder is.
+        # Its processes reach each other by these sockets, wherever its folder is.
         self.sockets = [Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock")
                         for name, port in inner.items()]  # fmt: skip
         self.port = ports["s3"]

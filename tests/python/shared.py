@@ -1,4 +1,4 @@
-"""What the workers of one run of the tests share: made once, by the first that needs it."""
+"""Files and servers that the workers of one run share: made once, by the first that needs them."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""What the tests of the stand-in for a CUDA device share."""
+"""Shared code of the tests of the stand-in for a CUDA device."""
 
 import os
 

@@ -18,7 +18,7 @@ from servers import free_port
 
 #: Seconds that ranks may take together.
 TIMEOUT = 60
-#: What all of them need, and the programs.
+#: Modules that all of them import, and their programs.
 MODULES = (
     *("tensorizer", "torch._dynamo", "ranks.being", "ranks.cold", "ranks.common"),
     *("ranks.dcp_failures", "ranks.dcp_jobs", "ranks.dcp_meshes", "ranks.groups", "ranks.lost"),
@@ -30,7 +30,7 @@ sys.path.insert(0, {FOLDER!r})
 from ranks.being import be
 be(json.loads(sys.argv[1]))
 """
-#: What begins the names of variables that ranks do without: credentials and proxies of the machine.
+#: Prefixes of variables that ranks run without: credentials and proxies of the machine.
 HIDDEN = ("AWS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 #: Variables that all of them have.
 SETTINGS = {
@@ -85,7 +85,7 @@ class Ranks:
 def torchrun(world, script):
     """Run a script in its folder as users of torch do, with interpreters of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # Where it leaves its logs.
+    # torchrun leaves its logs in TMPDIR.
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(script.parent)}
     done = subprocess.run(
         [*command, f"--nproc-per-node={world}", script.name],

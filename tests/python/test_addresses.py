@@ -1,4 +1,4 @@
-"""What strings are taken for: addresses that are known, and paths."""
+"""A string is a path or an address of a known scheme; addresses of other schemes are refused."""
 
 import os
 
@@ -16,7 +16,7 @@ UNKNOWN = ["gcs://bucket/f", "word://f", "file://host/f"]
 
 @pytest.mark.parametrize("address", UNKNOWN)
 def test_addresses_that_are_not_known(address, tmp_path, monkeypatch):
-    """They are no folders here."""
+    """They are not taken for paths of folders."""
     monkeypatch.chdir(tmp_path)
     tensors = {"a": torch.ones(1)}
     for call in (

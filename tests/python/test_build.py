@@ -1,4 +1,4 @@
-"""What the build says when something is missing."""
+"""Errors of the build name what is missing."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def test_no_rust(tmp_path):
     [("macos", "", "aarch64-apple-darwin"), ("linux", "musl", "x86_64-unknown-linux-musl")],
 )
 def test_another_system(system, libc, target, tmp_path):
-    """What Cargo runs before it compiles the core, told of each target as Cargo tells it."""
+    """The core's build script fails for other systems; Cargo describes the target by variables."""
     if shutil.which("rustc") is None:
         assert not os.environ.get("CI"), "in CI the extension is built from the sources"
         pytest.skip("there is no Rust here")
@@ -131,9 +131,9 @@ def test_no_torch(tmp_path):
 
 
 def test_the_extension_alone_says_so_too(tmp_path):
-    """`cargo build` without setup.py, for those who build the C++ library by hand.
+    """`cargo build` without setup.py, as for the C++ library alone, gives the same error.
 
-    The build script that built what is tested here is run as Cargo runs it.
+    The build script of the library that is tested here is run as Cargo runs it.
     """
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     scripts = target.glob("release/build/tensorizer-torch-*/build-script-build")
@@ -147,7 +147,7 @@ def test_the_extension_alone_says_so_too(tmp_path):
         "OUT_DIR": str(tmp_path),
     }
     done = subprocess.run([script], cwd=ROOT / "csrc", env=env, capture_output=True, text=True)
-    # What makes Cargo fail, and show the sentence.
+    # This line makes Cargo fail, and print the error.
     assert "cargo::error=tensorizer builds on torch 2.10 to 2.15, found 2.9.0" in done.stdout
 
 
@@ -175,7 +175,7 @@ def test_what_is_installed_asks_for_the_torch_that_it_was_built_for(environment,
     assert done.stdout.strip() == f"torch{wanted}", done.stderr
 
 
-# What is missing on a machine
+# Tools that a machine lacks
 
 
 def tools(tmp_path, *missing, **fakes):

@@ -1,4 +1,4 @@
-"""What servers have sent is kept, and the next load of the same file finds it."""
+"""Bytes of servers are cached, and the next load of the same file finds them."""
 
 import os
 import re
@@ -92,7 +92,7 @@ def test_an_unchanged_file_costs_an_answer_without_a_body(nginx, served, folder,
     for _ in range(2):
         assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
     assert statuses(nginx, name)[before:] == [(304, 0)] * 2
-    # Without a cache nothing is conditional.
+    # Without a cache no request has a condition.
     load(uri, names=["t3"])
     assert 304 not in [status for status, _ in statuses(nginx, name)[before + 2 :]]
 
@@ -185,7 +185,7 @@ def test_another_content_is_loaded_anew(nginx, served, folder, tensors):
     time.sleep(1)  # nginx makes its tags of seconds and sizes
     tensorizer.save(others, nginx.root / name)
     assert_all(load(uri, cache_dir=folder), others)
-    # What nobody can ask for any more is gone.
+    # The old version is removed: no request can be for it any more.
     (new,) = entries(folder)
     assert new != old
 
@@ -204,7 +204,7 @@ def test_signatures_are_no_part_of_a_name(nginx, served, folder, tensors):
     for number in range(2):
         load(f"{nginx.http}/{name}?versionId={number}", cache_dir=folder)
     assert len(entries(folder)) == 3
-    # What is not known may be a secret, or name another file.
+    # An unknown query may be a secret, or name another file: such a file is not cached.
     for query in ("token=secret-hu5hw0rd", "Signature=secret-hu5hw0rd", "sv=1", "sig=1&se=2"):
         load(f"{nginx.http}/{name}?{query}", cache_dir=folder)
     assert len(entries(folder)) == 3
@@ -280,7 +280,7 @@ def test_a_process_that_is_killed_leaves_what_is_right(nginx, served, folder, te
 
 
 def test_who_downloads_and_stops_keeps_nobody_waiting(nginx, served, folder, tensors, monkeypatch):
-    """A process that is stopped has claimed what others want."""
+    """A process that is stopped holds the lock of a range that others want."""
     name, _ = served
     uri = f"{nginx.http}/{name}"
     load(uri, names=["t0"], cache_dir=folder)
@@ -335,7 +335,7 @@ def test_damaged_entries_are_made_anew(nginx, served, folder, tensors):
 
 
 def test_what_another_boot_has_left_is_not_believed(nginx, served, folder, tensors):
-    """Unless it was synced: a machine may have lost it."""
+    """Chunks of an earlier boot are used only if they were synced: a crash may have lost them."""
     name, size = served
     uri = f"{nginx.http}/{name}"
     load(uri, names=["t1"], cache_dir=folder)

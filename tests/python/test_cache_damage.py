@@ -29,7 +29,7 @@ def spoil(entry, at, length=4):
         file.write(b"\xa5" * length)
 
 
-#: Where a byte of a file is, and how a load finds that it is another one.
+#: Offset of a damaged byte, and True if only a comparison of hashes finds the damage.
 DAMAGED = {
     "prologue": (2, False),
     "index": (300, False),
@@ -50,7 +50,7 @@ def test_damaged_bytes_are_fetched_anew_once(source, folder, tensors, where, nam
     before = nginx.sent(name)
     assert_all(load(uri, cache_dir=folder, verify_hash=verify), tensors)
     assert nginx.sent(name) - before <= 2 * size + 2 * FIRST
-    # What was kept meanwhile is right, and not asked for again.
+    # The repaired copy is right, and not fetched again.
     before = nginx.sent(name)
     assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
     assert nginx.sent(name) - before <= 2 * FIRST

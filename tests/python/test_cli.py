@@ -77,7 +77,7 @@ def test_diff(tmp_path, path, capsys):
     assert f"only in {path}: scalar" in out
     assert f"only in {other}: x" in out
     assert out.endswith("6 differences\n")
-    # In the order of the file; what only the other has comes last.
+    # Lines are in the order of the file; tensors of the other one only come last.
     places = [line.removeprefix("only in ").split(":")[0] for line in out.splitlines()[:-1]]
     assert places == ["big", "half", "meta", path, path, other]
 
@@ -127,12 +127,12 @@ def test_encryption(tmp_path, path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert text in error
         assert "some words-hu5hw0rd" not in error
-    # What failed left the target as it was.
+    # Commands that failed left the target as it was.
     assert run("diff", path, plain) == 0
 
 
 def test_keys_that_do_not_fit(tmp_path, path, capsys):
-    """That a file cannot be decrypted says nothing of its tensors."""
+    """A file that cannot be decrypted is an error, and no difference of tensors."""
     (tmp_path / "key").write_bytes(KEY)
     (tmp_path / "other").write_bytes(bytes(32))
     sealed, manifest = str(tmp_path / "sealed"), str(tmp_path / "manifest")
@@ -221,7 +221,7 @@ def test_diff_with_a_key_for_each_side(tmp_path, path, capsys):
     for arguments in (
         (*first, *second, one, two),
         (*first, one, one),
-        # Of a file and its plain copy.
+        # A file and its plain copy.
         (*first, one, path),
         (*first, path, one),
         (*second, path, two),

@@ -93,7 +93,7 @@ def test_keys_of_copies_to_redis(server, path, key, tmp_path, capsys):
     capsys.readouterr()
     assert run("cp", sealed, there) == 2
     assert "is encrypted" in capsys.readouterr().err
-    # As plain data, as to any other target.
+    # With the key it is copied as plain data, as to any other target.
     assert run("cp", *key, sealed, there) == 0
     assert capsys.readouterr().err.startswith("copied: 3 tensors, 1.2 MB in ")
     assert run("diff", path, there) == 0
@@ -153,7 +153,7 @@ def test_the_password_of_an_address_is_not_shown(server, path, capsys):
 
 @pytest.mark.parametrize("name", ["ls", "diff"])
 def test_a_reader_that_has_seen_enough(name, path, tmp_path):
-    """It changes nothing of the status."""
+    """A reader that closes its end of the pipe does not change the exit status."""
     other, many = tmp_path / "g.tensors", {str(i): torch.tensor(i) for i in range(5000)}
     tensorizer.save(many, other)
     arguments = {"ls": [other], "diff": [path, other]}[name]

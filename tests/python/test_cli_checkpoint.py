@@ -54,7 +54,7 @@ def test_a_folder_by_its_address(tmp_path):
 
 
 def test_more_files_than_may_be_open(tmp_path):
-    # Of a tensor, of which each of many ranks had a row; and one that all of them had a part of.
+    # Each of many ranks has a row of one tensor; two ranks have a further tensor each.
     ranks, folder = 300, tmp_path / "checkpoint"
     chunks = [[[rank, 0], [1, 4], rank, "w"] for rank in range(ranks)]
     items = {"w": {"dtype": "float32", "size": [ranks, 4], "chunks": chunks}}

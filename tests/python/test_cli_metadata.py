@@ -59,7 +59,7 @@ def test_ls(folder, capsys):
 def test_diff(folder, capsys):
     other = folder / "g.tensors"
     assert run("diff", folder / "f.tensors", folder / "f.safetensors") == 0
-    # How many bytes an index counts is no difference.
+    # The total size in an index is no difference.
     assert run("diff", folder / "f.tensors", folder / "shards") == 0
     tensorizer.save(TENSORS, other, metadata={"format": "tf", "more": ""})
     capsys.readouterr()
@@ -87,7 +87,7 @@ def test_copies_keep_them(folder, capsys, source, target):
     assert read(folder / target) == {}
     tensorizer.save(TENSORS, folder / "plain.safetensors")
     expected = folder / target.replace("new", "plain")
-    # Those of safetensors files are in an order of its own.
+    # Tensors of a safetensors file are in another order.
     if source == "f.tensors" or target == "new.safetensors":
         assert (folder / target).read_bytes() == expected.read_bytes()
 
@@ -107,7 +107,7 @@ def test_encryption_does_not_disclose_them(folder, capsys):
         run("encrypt", "--drop-metadata", "--clear-metadata", *plain)
     with pytest.raises(SystemExit):
         run("decrypt", "--clear-metadata", *plain)
-    # Those of an index say nothing.
+    # Metadata of an index only count bytes, which is no secret.
     tensorizer.save(TENSORS, folder / "other-shards/m.safetensors", max_shard_size=1_000_000)
     index = folder / "other-shards/m.safetensors.index.json"
     assert run("encrypt", "--verify", *keys, index, sealed) == 0
@@ -115,7 +115,7 @@ def test_encryption_does_not_disclose_them(folder, capsys):
     assert read(sealed) == {}
     assert run("encrypt", "--verify", "--manifest", "--clear-metadata", *plain) == 0
     assert read(sealed) == METADATA
-    # What is in the clear stays so.
+    # Metadata in the clear stay in the clear.
     assert run("rekey", "--verify", "--manifest", *rekeys, sealed, again) == 0
     assert read(again) == METADATA
     assert run("rekey", "--verify", "--drop-metadata", *rekeys, sealed, again) == 0

@@ -94,7 +94,7 @@ def test_a_full_stdout_is_an_error_where_something_is_to_be_written(folder, full
 
 
 def test_much_for_a_full_stdout(folder, full):
-    """What is written before the end."""
+    """Output that does not fit a buffer fails before the command ends, with the same status."""
     tensorizer.save({f"{n}" * 100: torch.ones(1) for n in range(1000)}, folder / "many")
     assert run(folder, ["ls", "many"], out=full) == 2
     damaged = bytearray((folder / "many").read_bytes())

@@ -1,4 +1,4 @@
-"""How the command ``tensorizer`` starts: its arguments, without torch, and its errors."""
+"""The command ``tensorizer`` parses its arguments and reports errors without torch."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""Where copies of the command go, keys that it makes, and what shells complete of it."""
+"""Targets of copies, keys that the command makes, and its completion in shells."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``gs://``, ``az://`` and ``abfss://``: files of the clouds' servers, and who asks for them."""
+"""Files of the clouds' servers, and credentials for them: ``gs://``, ``az://``, ``abfss://``."""
 
 import base64
 import json
@@ -298,7 +298,7 @@ class TestGoogle:
         assert "secret" not in str(raised.value).replace("secret.json", "")
 
     def test_nobody_in_particular(self, google, saved, use):
-        """No machine is waited for long, and that it is nobody is known for a while."""
+        """No metadata server is waited for long, and the lack of credentials is cached."""
         use(GOOGLE_BASE_URL=google.url)
         begun = time.monotonic()
         check(tensorizer.load(saved))
@@ -311,14 +311,14 @@ class TestGoogle:
         """No other is asked, whatever becomes of it, nor by what its variable is changed to."""
         with Tokens(status=503) as tokens, Doorman(google) as door, Tokens() as other:
             use(GOOGLE_BASE_URL=door.url, GCE_METADATA_HOST=tokens.host)
-            # Whoever is asked besides is behind this.
+            # A request to any other metadata server would go through this proxy.
             use(HTTP_PROXY=f"http://{other.host}", NO_PROXY="127.0.0.1")
             with pytest.raises(OSError, match="`127.0.0.1` answered 503"):
                 tensorizer.load(saved)
             assert (other.given, door.shown) == (0, [])
 
     def test_a_folder_without_credentials(self, google, saved, use, tmp_path):
-        """Those of the usual one are not taken instead."""
+        """Credentials of the usual folder are not used instead."""
         folder = tmp_path / ".config/gcloud"
         folder.mkdir(parents=True)
         (folder / "application_default_credentials.json").write_text("{}")

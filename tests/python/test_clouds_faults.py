@@ -219,7 +219,7 @@ def broken(request, cloud):
     return start
 
 
-#: Of the random numbers; and how often loads are tried in each way, or saves.
+#: Seeds of the random numbers, and the number of loads in each way, or of saves.
 SEEDS = [(5, 1), *(pytest.param((seed, 3), marks=pytest.mark.extended) for seed in (6, 7))]
 
 

@@ -199,13 +199,13 @@ def test_where_all_answers_were_lost_the_object_is_there(address, through):
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_so_it_is_of_small_objects(address, through):
-    """Azurite refuses fields with sums, and nobody learns of it where all answers are lost."""
+    """Not on Azure: Azurite refuses checksums, which a client never learns if answers are lost."""
     through(SMALL, address, lambda stage, _: ("lost",) if stage == "put" else None)
     check(address, SMALL)
 
 
 def test_two_who_write_one_object(bucket, key, address):
-    """What is there is whole, and of one of them."""
+    """The object is whole, and that of one of the writers."""
     other = {name: tensor + 1 for name, tensor in LARGE.items()}
     with TensorSerializer(address) as one:
         one.write_state_dict(LARGE)
@@ -242,7 +242,7 @@ def test_both_at_once(address):
 
 
 def test_an_object_of_somebody_else_is_not_taken_for_it(bucket, key, address, through):
-    """Of the same size and the same parts."""
+    """The other object has the same size and the same parts."""
     tensorizer.save(LARGE, address)
     refusals = {"gs": (404, {}, b"<Error><Code>NoSuchUpload</Code></Error>"),
                 "az": (400, {"x-ms-error-code": "InvalidBlockList"})}  # fmt: skip
@@ -269,7 +269,7 @@ def test_spoiled_bytes_are_sent_again(address, through):
 
 
 def test_sums(bucket, address, monkeypatch):
-    """Those that Google and Azure document; Azure's is that of its own module for Python."""
+    """Checksums are those that Google documents, and those of Azure's own module for Python."""
     with Relay(bucket.host) as relay, monkeypatch.context() as patch:
         for name, value in bucket.settings(relay.host).items():
             patch.setenv(name, value)
@@ -336,7 +336,7 @@ def test_a_shared_access_signature(azurite, monkeypatch):
 
 
 def test_blocks_of_another_program(azurite, monkeypatch):
-    """Azure takes names of one length only, as long as there are blocks that nobody has listed."""
+    """Azure takes block ids of one length only, as long as there are uncommitted blocks."""
     for name, value in azurite.settings().items():
         monkeypatch.setenv(name, value)
     azurite.ask("PUT", "bucket/begun", b"x", query="blockid=AAAA&comp=block")

@@ -76,7 +76,7 @@ def test_processes_that_end(bucket, key, address, how):
         process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
         assert process.stdout.read() == (b"" if how == "kill" else b"interrupted\n")
     assert bucket.read(key) == b"old"
-    # One that was interrupted leaves nothing; of what was killed the bucket's rules get rid.
+    # An interrupted upload leaves nothing; a killed one is left for the bucket's lifecycle rules.
     if how == "kill" and bucket.scheme == "gs":
         bucket.drop(key)
     assert bucket.left(key) == []

@@ -178,7 +178,7 @@ class Everything(torch.nn.Module):
         for _ in range(3):
             ops.save(self.changing, {"x": torch.full((4,), -7.0)})
             assert_same(run(torch.ones(4))[0], expected)
-        # What was traced reads the files when it runs.
+        # Traced code reads the files when it runs.
         for weight, x in ((torch.full((40, 30), 2.0), X), (TENSORS["weight"], X + 1)):
             self.write({**TENSORS, "weight": weight})
             expected = self(x)
@@ -273,13 +273,13 @@ def test_parameters_and_views_are_filled_in_place(backend, path):
     assert flat[:7].eq(5).all()
     assert flat[1207:].eq(5).all()
     assert_same(out, flat[:10] * 2)
-    # What does not use the loaded values still sees them in the module.
+    # Loads in place are kept in the graph even if it does not use their values.
     model.weight.data.zero_()
     compiled(path, torch.zeros(2, 40), flat)
     assert_same(model.weight.detach(), TENSORS["weight"])
 
 
-# What goes wrong between tracing and running
+# Errors, and changes between tracing and running
 
 
 @pytest.fixture

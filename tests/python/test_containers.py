@@ -44,12 +44,12 @@ def test_a_dockerfile_names_what_is_there(file):
         for name in line.split()[:-1]
     ]
     assert copied
-    # What `make wheels` makes need not be there.
+    # `make wheels` makes dist/, which need not be there.
     assert [name for name in copied if not (ROOT / name).exists() and name != "dist/"] == []
     named = re.findall(r"\bmake ([a-z][\w-]*)", text)
     assert named
     assert set(named) <= TARGETS
-    # Docker looks for what it is not to send beside the Dockerfile.
+    # The list of files that Docker does not send is beside the Dockerfile.
     ignored = file.with_name(f"{file.name}.dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     assert all(list(ROOT.glob(pattern)) or pattern.startswith("dist/") for pattern in kept)

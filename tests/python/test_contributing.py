@@ -1,4 +1,4 @@
-"""Whether what CONTRIBUTING.md names is there."""
+"""All files and definitions that CONTRIBUTING.md names are there."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_files_that_are_named_are_there():
 def test_each_station_of_a_byte_is_in_its_file():
     stations = re.findall(r"`(\w+)` in (`[\w./]+/[\w./]+`(?:, `[\w./]+`)*)", TEXT)
     assert len(stations) > 25
-    #: In Rust and Python, in C++, or a list of a test.
+    #: A definition in Rust or Python, in C++, or a list of a test.
     definition = r"(?m)(?:\b(?:fn|def) |^[\w:<>]+ |^){name}(?:\(|<| =)"
     missing = [
         f"{name} in {path}"

@@ -135,13 +135,13 @@ def test_a_program_without_python(program, tmp_path, monkeypatch):
     out = run([program, tmp_path], env={"PATH": os.environ["PATH"]})
     assert out.split("\n") == ["header", "in place", "errors", "one by one", "other formats",
                                "scripted", "aot_inductor", "threads", "no python", ""]  # fmt: skip
-    # What C++ wrote, read here.
+    # A file that C++ wrote is read here.
     assert tensorizer.load(tmp_path / "from_cpp.tensors", verify_hash=True)["y"].shape == (40, 30)
 
 
 @pytest.mark.parametrize("place", ["folder", "variable"])
 def test_a_libtorch_folder(place, cmake, tmp_path):
-    """As unpacked from an archive: a folder with include and lib."""
+    """A folder with include and lib, as unpacked from an archive."""
     if place == "folder":
         out = configure(cmake, ROOT / "tests/cpp", tmp_path, prefix=[TORCH])
     else:
@@ -150,7 +150,7 @@ def test_a_libtorch_folder(place, cmake, tmp_path):
 
 
 def test_torch_targets_that_are_there_already(cmake, tmp_path):
-    """As find_package(Torch) makes them where it finds CUDA's toolkit."""
+    """The targets are those of find_package(Torch) if it finds CUDA's toolkit."""
     (tmp_path / "CMakeLists.txt").write_text(
         """cmake_minimum_required(VERSION 3.18)
 project(targets CXX)

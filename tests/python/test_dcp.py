@@ -125,7 +125,7 @@ def test_one_rank_finds_something_else(ranks, tmp_path, what, name, match):
     folder, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
     ranks.run("dcp_failures.save", 2, folder, 5)
     if what != "nothing":
-        # Its files would be the same, and their bytes others.
+        # This checkpoint has the same files with other bytes.
         ranks.run("dcp_failures.save", 2, elsewhere, 6)
     if what == "damaged":
         (elsewhere / "checkpoint.json").write_bytes(b"{}")
@@ -134,7 +134,7 @@ def test_one_rank_finds_something_else(ranks, tmp_path, what, name, match):
     failures, value = found[0]
     assert value == 5
     for at, failed in enumerate(failures):
-        # The coordinator sees that they differ, and the one that has an error says so.
+        # The coordinator finds that checkpoints differ; a rank with an error of its own reports it.
         ((rank, (kind, _, text)),) = failed.items()
         assert (rank, kind) == ("0" if what == "another" else str(at // 3), name)
         assert match.format(elsewhere=elsewhere) in text
@@ -160,10 +160,10 @@ def test_s3(ranks, s3):
     for found in ranks.run("dcp_failures.broken_upload", 2, "s3://bucket/ranks/c", 5, env=env):
         assert found == {"1": ["ValueError", None, "no more"]}
     assert value_of("s3://bucket/ranks/c") == 4
-    # Of what other tests upload to this bucket it may show something.
+    # Uploads of other tests to this bucket are not counted.
     found = {"Bucket": "bucket", "Prefix": "ranks/c/"}
     assert "Uploads" not in s3.client().list_multipart_uploads(**found)
-    # Both objects of the first, and that of the rank that had none to blame.
+    # The first checkpoint stays, and the object that rank 0 has uploaded in the failed save.
     keys = [one["Key"] for one in s3.client().list_objects_v2(**found)["Contents"]]
     ours = sorted(key.removeprefix("ranks/c/")[:10] for key in keys)
     assert ours == ["checkpoint", "rank-00000", "rank-00000", "rank-00001"]

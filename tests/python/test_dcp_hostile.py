@@ -84,7 +84,7 @@ def test_no_json_of_ours(folder, text):
     refused(folder)
 
 
-#: Where in the JSON, what is put there, and what the error says.
+#: Path in the JSON, the value that is put there, and a part of the error.
 CHANGES = [
     (["format"], "safetensors", "expected format"),
     (["version"], 3, "expected format"),
@@ -189,11 +189,11 @@ def test_two_chunks(folder):
 TILINGS = [
     ([(0, 0, 1, 4), (1, 0, 2, 4)], True),
     ([(0, 0, 3, 1), (0, 1, 3, 3)], True),
-    # Of which no side goes through: around the one in the middle.
+    # Chunks around one in the middle: no cut goes through the whole tensor.
     ([(0, 0, 1, 3), (0, 3, 2, 1), (1, 0, 2, 1), (2, 1, 1, 3), (1, 1, 1, 2)], True),
     # Columns that are cut in different places; one has a chunk without elements.
     ([(0, 0, 1, 2), (1, 0, 2, 2), (0, 2, 2, 2), (2, 2, 1, 2), (1, 2, 0, 2)], True),
-    # As many elements as there are, and some of them twice.
+    # The right number of elements, but some of them twice.
     ([(0, 0, 2, 4), (1, 0, 1, 4)], False),
     ([(0, 0, 2, 3), (0, 1, 2, 3)], False),
     ([(0, 0, 1, 3), (0, 3, 2, 1), (1, 0, 2, 1), (2, 1, 1, 3), (0, 1, 1, 2)], False),
@@ -293,5 +293,5 @@ def test_a_damaged_checkpoint_can_be_replaced(folder):
     before = set(folder.glob("rank-*"))
     dcp.save(STATE, storage_writer=Writer(folder))
     assert torch.equal(load(folder)["a"], STATE["a"])
-    # Nobody knows whose they are.
+    # The old files stay: a damaged checkpoint.json does not tell that they belong to it.
     assert before < set(folder.iterdir())

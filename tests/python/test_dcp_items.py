@@ -1,4 +1,4 @@
-"""What checkpoints of torch.distributed.checkpoint hold, saved and loaded by one process."""
+"""Contents of checkpoints of torch.distributed.checkpoint, saved and loaded by one process."""
 
 import collections
 import dataclasses

@@ -47,7 +47,7 @@ def possible(found, first, before):
         last = saved[-1] if saved else None
         values |= {last} - {None}
         following = (first + 1000 * job - 1 if last is None else last) + 1
-        # One may have been saved of which the rank that was killed did not tell.
+        # The rank that was killed may have saved one more than it has told.
         values |= {following, following + 1} if len(saved) < SAVES else set()
         any_saved = any_saved or bool(saved)
     return values if any_saved else values | {before}
@@ -63,7 +63,7 @@ def test_jobs_save_into_one_folder_and_ranks_are_killed(ranks, tmp_path):
             victims = {chance.choice(sorted(victims))}
         kills = {one: {"KILL_AFTER": str(chance.uniform(0, seconds))} for one in victims}
         if number == 0:
-            # So that there is one to load.
+            # The reader needs a checkpoint from the beginning.
             dcp.save({"rows": rows(), "value": 0}, storage_writer=Writer(folder))
             value = 0
         found = ranks.start("dcp_jobs.save", 5, folder, COLUMNS, first, SAVES, SECONDS,

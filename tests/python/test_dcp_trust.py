@@ -83,7 +83,7 @@ def test_a_flipped_byte(tmp_path):
     load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "c")
 
 
-# What runs code
+# Checkpoints that run code
 
 
 class Runs:

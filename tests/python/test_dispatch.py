@@ -1,4 +1,4 @@
-"""What torch's dispatcher does around the operators: autograd, tracing, modes, subclasses."""
+"""The operators work with torch's dispatcher: autograd, tracing, modes, subclasses."""
 
 import struct
 from pathlib import Path

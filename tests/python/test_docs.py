@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import urllib.parse
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -20,6 +21,7 @@ ELSEWHERE = {
     "train.py": "test_dcp.py",
     "from the hub": "test_hf.py",
     "with a cache": "test_cache.py",
+    "with diffusers": "../frameworks/test_examples_in_pages.py",
 }
 #: What holds after the examples of a page that do not say so themselves.
 HOLDS = {
@@ -157,9 +159,63 @@ def test_figures(monkeypatch):
         assert path.read_text() == text, f"{path}: run python benchmarks/report.py"
 
 
+def test_every_limit_says_why_an_engine_can_be_faster(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    figures = importlib.import_module("figures")
+    limits = importlib.import_module("cases").LIMITS
+    assert limits <= set(figures.LIMITS) == set(figures.BEATABLE)
+    row = {"bytes": 10, "min": 1, "max": 9, "cpu_seconds": 0, "extra_bytes": 0}
+    rows = [
+        row | {"engine": "ours", "median": 2.0, "limit": False},
+        row | {"engine": "other", "median": 4.0, "limit": False},
+        row | {"engine": "read", "median": 3.0, "limit": True},
+    ]
+    case = SimpleNamespace(engines=("ours", "other"))
+    text = figures.table(case, rows)
+    assert f"Faster than “two-thread read”: ours. {figures.BEATABLE['read']}" in text
+    assert "Faster" not in figures.table(case, [*rows[:2], rows[2] | {"median": 2.0}])
+
+
+def test_losses_are_every_row_where_another_engine_is_faster(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    losses = importlib.import_module("losses")
+    page = "\n".join(
+        [
+            "## A part",
+            "**A case** (5 rounds)",
+            "",
+            "| engine | median s |",
+            "|---|---|",
+            "| ours | 2.0 |",
+            "| ours mmap | 1.0 |",
+            "| slower | 2.5 |",
+            "| faster | 1.6 |",
+            "| limit: two-thread read | 0.1 |",
+        ]
+    )
+    row = "| [A case](#a-part) | ours 2.0 s | faster 1.6 s | 0.80 | ours mmap 1.0 s |"
+    assert losses.losses(page) == "\n".join([*losses.HEAD, row])
+    with pytest.raises(ValueError, match="of a kind"):
+        losses.losses("| new | kind |\n|---|---|\n| 1 | 2 |")
+
+
+@pytest.mark.parametrize("page", **named(PAGES))
+def test_no_page_has_targets(page):
+    """They are in ``benchmarks/targets.md``."""
+    assert not re.search(r"\| (asked|reached) \||\bAsked (is|was)\b", page.read_text())
+
+
 def test_every_public_name_is_in_the_reference():
-    reference = (ROOT / "docs/reference/python.md").read_text()
-    shown = set(re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE))
+    folder = ROOT / "docs/reference/python"
+    shown = {
+        name
+        for page in folder.glob("*.md")
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+    }
+    overview = folder.with_suffix(".md").read_text()
+    assert {page.name for page in folder.glob("*.md")} == set(
+        re.findall(r"\(python/(.+?\.md)\)", overview)
+    )
     public = {
         f"tensorizer{module}.{name}"
         for module in MODULES

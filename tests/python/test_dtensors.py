@@ -180,7 +180,7 @@ def test_a_local_tensor_that_torch_would_not_cut_so():
 
 # Real ranks
 
-#: What a first request brings at most, with the index.
+#: Most bytes that a first request brings, the index included.
 FIRST_REQUEST = 2 << 20
 FORMATS = ["tensors", "enc.tensors", "safetensors", "index", "pt"]
 
@@ -245,7 +245,7 @@ def test_a_rank_reads_its_bytes_and_no_others(ranks, nginx):
 
 
 def test_what_is_refused(ranks, folder):
-    """Each rank says it by itself."""
+    """Each rank raises the error by itself."""
     for rank, found in enumerate(ranks.run("dtensors.refused", 2, folder)):
         for case in ("partial", "partial out", "partial module"):
             assert found[case][0] == "NotImplementedError"

@@ -263,7 +263,7 @@ def test_crc32_finds_damage(tmp_path):
 
 
 def test_golden_files():
-    """What the old releases wrote, and what they could read."""
+    """Encrypted files that old releases wrote, or could read, load with each key and passphrase."""
     files = [
         f
         for f in MANIFEST["files"]
@@ -294,7 +294,7 @@ def test_golden_files():
 @pytest.mark.parametrize(
     ("opslimit", "memlimit"),
     [
-        # Both at once take as many times longer as there are passes, and show no more.
+        # Both at once would take many times longer, and test no more.
         (EncryptionParams.OpsLimit.SENSITIVE, EncryptionParams.MemLimit.MIN),
         (EncryptionParams.OpsLimit.MIN, EncryptionParams.MemLimit.SENSITIVE),
     ],

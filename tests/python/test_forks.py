@@ -1,4 +1,4 @@
-"""What the parent has begun belongs to the parent: a child neither finishes nor destroys it."""
+"""Objects of the parent stay the parent's: a forked child neither finishes nor destroys them."""
 
 import os
 import re
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 def test_workers(method, tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    # Of it the workers know where it is.
+    # Run from its file: spawned workers have to import it.
     code = f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')"
     done = run_python(code, tmp_path / "f", method, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -292,7 +292,7 @@ def test_workers(method, tmp_path):
 
 
 def test_no_lock_of_a_process_is_inherited():
-    """A thread of the parent may hold it at the fork: such are `Brief`, or of each `PerProcess`."""
+    """A thread of the parent may hold it at the fork: use `Brief`, or a lock in a `PerProcess`."""
     lock = re.compile(r"static \w+: (?:\w+::)*(?:Mutex|RwLock|Condvar|LazyLock)\b.*")
     folders = ("src", "csrc", "python/src")
     sources = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.rs")]

@@ -159,7 +159,7 @@ def test_a_graph_reads_the_file_when_it_runs(tmp_path, without_graphs_of_others)
         compiled(uri, X)
 
 
-# What operators refuse
+# Errors of operators
 
 
 @torch.jit.script

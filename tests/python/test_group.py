@@ -59,8 +59,8 @@ def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
     few, many = (ranks.run("groups.collectives", size, tmp_path) for size in (2, 8))
     assert few == [few[0]] * 2 and many == [few[0]] * 8
     of_load, of_local, of_answers = few[0]
-    # The file that the first one has opened; what all tell, up the tree and down, of what they have
-    # opened, want and have ready; one batch; and whether all have done well.
+    # One for the file that the first one has opened; three exchanges, up the tree and down, of what
+    # all have opened, want and have ready; one batch; and the results of all, up and down.
     assert of_load == 1 + 3 * 2 + 1 + 2
     assert of_local == 1 + 2 * 2
     assert of_answers == [2, 3, 4]
@@ -74,11 +74,11 @@ def test_a_rank_receives_what_it_wants_with_others_and_nothing_else(ranks, folde
     found = zip(*ranks.run("groups.received", 4, folder), strict=True)
     of_rows, of_names, of_pairs, of_all, of_columns, of_columns_in_one_piece, of_long_rows = found
     assert of_rows == of_names == (0.0,) * 4
-    # One of each pair, and of all, fetches some of it, and has a header in front of each batch.
+    # One rank of each pair, or of all, fetches a batch, which has a header.
     for shares, parts in ((of_pairs, 2), (of_all, 1)):
         assert max(shares) <= 1.1
         assert sum(shares) == pytest.approx(4 - parts, rel=0.1)
-    # A quarter of what each wants it fetches by itself, and batches have headers.
+    # Each rank fetches a quarter of its columns itself, and batches have headers.
     assert min(of_columns) > 0.7 and max(of_columns) <= 1.1
     # One rank fetches the tensor that is compared with its hash.
     assert sorted(of_columns_in_one_piece) == pytest.approx([0, 1, 1, 1], rel=0.1)
@@ -88,10 +88,10 @@ def test_a_rank_receives_what_it_wants_with_others_and_nothing_else(ranks, folde
 def test_48_ranks_take_few_descriptors(ranks, tmp_path):
     tensorizer.save({"a": torch.arange(96_000).view(500, 192)}, tmp_path / "few.tensors")
     of_rows, of_columns = zip(*ranks.run("groups.descriptors", 48, tmp_path, 256), strict=True)
-    # The first one has the store of torch's group, to which each rank has a connection more.
+    # The first rank runs the store of torch's group, with a connection of each rank.
     assert of_rows[0] <= 16 + 48
     assert max(of_rows[1:]) <= 16, of_rows
-    # Those that want columns send them to each other.
+    # Ranks that load columns have connections to each other.
     assert max(of_columns[1:]) <= 16 + 47, of_columns
 
 
@@ -128,7 +128,7 @@ def test_addresses(ranks, addresses, moto):
 
 
 def test_every_byte_is_fetched_once(ranks, nginx):
-    """By 4 ranks over HTTP: 1.02 of the file at most, and 4 files by ranks that load alone."""
+    """Four ranks fetch at most 1.02 files over HTTP; four that load alone fetch four files."""
     traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
     for ending in ("tensors", "safetensors"):
         path = nginx.root / f"traffic.{ending}"
@@ -265,14 +265,14 @@ def test_errors_on_the_way(ranks, folder):
             notes = [None if rank == at else [f"rank {at} of the group failed"]
                      for rank in range(4)]  # fmt: skip
             assert [one[2] for one in said] == notes
-    # What cannot be sent is told.
+    # The text of an exception that cannot be pickled is told to the other ranks.
     odd = [of_rank["odd"][:2] for of_rank in found]
     other = ["GroupError", "rank 1 of the group failed: Odd: one and two"]
     assert odd == [other, ["Odd", "one and two"], other, other]
 
 
 def test_a_rank_that_is_killed(ranks, folder):
-    # Whether the others see it by their connections is a matter of the moment.
+    # A race decides whether the others notice by closed connections: several turns meet both cases.
     for turn in range(8):
         found = ranks.start("lost.killed", 4, folder, "SIGKILL", 10, bool(turn % 2))
         assert found[2] == {"signal": 9, "late": False, "stopped": False}
@@ -307,7 +307,7 @@ def test_interrupts_of_one_rank_end_all(ranks, folder):
     turns = [[outcome for outcome, _ in turn] for turn in found]
     for number, turn in enumerate(turns):
         others = [one for rank, one in enumerate(turn) if rank != number % 4]
-        # At the very end of a call some have what they need.
+        # At the very end of a call some ranks have all that they need.
         assert set(others) <= {"done", "told"}, turn
         assert turn[number % 4] in ("done", "interrupted"), turn
     assert sum("interrupted" in turn for turn in turns) > 5
@@ -317,7 +317,7 @@ def test_interrupts_of_one_rank_end_all(ranks, folder):
 
 
 def test_an_interrupt_when_all_have_met(ranks, folder):
-    """All wait for each other's connections then: it connects, and leaves afterwards."""
+    """All ranks wait for each other's connections: it connects first, and is interrupted then."""
     found = ranks.run("lost.connecting", 4, folder)
     assert found[0][0] == "KeyboardInterrupt"
     for kind, message, seconds in found[1:]:

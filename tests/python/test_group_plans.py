@@ -333,7 +333,7 @@ def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
         return Wish.of((number, *cut[number % 10]) for number in range(20_000))
 
     wishes = {rank: wish(rank) for rank in {0, 1, 5, world // 2, world - 1}}
-    # Those without a row of the short tensors have another one.
+    # Ranks without a row of the short tensors have another structure.
     assert len({one.structure.digest() for one in wishes.values()}) <= 3
     for one in wishes.values():
         # A padded all-gather: every rank receives the longest of all, once.
@@ -342,7 +342,7 @@ def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
     for found in merge(list(wishes.values()), 20_000):
         assert found.shared == {} and not found.exchanges
         assert len(found.alone) in (14_000, 16_000, 18_000, 20_000)
-    # Two of each: replicas receive what they want, and nothing else.
+    # Each wish twice: replicas receive what they want, and nothing else.
     twice = merge(2 * list(wishes.values()), 20_000)
     for rank, found in enumerate(twice):
         ((ranks, of_part),) = found.shared.items()

@@ -141,7 +141,7 @@ def test_one_commit(hub, verify):
 
 
 def test_another_process_opens_the_same_commit(hub):
-    """It is told what the first has learnt, and asks nothing for it."""
+    """It gets the heads of the first process, and sends no request for them."""
     old = tensors(1, 1000)
     repo = hub.repo("org/repo", shards(old))
     with TensorFile("hf://org/repo", heads=[]) as first:
@@ -267,14 +267,14 @@ def test_another_name_and_a_busy_hub(hub, monkeypatch):
     hub.busy = 1
     assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(1, 1000)["a"]})
     assert hub.asked()[-1][0] == "HEAD"
-    # It is not taken for one that cannot be reached at once.
+    # A busy hub is retried before it counts as one that cannot be reached.
     hub.repos["new/name"].commit(shards(tensors(2, 1000)))
     hub.busy = 2
     assert_all(load("hf://new/name/model-a.safetensors", "cpu"), {"a": tensors(2, 1000)["a"]})
 
 
 def test_a_server_that_redirects_everything(hub, monkeypatch):
-    """Such as that of the same name without TLS: whether there is a file it does not say."""
+    """The same host without TLS is such a server: a redirect does not tell if there is a file."""
     hub.repo("org/repo", shards(tensors(1, 1000)))
     with Hub() as other:
         other.elsewhere = hub.endpoint
@@ -377,7 +377,7 @@ def test_the_cache_of_the_hubs_own_client(hub, monkeypatch):
     assert_all(load("hf://org/repo", "cpu"), old)
     assert hub.asked() == [("HEAD", "/org/repo/resolve/main/model.safetensors")]
     assert hub.files.requests == []
-    # What it has not downloaded comes from the hub.
+    # Files that the client has not downloaded come from the hub.
     repo.commit(shards(new))
     assert_all(load("hf://org/repo", "cpu"), new)
     download("model.safetensors.index.json", "model-a.safetensors")
@@ -411,12 +411,12 @@ def test_without_the_hub(hub, monkeypatch):
     assert hub.asked() == []
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert_all(load("hf://org/repo", "cpu"), tensors(2))
-    # Nobody is there.
+    # The hub cannot be reached.
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert_all(load("hf://org/repo", "cpu"), old)
     with pytest.raises(ConnectionError, match="hf://org/other@main"):
         load("hf://org/other")
-    # What is refused is not what cannot be reached.
+    # A refusal is an error: the cached files are for a hub that cannot be reached.
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     repo.readers = {OURS}
     with pytest.raises(PermissionError, match="set HF_TOKEN"):
@@ -443,7 +443,7 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
     for verify in (True, "crc32"):
         assert_all(load(address, "cpu", verify_hash=verify), found)
     other = bytearray(files[wrong])
-    # Of our own format a byte that is in no tensor, and has no hash of its own.
+    # In a file of our own format, a byte that no hash of a tensor covers.
     at = other.index(bytes(60), 500) + 30 if wrong == "f.tensors" else 1 << 20
     other[at] ^= 1
     hub.files.blobs[expected] = bytes(other)
@@ -453,7 +453,7 @@ def test_verified_by_what_the_hub_publishes(hub, tmp_path, path, wrong):
         assert load(address, "cpu").keys() == found.keys()
     said = f"{wrong}` failed SHA256 verification: the hub publishes {expected}, the bytes have "
     said += sha256(bytes(other))
-    # Of shards those are verified that are needed.
+    # Only shards that are needed are verified.
     out = {"b": torch.zeros(300_000)}
     calls = [
         lambda: load(address, "cpu", verify_hash=True),
@@ -547,7 +547,7 @@ def test_a_group_verifies_before_it_exchanges(hub, ranks, tmp_path):
 
 
 def test_files_of_the_hubs_own_client_are_local(hub):
-    """Ranks of one machine read them each for itself, and are told their names alone."""
+    """Ranks of one machine are given the names of the files, and each rank reads them itself."""
     repo = hub.repo("org/repo", shards(tensors(1, 1000)))
     with TensorFile("hf://org/repo", heads=[]) as file:
         assert not file.is_local
@@ -634,7 +634,7 @@ def test_a_damaged_copy_of_the_hubs_own_client(hub, monkeypatch):
 
 
 def test_files_without_a_sha256(hub):
-    """What is in git itself is known by another hash."""
+    """Files in git itself have no SHA-256: git has another hash of them."""
     data = save(tensors())
     repo = hub.repo("org/repo", {"model.safetensors": data})
     repo.small.add("model.safetensors")
@@ -646,7 +646,7 @@ def test_files_without_a_sha256(hub):
         (path,) = download("model.safetensors")
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
     assert path.resolve().name == blob
-    # Of many files the one is named.
+    # The error names the one shard.
     hub.repo("org/many", shards(tensors(1, 1000))).small.add("model-b.safetensors")
     with pytest.raises(HashMismatchError, match=r"/model-b.safetensors` cannot be verified"):
         load("hf://org/many", "cpu", verify_hash=True)

@@ -36,14 +36,14 @@ def test_every_way(run):
     assert min(said["ways"][name] for name in ("eager", "mapped", "operators")) > 100
 
 
-#: How each file is loaded, or some are.
+#: The ways in which files are loaded.
 WAYS = {
     "eager", "mapped", "one reader", "iterated", "operators", "stream", "lazy", "in order",
     "sliced", "verified", "module", "info", "ranks", "pair", "command", "command as a process",
 }  # fmt: skip
 
 
-#: What a campaign is to find, the defect, and what is said of it.
+#: By the kind of defect: code that breaks a load, and a part of the finding.
 BROKEN = {
     "a crash": (
         "import os\ntensorizer.iterate = lambda *a: os.kill(os.getpid(), 11)",
@@ -84,7 +84,7 @@ def test_what_is_broken_is_found(broken, run):
 
 
 def test_wrong_data_from_a_server_are_found(run):
-    # What all is compared with comes before.
+    # The first two loads are right: all others are compared with them.
     code = """
 import itertools
 before, calls = tensorizer.load, itertools.count()

@@ -1,4 +1,4 @@
-"""The order of the source files: who may import whom, and how long a file and a function may be.
+"""Rules for source files: the imports that are allowed, and the length of files and functions.
 
 Read as text, so that nothing has to be built.
 """
@@ -70,7 +70,7 @@ def plain(text: str) -> str:
 
 
 def end_of_item(text: str, start: int) -> int:
-    """Return where an item ends: after its ``;``, or after its last brace."""
+    """Return the end of an item: behind its ``;``, or behind its last brace."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in "{([") - (text[at] in "})]")
@@ -164,7 +164,7 @@ class Crate:
         """Return the files of the crate that a file needs; what it only gives on is no need."""
         body = re.sub(r"(?m)^\s*(?:pub(?:\([^)]*\))? )?use [^;]*;", "", module.text)
         targets = [self.absolute(module, path) for path, _, given in module.uses if not given]
-        # What is given on and used here too.
+        # Names that are re-exported and used here too.
         targets += [
             self.absolute(module, path)
             for path, name, given in module.uses
@@ -260,7 +260,7 @@ def test_no_circle_of_rust_files(crate):
 
 
 def siblings(one: Names, other: Names) -> tuple[Names, Names] | None:
-    """Return where two paths part: what lies in one folder. None within one module."""
+    """Return two paths up to where they part, as siblings in one folder; None within one module."""
     shared = 0
     while shared < min(len(one), len(other)) and one[shared] == other[shared]:
         shared += 1

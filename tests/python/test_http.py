@@ -274,7 +274,7 @@ def test_what_passes_is_tried_again(data, fault, number):
         check(tensorizer.load(server.url, "cpu", num_readers=2))
         assert time.monotonic() - start >= (1 if "Retry-After" in str(PASSING[fault]) else 0)
         assert len(server.requests) >= number + 2
-        # What had arrived is not asked for again; a wrong answer is read no further.
+        # Bytes that had arrived are not requested again; a wrong answer is read no further.
         wanted = len(data) + (1 << 20) + 100_000
         assert fault == "another range" or server.sent <= wanted
 
@@ -283,7 +283,7 @@ def test_resuming_at_the_byte_reached(data):
     with FaultServer(data, once(1, fault=("reset", 700_000))) as server:
         tensorizer.load(server.url, "cpu", num_readers=1)
     (first, end, _), (again, end_again, _) = server.requests[1:3]
-    # What the kernel had received when the connection was reset may be lost, no more.
+    # At most the bytes that the kernel had received when the connection was reset are lost.
     assert first < again <= first + 700_000
     assert end == end_again
 

@@ -13,7 +13,7 @@ import torch
 from conftest import run_python
 from scripted import stop
 
-#: Where the prologue has the number of entries and the bytes of their block.
+#: Offsets of the number of entries, of the size of their block, and of the block.
 COUNT, INDEX_LEN, INDEX = 57, 65, 73
 LOAD = """
 import resource, sys, tensorizer

@@ -1,4 +1,4 @@
-"""One version of a file, from where it is: validators, redirects, and times."""
+"""A load reads one version of a file: validators, redirects, and time-outs."""
 
 import contextlib
 import threading
@@ -128,7 +128,7 @@ def test_an_answer_that_does_not_say_its_version_is_an_error(data, field):
     with Versions(data, lambda number: less if number else known) as server:
         with pytest.raises(OSError, match=f"had the {field} .* and another has none"):
             load(server)
-    # One answer of several may come from a machine that does not know.
+    # One answer of several may come from a server that sends fewer validators.
     with Versions(data, lambda number: less if number == 1 else known) as server:
         check(load(server))
 
@@ -137,7 +137,7 @@ def test_a_whole_file_instead_of_a_range_is_ended_at_its_headers(data):
     with Versions(data, lambda number: {}, endless=True) as server:
         with pytest.raises(OSError, match="without a range"):
             load(server)
-    # What fits into the buffers of a connection, for each try.
+    # No more than fits into the buffers of a connection, for each attempt.
     assert server.sent < 64 << 20
 
 
@@ -161,7 +161,7 @@ def test_a_server_that_closes_the_connection_by_which_it_refuses(data):
 
 
 class Moved(Scripted):
-    """Redirects to an address that is good for so many requests, and then for nobody."""
+    """Redirects to an address that is good for so many requests, and then refuses."""
 
     def __init__(self, data, uses):
         self.data, self.uses, self.asked, self.given = data, uses, [], 0

@@ -1,4 +1,4 @@
-"""What a file holds, without its data."""
+"""The description of a file is read without its data."""
 
 import io
 import zlib

@@ -1,4 +1,4 @@
-"""What an import says where the old package, or half of another release, lies beside this one."""
+"""An import beside the old package, or half of another release, warns or fails with the reason."""
 
 import base64
 import hashlib
@@ -100,7 +100,7 @@ def run(site, code=SHOW):
 
 
 def test_pip_replaces_one_by_the_other(wheels, site):
-    """As `pip install vllm[tensorizer]` does, and as docs/how-to/vllm.md undoes it."""
+    """`pip install vllm[tensorizer]` replaces ours, and docs/how-to/vllm.md undoes that."""
     ours, old = wheels
     install(site, ours)
     done = run(site)
@@ -120,7 +120,7 @@ def test_ours_over_the_old_package(wheels, site):
     done = run(site)
     assert done.stdout == f"{tensorizer.__version__} True\n", done.stderr
     assert "<string>:1: RuntimeWarning: files of tensorizer 2.10.1 lie among those" in done.stderr
-    # What the warning says of removing one, and then what it says to do.
+    # Uninstalling one removes files of the other, as the warning says; the rest is its advice.
     pip(site, "uninstall", "--yes", "tensorizer")
     assert "True" not in run(site).stdout
     pip(site, "uninstall", "--yes", "tensorizer")
@@ -172,7 +172,7 @@ import tensorizer
 
 
 def test_free_threaded_python(wheels, site):
-    """What such a build of Python says of itself, said by this one."""
+    """An ordinary Python stands in for a free-threaded one."""
     done = subprocess.run(
         [sys.executable, "-c", FREE_THREADED], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

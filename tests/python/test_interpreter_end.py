@@ -38,8 +38,8 @@ def test_daemon_threads(tmp_path, way):
     for _ in range(3):
         done = run_python(CODE, tmp_path / "f", way, finalize=True)
         assert done.stdout == "end\n"
-        # What torch's threads say, perhaps several; Rust would speak of a foreign exception or of a
-        # panic.
+        # Messages of torch's threads, perhaps several; Rust would write of a foreign exception, or
+        # of a panic.
         said = {"terminate called without an active exception", "terminate called recursively"}
         assert set(done.stderr.splitlines()) <= said
         assert done.returncode == (-signal.SIGABRT if done.stderr else 0)

@@ -45,10 +45,10 @@ def kill_everywhere(source, folder, value, env):
     """Return folders in which a save was killed, each a step later, and at last one that was not.
 
     Args:
-        source: What they were before.
-        folder: Where they are made.
-        value: What is saved.
-        env: That of the process.
+        source: The folder as it was before.
+        folder: The folder in which they are made.
+        value: The value that is saved.
+        env: The environment of the process.
 
     """
     folder.mkdir()
@@ -108,7 +108,7 @@ def test_a_save_over_a_pair(with_faults, tmp_path, links):
 
 
 def test_a_save_over_a_pair_of_the_old_package(with_faults, tmp_path):
-    """Its halves state no identity: the pickle must be the one that the storages were kept for."""
+    """Its halves have no identity: the pickle must be the one that the storages were kept for."""
     (tmp_path / "first").mkdir()
     pickled = (GOLDEN / "tc_storages.pt").read_bytes()
     (tmp_path / "first/state.pt").write_bytes(pickled)

@@ -21,9 +21,9 @@ from tensorizer._C import Reader, open as native_open
 from tensorizer.tensors.exchange import take
 from test_shards import INDEX, TENSORS, write_shards
 
-#: As many bytes as the format of a file is told by.
+#: First bytes of a file that tell its format.
 LEAST = 73
-#: What others are told of a server's answer.
+#: Fields of an answer that are passed on with its head.
 TOLD = {"accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"}
 #: Bytes of a file that the first request asks for.
 FIRST_REQUEST = 1 << 20
@@ -195,7 +195,7 @@ def test_the_keys_of_s3cfg(bucket, monkeypatch, tmp_path):
 
 
 def test_archives_of_torch(nginx, root):
-    """Their directories are at their ends, and asked for again."""
+    """The directory of an archive is at its end, and is requested again."""
     address = f"{nginx.http}/f.bin"
     expected = Reader(native_open(address, {"model": True}))
     reader = open_reader(address)
@@ -225,7 +225,7 @@ def test_secrets_of_addresses(nginx, place):
 
 
 def test_secrets_of_answers(nginx):
-    """Also those that no list of secrets would have."""
+    """Fields are left out even if no list of secrets would have them."""
     reader = open_reader(f"{nginx.http}/session/f.tensors")
     fields = dict(reader.headers())
     assert fields["set-cookie"] == "session=hidden-hu5hw0rd"
@@ -251,7 +251,7 @@ def test_secrets_of_places_that_a_server_names(nginx, root):
 @pytest.mark.parametrize("by_tag", [True, False])
 @pytest.mark.parametrize("new", [{"other": torch.arange(900)}, {"tiny": torch.ones(1)}], ids=list)
 def test_a_file_that_was_replaced(nginx, tmp_path, by_tag, new):
-    """By another of any length, whatever the server says of files beside it."""
+    """The other file may have any length, and the head a tag, or a date alone."""
     path = nginx.root / "replaced.tensors"
     tensorizer.save({"first": torch.ones(500_000)}, path)
     address = f"{nginx.http}/replaced.tensors"
@@ -289,7 +289,7 @@ def test_a_shard_that_was_replaced(nginx, root):
         load(open_reader(address, heads))
 
 
-# What is handed in
+# Heads that are passed in
 
 
 @pytest.mark.parametrize("known", [0, 1, 8, 72, LEAST, 100, 5000])
@@ -346,7 +346,7 @@ def test_heads_that_no_answer_can_prove(nginx, tag, date):
     check(load(reader))
 
 
-# What gives no heads
+# Sources without heads
 
 
 def test_nothing_to_hand_on(nginx, root, tmp_path):

@@ -56,7 +56,7 @@ class TestMetadata:
                     assert torch.equal(file.get_tensor("weight"), FEW["weight"])
 
     def test_both_libraries_write_the_same_bytes(self, saved):
-        """Of one key: the library writes several in an order that changes."""
+        """With one key: the library writes several keys in a random order."""
         for name in ("one value", "one key"):
             mine = (saved / f"{name}.safetensors").read_bytes()
             assert mine == (saved / f"{name}.theirs.safetensors").read_bytes()

@@ -121,7 +121,7 @@ def test_what_was_loaded_can_be_saved_over_its_file(tmp_path):
 @pytest.mark.host
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_file_that_is_cut_shorter(mmap, tmp_path):
-    """What the documents warn of, and what they promise of tensors with memory of their own."""
+    """As documented: a mapped tensor raises SIGBUS, and one with memory of its own stays."""
     tensorizer.save({"a": torch.ones(1 << 20)}, tmp_path / "f")
     code = (
         "import os, sys, tensorizer\n"
@@ -142,7 +142,7 @@ def test_a_file_that_is_mapped_is_not_written(how, path):
             TensorSerializer(file if how == "file" else file.fileno())
     assert path.read_bytes() == before
     check(loaded)
-    # As a path it is replaced.
+    # A save to the path replaces the file, and leaves the mapping alone.
     tensorizer.save({"a": torch.ones(3)}, path)
     check(loaded)
     del loaded

@@ -1,4 +1,4 @@
-"""What is done on a thread so that no signal interrupts it."""
+"""`uninterrupted` tells its work of a signal, instead of interrupting it."""
 
 import _thread
 import gc

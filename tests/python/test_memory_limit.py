@@ -1,4 +1,4 @@
-"""What a call has in flight beside its tensors stays within its memory limit."""
+"""The memory that a call has in flight, beside its tensors, stays within its limit."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tensorizer.group.exchange import Shares
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
-#: What an allocator, threads and an interpreter take besides.
+#: Memory that an allocator, threads and an interpreter take besides.
 SLACK = 14 * MIB
 #: Runs a call and prints how much the memory of the process grew at most.
 MEASURED = """
@@ -50,7 +50,7 @@ def assert_same(found, expected):
 
 
 def least(error):
-    """Return the least that a message names."""
+    """Return the minimum that a message names."""
     return int(re.search(r"at least (\d+) are needed", str(error))[1])
 
 
@@ -58,7 +58,7 @@ def least(error):
 def nginx(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nginx")
     server = Nginx(folder)
-    # Of each pair the first is wanted; what lies between is always shorter than another request.
+    # The first of each pair is loaded; to read the gap is always cheaper than another request.
     rows = {}
     for number in range(10_000):
         rows[f"w{number}"] = torch.full((1_500,), number % 100, dtype=torch.uint8)

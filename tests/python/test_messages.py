@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import assert_same
 
-#: What release 2.12.1 made of ``Model()``, and of two tensors.
+#: Messages of release 2.12.1 for ``Model()``, and for two tensors.
 MODEL = bytes.fromhex(
     "1a3a1a381a160a0177221108011201021a080000003f0000003f20001a1e0a01622219080c1201021a10000000000000"
     "0000010000000000000020011a3a0a01611a351a1c0a0677656967687422120801120201021a080000003f0000003f20"
@@ -84,7 +84,7 @@ def test_dtypes(messages, name):
         assert found.shape == empty.shape and found.tolist() == empty.tolist()
 
 
-#: All that the old package stores and reads as it was; bfloat16 and complex32 it does not.
+#: Dtypes that the old package stores and reads unchanged: not bfloat16, nor complex32.
 COMMON = (
     *("float16", "float32", "float64", "complex64", "complex128"),
     *("uint8", "int8", "int16", "int32", "int64", "bool"),

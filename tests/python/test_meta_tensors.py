@@ -66,7 +66,7 @@ def test_a_load_into_them_is_refused(tmp_path):
 
 
 def test_fake_tensors_write_nothing(tmp_path):
-    """Nor do those that stand for tensors of the meta device."""
+    """Fake tensors of the meta device write nothing either."""
     with FakeTensorMode():
         for device in ("cpu", "meta"):
             tensor = torch.empty(3, device=device)

@@ -27,7 +27,7 @@ class Kept(io.BytesIO):
 
 
 def stored(metadata):
-    """Return the bytes that say them."""
+    """Return the bytes that metadata are stored as."""
     texts = [text.encode() for pair in metadata.items() for text in pair]
     return ended(b"".join(struct.pack("<I", len(text)) + text for text in texts))
 
@@ -92,7 +92,7 @@ def test_every_way_of_writing(path):
 
 
 def test_a_file_object_shows_them_from_the_first_tensor_on():
-    """Also where the index outgrows what was reserved, and gets tags."""
+    """They are there even if the index outgrows its reserved space, and gets tags."""
     file = Kept()
     writer = TensorSerializer(file, metadata=METADATA)
     lengths = set()
@@ -113,7 +113,7 @@ def test_a_file_object_shows_them_from_the_first_tensor_on():
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("count", [3200, 5000])
 def test_they_may_fill_the_index(path, alignment, count):
-    """They may begin where its last entry ends, except that they leave room to few entries."""
+    """They may begin where the last entry ends, but leave room for more entries if few."""
     tensors = {f"layer.{number}": torch.full((2,), number) for number in range(count)}
     entries = sum(2 + len(name) + 1 + 1 + 3 + 1 + 4 + 24 for name in tensors)
     reserved = MIN_INDEX if entries <= MIN_INDEX else -(-entries // 4096) * 4096
@@ -196,7 +196,7 @@ def test_a_manifest_seals_them_and_nothing_else_does(path):
         ):
             assert forged != data
             path.write_bytes(forged)
-            # Nobody has asked whether the seal is right.
+            # Without a key the seal is not compared.
             assert read(path) in (changed, {})
             if not manifest:
                 tensorizer.load(path, "cpu", encryption=PARAMS)

@@ -1,4 +1,4 @@
-"""Common mistakes: each ends with the sentence that helps, or means what was meant."""
+"""Common mistakes: each gives an error that helps, or does what the caller meant."""
 
 import warnings
 

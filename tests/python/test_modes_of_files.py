@@ -1,4 +1,4 @@
-"""Modes and groups of what saves make, as torch makes them there.
+"""Files that saves make have the modes and groups that torch gives them there.
 
 In folders whose group goes to what is made in them, and under masks from none to all.
 """
@@ -150,7 +150,8 @@ def run(tmp_path, nginx):
     return run
 
 
-#: What a call of torch's is the measure of. Files of safetensors are its user's alone, always.
+#: Our calls, by the call of torch whose modes they must give. The library safetensors is no
+#: measure: its files are always their user's alone.
 PAIRS = {
     "torch.save": [
         *("save", "safetensors", "ours.save_file", "shards", "save_async"),
@@ -188,7 +189,7 @@ def test_masks_and_groups_of_folders(run, group, links, tmp_path):
         file, new = (False, oct(0o666 & ~mask), group), (True, oct(0o2000 | 0o777 & ~mask), group)
         assert found(folder / "save") == {file}
         assert found(folder / "save in new folders") == {file, new}
-        # Nobody else may use what a cache has, whatever the mask.
+        # No other user may use the files of a cache, whatever the mask.
         for _, mode, _ in found(folder / "cache"):
             assert int(mode, 8) & 0o077 == 0, mode
 

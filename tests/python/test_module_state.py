@@ -1,4 +1,4 @@
-"""What a module keeps when weights are loaded into it."""
+"""A module keeps its objects, memory and attributes when weights are loaded into it."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from tensorizer.modules import state
 
 
 class Weight(torch.nn.Parameter):
-    """As vLLM has them: a class of its own, with attributes that its loader needs."""
+    """A parameter like those of vLLM: a subclass with attributes that the loader needs."""
 
     def __new__(cls, data, **attributes):
         return torch.Tensor._make_subclass(cls, data, True)

@@ -222,7 +222,7 @@ def test_arrays_of_tensors(tmp_path):
     for dtype in (None, "torch.nonsense"):
         with pytest.raises(ValueError, match="dtype"):
             array_of(found.data, "<V1", dtype).to_tensor()
-    # What read_numpy_arrays yields becomes tensors again.
+    # Arrays of read_numpy_arrays become tensors again.
     path = tmp_path / "f"
     tensorizer.save({"h": torch.full((3,), 2.5, dtype=torch.bfloat16)}, path)
     with tensorizer.TensorDeserializer(path, "cpu", lazy_load=True) as file:

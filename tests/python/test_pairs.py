@@ -313,7 +313,7 @@ RECORDS = {
         pickle.UnpicklingError,
         r"expected an identity of 32 digits, found '\\x1bc0ffee'",
     ),
-    # What is shown of it is short.
+    # The message shows only a short part of it.
     '{"version":1,"pair":"%s","locations":[]}' % ("x" * 100_000): (
         pickle.UnpicklingError,
         r"expected an identity of 32 digits, found 'x{5,20}\.{3}x{5,20}'(?!x)",

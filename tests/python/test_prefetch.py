@@ -503,7 +503,7 @@ def test_a_block_refuses_other_devices_as_the_library_does(path):
 
 
 def test_loaders_of_frameworks(library, path, tensors, monkeypatch):
-    # Their device is CUDA; here the CPU stands in for it.
+    # The loaders are for CUDA; here the CPU stands in for it.
     monkeypatch.setattr(torch, "device", torch.device)
     with ours.tensorizer_safetensors():
         monkeypatch.setattr(safetensors.safe_open, "_prefetches_to_any_device", True)

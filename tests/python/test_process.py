@@ -1,4 +1,4 @@
-"""What a load does to its process: signals, forks, threads, memory, the import."""
+"""Effects of a load on its process: signals, forks, threads, memory, the import."""
 
 import json
 import os
@@ -131,7 +131,7 @@ print(json.dumps({
 
 
 def test_the_import_is_light():
-    """What makes an import slow is what it imports: nothing that torch has not."""
+    """The import adds no heavy modules, which are what makes an import slow."""
     done = run_python(IMPORT, imported=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""How far loads and saves have come, and what is said of them when they have ended."""
+"""Progress of loads and saves, and the statistics and log lines at their end."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ def folder(tmp_path_factory, tensors):
 
 
 class Told:
-    """What a callable was told."""
+    """A progress callable that keeps its arguments."""
 
     def __init__(self):
         self.rows = []
@@ -41,7 +41,7 @@ class Told:
         self.rows.append((done, total))
 
     def check(self, total=TOTAL):
-        """It rises, and ends with everything."""
+        """The numbers rise, and end with the total."""
         done = [row[0] for row in self.rows]
         assert done == sorted(set(done))
         assert {row[1] for row in self.rows} == {total}

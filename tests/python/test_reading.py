@@ -299,7 +299,7 @@ def test_load(path, tmp_path):
     assert list(tensorizer.load(nested)) == [("x", 0), "flat"]
     for name in (("x", 0), '\x1e["x",0]'):
         assert list(tensorizer.load(nested, names=[name], mmap=True)) == [name]
-    # What it returns can be saved, and is the same file again.
+    # The result can be saved, which gives the same file again.
     again = tmp_path / "again"
     tensorizer.save(tensorizer.load(nested), again)
     assert again.read_bytes() == nested.read_bytes()

@@ -1,4 +1,4 @@
-"""What TensorDeserializer reads from: paths, descriptors, pipes and Python objects."""
+"""Sources of TensorDeserializer: paths, descriptors, pipes and Python objects."""
 
 import gzip
 import io

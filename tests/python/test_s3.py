@@ -95,7 +95,7 @@ def test_s3cfg(s3, tmp_path, monkeypatch):
 
 
 class Metadata(Scripted):
-    """What a container asks for its credentials."""
+    """A server that gives a container its credentials."""
 
     def __init__(self):
         self.asked = []
@@ -131,7 +131,7 @@ def test_anybody(s3):
         force_http=True,
     )  # fmt: skip
     check(dict(TensorDeserializer(stream, device="cpu").items()))
-    # Nothing was found anywhere.
+    # No credentials are found: the request is not signed.
     stream = open_stream("s3://bucket/f.tensors", s3_endpoint=s3, force_http=True)
     assert stream.read(5) == b"|TZR|"
 

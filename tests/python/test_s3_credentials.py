@@ -16,7 +16,7 @@ EXPIRED = (
     b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code>"
     b"<Message>The provided token has expired.</Message></Error>"
 )
-#: As S3 answers to an address whose time is over.
+#: S3's answer to a presigned address that has expired.
 TOO_LATE = (
     b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>"
     b"<Message>Request has expired</Message></Error>"
@@ -24,7 +24,7 @@ TOO_LATE = (
 
 
 class Metadata(Scripted):
-    """What containers (``/credentials``) and machines (all other paths) ask who they are.
+    """Gives credentials to containers (``/credentials``) and to machines (all other paths).
 
     Each answer has another access key: ``key-1``, ``key-2`` and so on.
     """
@@ -60,7 +60,7 @@ class Metadata(Scripted):
 
 @pytest.fixture(autouse=True)
 def settings(s3, monkeypatch):
-    """The environment of a container: no keys, but somebody to ask for them."""
+    """The environment of a container: no keys, but a server that gives them."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "30")
@@ -116,7 +116,7 @@ def test_only_once(moto, saved, ask):
         with pytest.raises(OSError, match="400"):
             tensorizer.load(saved, "cpu")
     assert relay.signers == ["key-1", "key-2"]
-    # Other refusals are what they are.
+    # Other refusals are errors, and the credentials are not renewed.
     with Metadata() as metadata, Relay(moto.host, lambda *_: ("status", 403)) as relay:
         ask(metadata, relay)
         with pytest.raises(PermissionError, match="403"):
@@ -125,7 +125,7 @@ def test_only_once(moto, saved, ask):
 
 
 def test_what_is_about_to_expire_is_not_used(moto, saved, ask):
-    # Their time is over when they come: each request asks for others.
+    # Credentials that have expired when they come: each request asks for new ones.
     with Metadata("2020-01-01T00:00:00Z") as metadata, Relay(moto.host) as relay:
         ask(metadata, relay)
         stream = open_stream(saved)
@@ -179,7 +179,7 @@ def test_what_was_found_is_kept_for_the_process(moto, saved, ask):
         )
         done = run_python(code, saved, env=dict(os.environ))
         assert done.returncode == 0, done.stderr
-        # That process, and the one that was forked off it.
+        # The first process, and the one that was forked off it.
         assert len(metadata.asked) == 3
 
 
@@ -198,7 +198,7 @@ def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
         for _ in range(2):
             check(tensorizer.load(saved, "cpu"))
-        # For its keys, not for where it is, which says nothing about this server.
+        # For its keys, and not for its region, which is not that of this server.
         assert not any(path.endswith("/region") for path in metadata.asked)
     assert metadata.given == 1
     assert set(relay.signers) == {"key-1"}

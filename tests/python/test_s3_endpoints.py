@@ -41,7 +41,7 @@ def objects(moto, tmp_path_factory):
 
 @pytest.fixture
 def use(no_settings_of_the_machine, monkeypatch):
-    """Set variables; those of before are none of the clouds'."""
+    """Set variables; those of the clouds are removed before."""
     for name in ("TENSORIZER_S3_ENDPOINT", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1")
@@ -88,7 +88,7 @@ def s3cfg(tmp_path, keys=True, host=None):
     (tmp_path / ".s3cfg").write_text(text + (f"host_base = {host}\n" if host else ""))
 
 
-# Nothing is named: the origin of the credentials decides.
+# No endpoint is named: the origin of the credentials decides.
 
 
 def test_credentials_of_the_chain_go_to_aws(internet, use, tmp_path):
@@ -232,7 +232,7 @@ def test_the_region_of_a_bucket_is_followed(elsewhere, status):
 
 
 def test_the_region_is_followed_once(elsewhere):
-    """Two regions that name each other are an error, which says where the bucket is said to be."""
+    """Two regions that redirect to each other are an error, which names the region."""
     elsewhere.answer_by = lambda host: says("eu-west-1" if host == US else "us-east-1")
     for call in (read, write):
         elsewhere.requests.clear()
@@ -257,7 +257,7 @@ def test_an_endpoint_that_is_named_is_not_left_for_a_region(elsewhere, use):
     assert set(elsewhere.connected) == {OTHER}
 
 
-# What is named wins.
+# An endpoint that is named comes first.
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_a_default_that_is_assigned_is_read_at_the_call(internet, use, monkeypat
     check(tensorizer.load(ADDRESS, "cpu"))
     download(internet)
     assert internet.hosts == [OTHER]
-    # That of writing is another.
+    # The endpoint for writing is another one.
     write()
     assert internet.hosts == [OTHER, EU]
     monkeypatch.setattr(stream_io, "default_s3_write_endpoint", OTHER)
@@ -346,7 +346,7 @@ def test_the_old_default_that_is_named_gets_credentials_of_the_chain(internet, u
     download(internet, s3_endpoint=READ)
     assert internet.hosts == [READ]
     assert set(internet.signers) == {"key-of-chain"}
-    # Also by an assignment of the same text; to put back what was there names nothing.
+    # An assignment of an equal text names it too; to restore the object of before does not.
     before = stream_io.default_s3_write_endpoint
     stream_io.default_s3_write_endpoint = "".join(list(WRITE))
     try:
@@ -462,7 +462,7 @@ def test_servers_that_are_not_there_are_named(use, call, host):
 
 @pytest.mark.parametrize("after", ["reset", "stall", ("status", 500)])
 def test_a_server_that_fails_later_is_named(objects, use, after):
-    """Also behind the first request, of a source that is open."""
+    """The error names it also after the first request, when the source is open."""
     use(**CHAIN, TENSORIZER_STALL_SECONDS=1)
     big = {"big": torch.zeros(5 << 20)}
     options = {"s3_endpoint": objects.host, "force_http": True}

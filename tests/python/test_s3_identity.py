@@ -1,4 +1,4 @@
-"""Who asks an S3 server: profiles, roles by a token in a file, and single sign-on."""
+"""Credentials for S3: profiles, roles by a token in a file, and single sign-on."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def load_and_save(address):
 
 
 class Identities(Scripted):
-    """What gives roles for tokens: STS, and the two servers of single sign-on."""
+    """Gives credentials of roles for tokens: STS, and the two servers of single sign-on."""
 
     def __init__(self, lasts=3600):
         self.lasts, self.given, self.asked = lasts, 0, []
@@ -222,7 +222,7 @@ def test_a_session_is_renewed(address, relay, identities, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("token", ["wrong-hu5hw0rd", None])
 def test_a_session_that_is_over(address, relay, identities, monkeypatch, tmp_path, token):  # noqa: PLR0917
-    """That is what a message says; nobody is asked as anybody."""
+    """The error says so, and no request is sent without credentials."""
     monkeypatch.setenv("AWS_PROFILE", "sso")
     sign_on(tmp_path, token or "x", session=False)
     if token is None:

@@ -1,4 +1,4 @@
-"""Sums of what is uploaded: a byte that changes on its way is found by the server."""
+"""Checksums of uploads: the server finds a byte that changes on its way."""
 
 import base64
 
@@ -131,7 +131,7 @@ def test_servers_that_know_no_sums(server, monkeypatch, status):
 
 
 def test_servers_that_say_nothing_of_sums(server, monkeypatch):
-    """They are not told the sum of the object, of which they may think something else."""
+    """The end of the upload has no checksum of the object, which they may define otherwise."""
 
     def script(method, path, number):
         return ("without", "x-amz-checksum-algorithm") if "uploads" in path else None
@@ -149,7 +149,7 @@ def test_servers_that_say_nothing_of_sums(server, monkeypatch):
 
 
 def test_servers_that_refuse_sums_of_parts(server, monkeypatch):
-    """They said nothing of them when the upload was begun."""
+    """Their answer to the begin of the upload did not mention checksums."""
     refused = []
 
     class Silent(Relay):
@@ -166,13 +166,13 @@ def test_servers_that_refuse_sums_of_parts(server, monkeypatch):
 
     with Silent() as relay:
         save(relay, LARGE, "parts.tensors", monkeypatch)
-    # Each with its sum twice, and then without.
+    # Each part is sent twice with its checksum, and then without.
     assert refused and all(refused.count(path) == 2 for path in refused)
     check("parts.tensors", LARGE)
 
 
 def test_a_refusal_of_bytes_that_were_spoiled(server, monkeypatch):
-    """Some servers call a sum that does not fit an invalid one: it is not left away for that."""
+    """Some servers call a wrong checksum invalid: the part is sent again with its checksum."""
     refused = []
 
     class Strict(Relay):

@@ -1,4 +1,4 @@
-"""Versions of objects, and what else stands behind a question mark."""
+"""Versions of objects, and other queries in addresses."""
 
 import pickle
 
@@ -87,7 +87,7 @@ def test_the_cache_tells_versions_apart(versioned, tmp_path):
 
 
 def test_heads_tell_versions_apart(versioned):
-    """What one process has learnt of a version is none of what another opens."""
+    """Heads of one version are not used to open another version."""
     address = "s3://versioned/f.tensors"
     one, two = (f"{address}?versionId={found}" for found in write(versioned, "f.tensors", 1, 2))
     heads = [open_reader(place).heads() for place in (address, one, two)]

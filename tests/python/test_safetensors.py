@@ -1,4 +1,4 @@
-"""Files of safetensors; the library of that name says what is right."""
+"""Files of safetensors load as its own library loads them."""
 
 import json
 
@@ -39,7 +39,7 @@ def mixed(tmp_path_factory):
     return path
 
 
-# What loads, by every way in
+# Files that load, by every call
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"num_readers": 3}], ids=str)
@@ -168,7 +168,7 @@ def test_mapped_tensors_are_private(tmp_path):
 
 @pytest.mark.parametrize("shift", range(0, 17))
 def test_large_tensors_at_every_offset(tmp_path, shift):
-    """Mapped or not: what is not aligned in the file is in memory."""
+    """A tensor that is not aligned in the file is copied, even with mmap."""
     data = torch.arange(300_000, dtype=torch.int64).view(torch.uint8).numpy().tobytes()
     header = {
         "a": info("U8", [shift], 0, shift),
@@ -187,7 +187,7 @@ def test_large_tensors_at_every_offset(tmp_path, shift):
 
 @pytest.mark.parametrize("length", [123, 0x0A7B, 0x7B20, 0x7B0A, 0x7B2020], ids=hex)
 def test_lengths_that_begin_like_an_index(length, tmp_path):
-    """Like `{`, and like white space before one: 31,520 is one that the library writes."""
+    """Lengths whose bytes are `{`, or white space before it: the library does write 31,520."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(pack({"a": info()}, b"1234", length=length))
     check(tensorizer.load(path, "cpu"), path)
@@ -200,7 +200,7 @@ def test_lengths_that_begin_like_an_index(length, tmp_path):
     check(tensorizer.load(tmp_path / "m.safetensors.index.json", "cpu"), path)
 
 
-# What a file cannot give
+# Errors
 
 
 @pytest.mark.parametrize("dtype", BEYOND_TORCH)

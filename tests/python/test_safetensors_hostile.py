@@ -1,4 +1,4 @@
-"""Files of safetensors that are not well-formed: what their library refuses is refused."""
+"""Malformed files of safetensors: those that its library refuses are refused."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def two(first, second, data):
                  "b": info("U8", [second[1] - second[0]], *second)}, data)  # fmt: skip
 
 
-#: What is wrong, the file, and what is said of it.
+#: By the defect: the file, and a part of the message.
 MALFORMED = {
     "empty": (b"", "it is empty"),
     "a byte": (b"\x08", "Not a tensorizer file"),
@@ -167,7 +167,7 @@ MALFORMED = {
     "a long field": (one(dtype=None, **{"F" * 5_000: '"U8"'}), "missing field `dtype`"),
 }  # fmt: skip
 
-#: What the library reads and we refuse, and why.
+#: Files that the library reads and we refuse: a part of the message, and the reason.
 STRICTER = {
     "white space before the header": (
         header(b" " + GOOD[8:-4]), "Not a tensorizer file",
@@ -237,7 +237,7 @@ def test_stricter(case, tmp_path):
     refused(lambda: tensorizer.load(path, "cpu"), said, path)
 
 
-#: Of no size, nothing says that they end too early or too late.
+#: Defects that show only if the size of the file is known.
 NEED_A_SIZE = ("bytes after the data", "bytes after no data", "a polyglot",
                "offsets far beyond the file")  # fmt: skip
 
@@ -370,7 +370,7 @@ def test_bombs_take_bounded_memory(tmp_path):
 
 
 def test_a_length_that_is_not_there_takes_no_memory():
-    """A pipe and a server may promise what they like."""
+    """A pipe or a server may claim any length."""
     with feeding(with_length(99_000_000)) as number:
         done = run_python(BOMB, timeout=60, stdin=number)
     assert done.returncode == 0, done.stderr[-2000:]

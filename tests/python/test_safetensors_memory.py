@@ -1,4 +1,4 @@
-"""Where the tensors of ``tensorizer.safetensors`` lie: in a mapping, or in memory of their own."""
+"""Tensors of ``tensorizer.safetensors`` are in a mapping of the file, or in memory of their own."""
 
 import struct
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_files_are_mapped_and_stay_as_they_are(tmp_path):
         assert mapped()
         assert Path("/proc/self/maps").read_text().count(str(path)) == 1
         large.fill_(7)
-        # As in the library, whoever has the same file sees it, and nobody else.
+        # As in the library, the change is seen through the same open file, and nowhere else.
         assert file.get_tensor("large").unique().tolist() == [7]
         assert file.get_slice("large")[3, :2].tolist() == [7, 7]
     assert torch.equal(ours.load_file(path)["large"], tensors["large"])

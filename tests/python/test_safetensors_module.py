@@ -167,7 +167,7 @@ def in_memory(file, start, size):
 def test_safe_open(path, tensors):
     with ours.safe_open(path, "pt") as mine, theirs.safe_open(path, "pt") as library:
         assert mine.keys() == library.keys()
-        # Where tensors have no bytes, the library's order is any.
+        # The library lists tensors without bytes in any order.
         assert [n for n in mine.offset_keys() if n != "empty"] == [
             n for n in library.offset_keys() if n != "empty"
         ]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorizer import FormatError
 
-#: Files a test, and what they are made by.
+#: Files of each test, and the seeds of its mutations.
 COUNT = 800
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2))]
 #: Small files, so that changes hit something.
@@ -28,7 +28,7 @@ BASES = [
     FILES["unknown fields"],
     FILES["escapes"],
 ]
-#: What stands in the place of something else.
+#: Values that replace others in a header.
 VALUES = [0, 1, -1, 2, 4, 8, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 1.0, 0.5,
           None, True, "", "a", "U8", "F64", "F4", "BF16", [], [0], [0, 0], [0, 4], [1, 2, 3],
           [[1]], {}, {"a": "b"}, {"__metadata__": {}}, info(), info("F32", [1])]  # fmt: skip
@@ -52,7 +52,8 @@ MEMBERS = [
     b'"shape":[0],',
 ]
 
-#: What only we refuse, by what is said, and why: see also STRICTER in test_safetensors_hostile.py.
+#: Files that only we refuse: a part of the message, and the reason. See also STRICTER in
+#: test_safetensors_hostile.py.
 ONLY_OURS = {
     "comes twice": "a key of the metadata twice",
     "at most 64 dimensions": "torch has no more",
@@ -82,7 +83,7 @@ def mutate_bytes(rng, data):
             case 5:
                 data[8 if rng.random() < 0.5 else 0] = rng.randrange(256)
             case _ if begin < len(data):
-                # Of numbers no bits are wrong; of booleans the lowest alone may be set.
+                # Changes the lowest bit: any bits are a number, but a boolean has only this one.
                 data[rng.randrange(begin, len(data))] ^= 1
         data = data or bytearray(b"x")
     return bytes(data)

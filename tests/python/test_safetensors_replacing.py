@@ -62,7 +62,7 @@ def test_code_that_imported_the_names_uses_ours(tmp_path, nginx, user):
     tensors = {"a": torch.randn(3, 4)}
     with ours.tensorizer_safetensors():
         assert is_replaced(user)
-        # To folders and from addresses, which the library knows nothing of.
+        # Into new folders and from addresses, which the library cannot do.
         user.save(tensors, nginx.root / "new" / "f.safetensors")
         assert_same(user.load(f"{nginx.http}/new/f.safetensors")["a"], tensors["a"])
         with user.safe_open(f"{nginx.http}/new/f.safetensors", framework="pt") as file:
@@ -93,7 +93,7 @@ def test_all_is_restored_whatever_happens(user):
             assert is_replaced(user)
             user.load_file = len
             raise KeyError
-    # What was replaced by somebody else, or is ours anyway, stays.
+    # A name that other code has replaced, or that was ours before the block, stays.
     assert user.load_file is len
     assert own.load_file is ours.load_file
     user.load_file = theirs.load_file
@@ -120,7 +120,8 @@ def test_what_moved_in_the_block_is_restored_too(user):
         gone = sys.modules.pop(user.__name__)
         own = vars(gone)["save"]
     sys.modules[user.__name__] = user
-    # Where it was put it is found without its module, elsewhere only in one.
+    # A name that the block has replaced is restored even if its module is not in sys.modules. Our
+    # function under another name is replaced only in modules that are there.
     assert user.save is theirs.save_file is not own
     assert user.moved is not theirs.load_file
     assert user.load_file is None

@@ -144,7 +144,7 @@ def test_some_tensors_from_every_source(kind, mixed, nginx, s3):
 
 
 def test_what_follows_in_a_pipe_is_no_error():
-    """Nobody knows where the file ends but by its header; a file of known size is refused."""
+    """In a pipe only the header tells where the file ends; a file of known size is refused."""
     data = FILES["dtypes"]
     with feeding(data + b"next") as number:
         tensorizer.load(number, "cpu")

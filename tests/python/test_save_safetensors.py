@@ -44,7 +44,7 @@ def test_files_are_those_of_the_library(tmp_path, tensors, metadata):
     tensorizer.save(tensors, tmp_path / "ours.safetensors", metadata=metadata)
     expected = (tmp_path / "theirs").read_bytes()
     if not tensors and metadata == {}:
-        # What the library writes of nothing it cannot read.
+        # The library cannot read the file that it writes of no tensors.
         with pytest.raises(SafetensorError):
             safetensors.load_file(tmp_path / "theirs")
         assert safetensors.load_file(tmp_path / "ours.safetensors") == {}

@@ -1,4 +1,4 @@
-"""That no test shows a secret: all have the mark of ``secret_words.py``, and are searched for."""
+"""No test shows a secret: all have the mark of ``secret_words.py``, and are searched for."""
 
 import ast
 import re
@@ -11,14 +11,14 @@ import secret_words
 from conftest import ROOT
 
 TESTS = Path(__file__).parent
-#: What is called so is a secret.
+#: Names whose values are secrets.
 NAMES = re.compile(r"(?i)secret|password|(?<!max_)token|passphrase|account_?key|bearer|sas\b")
 IN_ADDRESSES = re.compile(r"://[^/\s\"'{}]*:(?!\*\*\*@)[^/@\s\"'{}]+@")
-#: What is called so, or looks so, and is none.
+#: Names and texts that look like secrets and are none.
 OTHERS = {
     "token_type", "unk_token", "special_tokens_map_file",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH",
-    # Of an example, which shows it to whoever reads it.
+    # The passphrase of an example, which is public.
     "correct horse battery staple",
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def unmarked(path: Path) -> list[str]:
 
 
 def test_secrets_have_the_mark(tmp_path):
-    """Those that can be told from other texts by what they are given for."""
+    """Secrets are recognized by the names that they are passed with."""
     files = sorted([*TESTS.rglob("*.py")])
     assert len(files) > 100
     assert [line for path in files for line in unmarked(path)] == []
@@ -161,7 +161,7 @@ def test_what_shows_a_secret_fails(tmp_path):
 def test_what_shows_none_passes(tmp_path):
     done = run(tmp_path, SILENT)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Of a warning is told when all has ended.
+    # pytest prints a warning when all tests have ended.
     warns = "import warnings\nimport secret_words\n"
     warns += "def test_it():\n    warnings.warn(secret_words.SECRET)\n"
     assert run(tmp_path, warns).returncode == 1

@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-# What is opened
+# Ways to open
 
 
 @pytest.mark.parametrize("what", ["index", "folder", "folder/", "file address", "bytes"])
@@ -279,7 +279,7 @@ def test_relative_paths(folder, monkeypatch):
     check(ops.load(f"./{INDEX}"))
 
 
-# What shards hold
+# Contents of shards
 
 
 def test_one_shard(tmp_path):

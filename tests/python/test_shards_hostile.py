@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two shards, and a file beside their folder that nobody may be led to."""
+    """Two shards, and a file beside their folder that no index may lead to."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.ones(2)}, folder / "1.safetensors")
@@ -39,7 +39,7 @@ def write_index(folder, weight_map=None, text=None):
 
 
 def refused(path, said, error=FormatError, names=None, lazily=TensorDeserializer):
-    """Every way in says the same, and what is wrong where."""
+    """All calls raise the same error, with the file and the defect."""
     for call in (
         lambda: tensorizer.load(path, "cpu"),
         lambda: lazily(path, "cpu", lazy_load=True),
@@ -161,7 +161,7 @@ def test_shards_that_are_no_files(folder):
         tensorizer.load(path, "cpu")
     shard.unlink()
     os.mkfifo(shard)
-    # Nobody writes to it: it is not waited for.
+    # A FIFO that no process writes to is not waited for.
     with pytest.raises((FormatError, OSError), match=str(shard)):
         tensorizer.load(path, "cpu")
 
@@ -186,7 +186,7 @@ def test_a_tensor_in_two_shards_that_the_index_does_not_name(folder):
     refused_shards(path, "tensor `both` is in two files, and the index names neither")
 
 
-#: What is wrong with an index, and what is said.
+#: By the defect: the index, and a part of the message.
 MALFORMED = {
     "nothing more": ("{", "EOF"),
     "an empty object": ("{}", "weight_map"),

@@ -1,4 +1,4 @@
-"""What a load shares with the rest of its process: threads, and the garbage collector."""
+"""Threads get the same tensors of one file, and a load leaves the garbage collector alone."""
 
 import gc
 import threading

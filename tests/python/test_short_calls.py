@@ -1,4 +1,4 @@
-"""What :func:`tensorizer.load`, ``save`` and ``save_async`` take and say."""
+"""Arguments and errors of :func:`tensorizer.load`, ``save`` and ``save_async``."""
 
 import asyncio
 import io

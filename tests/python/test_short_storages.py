@@ -25,7 +25,7 @@ def cut():
 
 
 def freed_strided():
-    """One that torch would have to copy first."""
+    """A strided tensor, which torch would have to copy first."""
     tensor = torch.ones(3, 4).t()
     tensor.untyped_storage().resize_(0)
     return tensor

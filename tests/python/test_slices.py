@@ -116,7 +116,7 @@ def test_slices_are_loaded_in_place(files, monkeypatch, how, device):
     tensorizer.release_pinned()
 
 
-#: Of one tensor several, which overlap; in no order, and one of them twice.
+#: Several slices of a tensor, which overlap: unordered, and one of them twice.
 SEVERAL = [
     ("wide", (0, 60), (1, 40_000)),
     ("rows", (5, 900), (7, 9)),

@@ -1,4 +1,4 @@
-"""What holds for every source, one suite for all of them."""
+"""One suite for all sources: what it asks holds for each of them."""
 
 import contextlib
 import io

@@ -80,7 +80,7 @@ def no_warnings():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_one_of_two_tied_weights(load, strict):
-    """As the library of safetensors saves modules: of tied weights the file has one."""
+    """The safetensors library saves modules like this: the file has one of two tied weights."""
     if load.path.suffix == ".safetensors":
         save_model(MODEL, load.path)
     else:
@@ -90,7 +90,7 @@ def test_one_of_two_tied_weights(load, strict):
     scratch = other.scratch.clone()
     assert load(other, strict=strict) == len(STATE) - 1
     check(other)
-    # All are filled where they are, for optimizers and whoever else has them.
+    # All are filled in place: an optimizer, for instance, has references to them.
     for name, tensor in tensors_of(other).items():
         assert tensor is before[name][0]
         assert tensor.data_ptr() == before[name][1]
@@ -221,7 +221,7 @@ def test_a_filter_takes_names_of_the_file(load):
     assert_same(other.scale.detach(), scale)
     assert_same(other.norm.running_mean, STATE["norm.running_mean"])
     assert load(Model(), strict=True, filter_func=wanted) == 5
-    # Of a tensor that is left out, the module need not have the submodule.
+    # The module need not have the submodule of a tensor that is left out.
     rest = {**STATE, "head.weight": torch.ones(1)}
     assert load(Model(), rest, filter_func=lambda name: not name.startswith("head")) == len(STATE)
 
@@ -288,7 +288,7 @@ def test_the_stand_in_of_a_device(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["safetensors", "tensors"])
 def test_a_module_of_two_names(tmp_path, kind):
-    """Of the names of a module that is there twice, a file needs one."""
+    """A file needs only one of the names of a submodule that is there twice."""
     module = torch.nn.Module()
     module.a = module.b = torch.nn.Linear(2, 2)
     path = tmp_path / f"f.{kind}"

@@ -31,7 +31,7 @@ class Halves(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(func(args[0].left), func(args[0].right))
-        # What it stands for: not what it is.
+        # Computes with the sum, and not with the two tensors.
         plain = torch.utils._pytree.tree_map_only(Halves, lambda t: t.left + t.right, args)
         return func(*plain, **(kwargs or {}))
 
@@ -52,7 +52,7 @@ class Described(torch.nn.Parameter):
 
 
 class Scales:
-    """What a library may keep in an attribute."""
+    """An object that a library may keep in an attribute."""
 
     def __init__(self):
         self.absmax = torch.ones(3)
@@ -173,7 +173,7 @@ def test_checkpoints_keep_what_is_made_of_others(tmp_path):
     tensor = Halves(torch.arange(4.0), torch.ones(4))
     with tensorizer_saving():
         torch.save({"weight": tensor}, path)
-    # As in torch itself, classes that were not registered are not had without trust.
+    # As in torch itself, classes that are not registered must be allowed by the caller.
     with tensorizer_loading(), pytest.raises(Exception, match="add_safe_globals"):
         torch.load(path)
     with tensorizer_loading(), torch.serialization.safe_globals([Halves]):

@@ -107,7 +107,7 @@ for after in range(5):
 def test_a_checkpoint_in_new_folders(failing, tmp_path):
     state = {"new": torch.zeros(5)}
     done = run_python(CHECKPOINTS, tmp_path, env=failing(errno.EIO))
-    # Both folders, the file of the rank, what makes it a checkpoint.
+    # Four syncs: of both folders, of the rank's file, and of checkpoint.json.
     assert [int(line) for line in done.stdout.split()] == [errno.EIO] * 4 + [0], done.stderr
     for after in range(5):
         folder = tmp_path / str(after) / "a"

@@ -1,4 +1,4 @@
-"""What a save has not published yet leaves nothing behind, whoever is killed when."""
+"""A save that is killed before its file is published leaves no files behind."""
 
 import contextlib
 import errno
@@ -106,11 +106,11 @@ def test_a_hidden_name_stays_where_locks_do_not_work(run, tmp_path):
     assert run(SAVE, path, **NAMED, KILL_BEFORE="fsync").returncode == -9
     both = sorted(hidden(tmp_path))
     assert len(both) == 2
-    # Who cannot lock cannot tell, either.
+    # A saver that cannot lock files cannot tell whether they are in use.
     done = run(SAVE, path, **unlockable)
     assert done.returncode == 0, done.stderr
     assert sorted(hidden(tmp_path)) == both
-    # And who can does not know about one that was never locked.
+    # A saver that can keeps the file that was never locked, which may be in use.
     tensorizer.save(NEW, path)
     assert hidden(tmp_path) == [unlocked]
     holds(path)
@@ -174,7 +174,7 @@ def test_a_child_of_a_dead_saver_keeps_its_hidden_name(living, tmp_path):
 
 
 def test_hidden_names_of_other_machines_and_other_files(tmp_path):
-    """Not every mount tells a machine of another's locks: recent files may be in use."""
+    """Locks of another machine are not seen on every mount: recent files may be in use."""
     path = tmp_path / "f"
     elsewhere = "0000000a-0000000b"
     old = [f".f.tensorizer-{elsewhere}.tmp", ".f.tensorizer-0000000a-0000000c.tmp"]

@@ -1,4 +1,4 @@
-"""What the command ``tensorizer`` writes on a terminal, and how it answers Ctrl-C."""
+"""Output of the command ``tensorizer`` on a terminal, and its answer to Ctrl-C."""
 
 import contextlib
 import json
@@ -195,7 +195,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, ready, large, tmp_path):
 
 
 def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
-    """What was interrupted may tell of it by an error, while Python still has the signal."""
+    """An interrupted call may end with an error of its own before Python has handled the signal."""
     from tensorizer_cli import ls, output
 
     def fail(*_):
@@ -232,7 +232,7 @@ def test_ctrl_c_while_the_command_starts(way, options, ready, tmp_path):
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{package}"}
     arguments = ["-m", "tensorizer"] if way == "module" else [script]
     if way == "script":
-        # Of the folder of the script only the script is meant.
+        # A script that pip installs has no modules beside it: take its folder off the path.
         script.write_text("import sys\nsys.path.pop(0)\n" + script.read_text())
     command = [sys.executable, *arguments, "ls", *options, "file"]
     process = ready(subprocess.Popen(command, env=env, **PIPES))

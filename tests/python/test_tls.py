@@ -1,4 +1,4 @@
-"""Connections that are encrypted: what they have in common."""
+"""Rules that hold for all encrypted connections."""
 
 import contextlib
 import socket
@@ -92,7 +92,7 @@ def test_sessions_are_known_to_all_connections(certificates, tmp_path):
         for _ in range(3):
             with open_stream(server.url, certificate_handling=trust) as stream:
                 assert stream.read() == data
-    # Of other streams, too.
+    # Sessions are reused by other streams, too.
     assert len(reused) >= 6
     assert reused == [False] + [True] * (len(reused) - 1)
 

@@ -35,7 +35,7 @@ def test_names_of_file_objects(tmp_path):
     path = tmp_path / "object.pt"
     with path.open("wb") as file:
         save(state(), file)
-        # What is written next is the caller's own.
+        # The file object stays open: the caller may write more.
         file.write(b"more")
     assert Path(f"{path}.tensors").exists()
     assert path.read_bytes().endswith(b"more")
@@ -130,7 +130,7 @@ def test_several_objects_and_one_file(tmp_path):
             torch.save(state(), file)
 
 
-# What is saved and loaded
+# Objects that are saved and loaded
 
 
 STORAGES = {
@@ -164,7 +164,7 @@ def test_every_kind_of_storage(tmp_path, name):
 
 
 def test_storages_of_equal_size_stay_apart(tmp_path):
-    # Those that torch makes while it pickles must not take each other's address.
+    # Storages that torch makes while it pickles must not reuse each other's address.
     values = [torch.eye(5).to_sparse() * i for i in range(20)]
     save(values, tmp_path / "f.pt")
     for i, value in enumerate(load(tmp_path / "f.pt")):

@@ -85,7 +85,7 @@ def test_other_objects(tmp_path):
         torch.nn.Linear(3, 2).state_dict(),
         {"meta": torch.empty(3, 2, device="meta"), "real": torch.ones(2)},
         {"": torch.ones(1), "\x1e[1]": torch.zeros(2), "a.b": torch.ones(3)},
-        # What is shared by several containers is there once.
+        # A container that two others share; torch saves it once.
         {"a": (both := {"x": torch.ones(3)}), "b": both},
     ):
         torch.save(saved, path)
@@ -113,7 +113,7 @@ def test_deserializer(file, expected):
         row = lazy["row"]
         assert isinstance(row, torch.nn.Parameter)
         assert lazy.total_bytes_read == 40 * 30 * 4
-        # What it shares a storage with needs no more bytes.
+        # A tensor that shares its storage needs no more bytes.
         weight = lazy["weight"]
         assert lazy.total_bytes_read == 40 * 30 * 4
         assert weight[3].data_ptr() == row.data_ptr()
@@ -381,7 +381,7 @@ def test_shards_that_do_not_fit(tmp_path):
 
     refused(tensorizer.FormatError, rf"'f' in .*{second}, which does not hold it", f=second)
     refused(tensorizer.FormatError, rf"'a' in .*{second}, which does not hold it", a=second)
-    # Where two files hold a tensor, the index says which of them counts.
+    # If two files hold a tensor, the one that the index names counts.
     torch.save(torch.load(tmp_path / second) | {"c": torch.zeros(3)}, tmp_path / second)
     where.write_text(json.dumps(index))
     assert torch.equal(tensorizer.load(tmp_path)["c"], torch.ones(3))

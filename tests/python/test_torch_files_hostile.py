@@ -13,7 +13,7 @@ from archives import DATA, REFUSALS, Zip, load, records
 from tensorizer import FormatError
 
 ops = torch.ops.tensorizer
-#: What mutations are made by.
+#: Seeds of the mutations.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2, 3))]
 
 

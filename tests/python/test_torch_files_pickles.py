@@ -77,7 +77,7 @@ def test_a_view_that_repeats_takes_no_memory():
     loaded = load(Zip(records({"a": tensor(shape=(1 << 50,), stride=(0,))})).bytes)["a"]
     assert loaded.shape == (1 << 50,)
     assert loaded.untyped_storage().nbytes() == 24
-    # What has no data is refused, whatever size it claims.
+    # A tensor without data is refused, whatever size it claims.
     meta = Call(
         torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (1 << 58,), (1,), False
     )
@@ -103,7 +103,7 @@ def test_only_what_the_restricted_unpickler_allows(refuse):
     for data in (b"", b"\x80\x02", content["data.pkl"][:-1], b"\xff" * 100, b"\x80\x02."):
         content["data.pkl"] = data
         refuse(Zip(content).bytes, "damaged|Unsupported op", (FormatError, pickle.UnpicklingError))
-    # What callers allow is allowed.
+    # Globals that the caller allows are allowed.
     with torch.serialization.safe_globals([collections.Counter, fractions]):
         assert torch.equal(load(Zip(records({"b": Call(fractions), "a": tensor()})).bytes)["a"],
                            torch.arange(6.0).reshape(2, 3))  # fmt: skip
@@ -148,7 +148,7 @@ def test_structures(refuse):
     long = {"k" * 60000: [tensor()] * 1000}
     refuse(Zip(records(long)).bytes, "over and over")
     refuse(Zip(records({"k" * 70000: tensor()})).bytes, "name is too long")
-    # What is no tensor may be beside others, whatever its key.
+    # Values that are no tensors may be beside tensors, under any key.
     assert load(Zip(records({"a": tensor(), 1: 2, None: "x", (1, 2): [3]})).bytes).keys() == {"a"}
 
 

@@ -181,11 +181,11 @@ def test_an_advisory_is_found(package, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
-        # Of the way back, when both halves of a pair have their names.
+        # A call that undoes the save when both halves of a pair have their names.
         ("save, pair", "unlink 0"),
-        # Of the pickle.
+        # The sync of the pickle.
         ("save, pair", "fsync 0"),
-        # A second descriptor: what was half made is forgotten without a word.
+        # The call for a second descriptor: the file that is half made is dropped without a warning.
         ("save, stream", "fcntl 0"),
     ],
 )

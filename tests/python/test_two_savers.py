@@ -1,4 +1,4 @@
-"""Two who save or load one object at once: what is there in the end is of one save."""
+"""Savers and loads of one object at once: in the end both halves are of one save."""
 
 import contextlib
 import errno
@@ -43,9 +43,9 @@ class Saver(threading.Thread):
 
     Args:
         path: The object.
-        value: What is saved.
-        stops: Whether it waits for ``resume`` then.
-        fails: Whether it fails then.
+        value: The value that is saved.
+        stops: True to wait for ``resume`` then.
+        fails: True to fail then.
 
     """
 
@@ -53,7 +53,7 @@ class Saver(threading.Thread):
         super().__init__(daemon=True)
         self.path, self.value, self.stops, self.fails = path, value, stops, fails
         self.error = None
-        #: It has stopped, waits for another one, or has ended.
+        #: `settled`: it has stopped, waits for another one, or has ended.
         self.settled, self.resume = threading.Event(), threading.Event()
 
     def run(self):
@@ -294,7 +294,7 @@ def test_waiting_can_be_interrupted(path, waits):
         if not over.wait(5):
             os.kill(os.getpid(), signal.SIGINT)
 
-    # Whoever runs this in the background of a shell has it ignored.
+    # A background job of a shell ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with waits(threading.Thread(target=interrupts).start), pytest.raises(KeyboardInterrupt):
@@ -308,7 +308,7 @@ def test_waiting_can_be_interrupted(path, waits):
 
 
 def test_a_handler_of_a_signal_that_saves(path, monkeypatch):
-    """It runs in the thread that it would wait for."""
+    """The handler runs in the thread that its save would wait for."""
 
     class Interrupted(pairs.AtomicWriter):
         def close(self):
@@ -407,7 +407,7 @@ def test_a_load_during_a_save(path):
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("links", [True, False])
 def test_a_save_that_ends_during_a_load(path, monkeypatch, fails, links):
-    """It removes the hidden file when that was found, and is not open yet."""
+    """The save removes the hidden file when the load has found it and not yet opened it."""
     if not links:
         monkeypatch.setattr(Path, "hardlink_to", no_links)
     saver = Saver(path, 2, stops=True, fails=fails).begin()

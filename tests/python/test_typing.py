@@ -1,4 +1,4 @@
-"""What a program that is checked with ``mypy --strict`` sees of the package."""
+"""Types of the package in a program that is checked with ``mypy --strict``."""
 
 import importlib.util
 import json

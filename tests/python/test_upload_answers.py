@@ -1,4 +1,4 @@
-"""What a server of S3 says, or fails to say, about objects that are written to it."""
+"""Uploads to an S3 server whose answers are incomplete, get lost, or tell of another object."""
 
 import pytest
 import tensorizer
@@ -69,7 +69,7 @@ def test_an_answer_that_was_lost_is_looked_into(moto, monkeypatch):
 
 
 def test_an_object_of_somebody_else_is_not_taken_for_it(moto, monkeypatch):
-    # Of the same size and the same parts.
+    # An object of the same size and the same parts.
     tensorizer.save(LARGE, "s3://bucket/same")
 
     def script(method, path, number):

@@ -67,7 +67,7 @@ def shard(tensors, folder, stem, suffix, save):
 
 
 def write(kind, tensors, folder):
-    """Write a folder of one kind, and return what in it is the model."""
+    """Write a folder of one kind; return the path of the model in it."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     if kind == "safetensors shards":
@@ -154,7 +154,7 @@ def warn(caplog, said):
     assert said in message and "\n" not in message
 
 
-# What is loaded
+# Loads
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,7 +190,7 @@ def test_a_server(stub, tmp_path, weights, kind):
 
 
 def test_a_model_that_vllm_downloads(stub, tmp_path, weights):
-    """Of a name alone vLLM makes files, which are then ours to read."""
+    """vLLM downloads the files of a name, which we read then."""
     write("safetensors shards", weights, tmp_path / "cache")
     config = SimpleNamespace(
         load_format="tensorizer_stream",
@@ -308,7 +308,7 @@ def test_encrypted(stub, tmp_path, weights):
         load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key"))
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def load(config):
 
 @pytest.fixture(scope="module")
 def expected(config_of, published, tmp_path_factory):
-    """What vLLM's default loader makes of it."""
+    """Return the state dict that vLLM's default loader gives."""
     folder = model_folder(tmp_path_factory.mktemp("expected"), published[0])
     safetensors.save_file(published[1], folder / "model.safetensors")
     return load(config_of(folder, "auto")).state_dict()

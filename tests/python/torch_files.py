@@ -1,11 +1,11 @@
-"""What torch.save takes, and a comparison of what is loaded with what torch.load returns."""
+"""Objects that torch.save takes, and a comparison of what is loaded with torch.load's result."""
 
 import io
 import os
 
 import torch
 
-#: Those of which torch has no zeros.
+#: Dtypes for which torch.zeros does not work.
 ODD = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2")
 
 

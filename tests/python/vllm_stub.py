@@ -133,7 +133,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, device="cpu"):
         super().__init__()
-        # The emulated CUDA has no kernels for what weights begin with.
+        # The emulated CUDA has no kernels to initialize weights.
         self.first = torch.nn.utils.skip_init(torch.nn.Linear, 8, 16, device=device)
         self.second = torch.nn.utils.skip_init(torch.nn.Linear, 16, 4, device=device)
         self.devices, self.names = set(), []

@@ -1,4 +1,4 @@
-//! Archives of `torch.save`: what is found in them, and that nothing in them is believed.
+//! Archives of `torch.save`: their records are found, and no field of them is trusted.
 #![allow(clippy::cast_possible_truncation)]
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ struct Archive {
     records: Vec<(String, usize, Vec<u8>)>,
 }
 
-/// How a record is written.
+/// A record to be written, and its form.
 #[derive(Debug, Clone)]
 struct Plan {
     data: Vec<u8>,

@@ -175,7 +175,7 @@ fn shards_are_one_file() {
         assert_eq!(names(&file), ["matrix", "half", "both", "scalar"]);
         let of: Vec<usize> = file.entries().iter().map(|entry| entry.file).collect();
         assert_eq!(of, [0, 1, 1, 1]);
-        // What the index says comes last, and numbers are as it writes them.
+        // Values of the index replace those of the shards, and its numbers become texts as written.
         let said = file.metadata().unwrap().unwrap();
         let said: Vec<(&str, &str)> =
             said.iter().map(|(name, value)| (&**name, &**value)).collect();
@@ -226,7 +226,7 @@ fn check_slices(file: &TensorFile) {
     }
     let whole = || [0..40, 0..30].into();
     assert!(matches!(file.sliced(vec![(99, whole())]), Err(Error::InvalidArgument(_))));
-    // Of one tensor there may be several, each a tensor of its own.
+    // Several slices of one tensor are tensors of their own.
     let several = vec![(number, [39..40, 0..1].into()), (number, [0..1, 1..3].into())];
     let several = file.sliced(several).unwrap();
     let (mut last, mut first) = ([0; 4], [0; 8]);
@@ -371,7 +371,7 @@ fn indexes_lead_nowhere_else() {
     assert!(text(open("parts/2.safetensors")).contains("expected tensor `matrix` in"));
     assert!(matches!(open("model.safetensors.index.json"), Err(Error::Format { .. })));
 
-    // By itself, an index does not know what lies beside it.
+    // Without a folder, an index cannot find its shards.
     open("1.safetensors").unwrap();
     let source = MemorySource::new(fs::read(&index).unwrap(), "memory");
     let refused = TensorFile::from_source(Arc::new(source), 0, &Never);

@@ -36,7 +36,7 @@ fn without_lone_surrogates(json: &str) -> String {
     out
 }
 
-/// The bytes of a file, and where in them it begins.
+/// The bytes of a file, and the offset at which it begins in them.
 fn contents(file: &Value) -> (Vec<u8>, u64) {
     let name = file["file"].as_str().unwrap();
     if file["category"] != "corrupt" {
@@ -167,7 +167,7 @@ fn unhex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// What the manifest says decrypts a file.
+/// The keys and passphrases of a file, by the manifest.
 fn secrets(file: &Value, prefix: &str) -> Vec<Secret> {
     let field = |name: &str| file[format!("{prefix}{name}")].as_str().map(str::to_owned);
     let key = field("key_hex").map(|hex| Secret::Key(Key::new(&unhex(&hex)).unwrap()));

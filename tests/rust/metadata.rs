@@ -146,7 +146,7 @@ fn damaged_metadata_are_an_error_only_for_who_asks_for_them() {
         assert!(matches!(&error, Error::Format { uri, .. } if uri == "damaged"), "{error}");
         assert!(error.to_string().contains("damaged: expected CRC-32"), "{error}");
     }
-    // A copy would have none, and nobody would know that there were some.
+    // The head of a copy is refused too: the copy would have no metadata, without an error.
     assert!(matches!(file.head_of(&[0]), Err(Error::Format { .. })));
 }
 

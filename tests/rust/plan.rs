@@ -175,7 +175,7 @@ proptest! {
                 let from = &buffers[copy.buffer][copy.at..][..copy.len];
                 let to = &mut there[copy.block][copy.offset..][..copy.len];
                 for (to, from) in to.iter_mut().zip(from) {
-                    // Between tensors there are bytes of nobody.
+                    // Bytes between tensors belong to none.
                     if let Some(byte) = from {
                         prop_assert!(to.replace(*byte).is_none(), "copied twice");
                     }

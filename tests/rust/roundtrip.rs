@@ -1,4 +1,4 @@
-//! What is written is read back, and is what the old package writes where that is asked for.
+//! Written files are read back, and have the bytes of the old package if that is asked for.
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
 use std::path::Path;
@@ -249,7 +249,7 @@ fn bad_calls_are_refused_and_can_be_corrected() {
     assert!(matches!(load(&file, &[0], &LoadOptions::default(), &Never), Err(Error::Closed(_))));
 }
 
-/// Reads as told: for sources that lie.
+/// A source with short reads, and with fewer bytes than it claims to have.
 struct Scripted {
     bytes: Vec<u8>,
     shrink_to: u64,

@@ -24,10 +24,10 @@ const NONE: u64 = u64::MAX;
 struct Refusing;
 
 static UNTIL_REFUSED: AtomicU64 = AtomicU64::new(NONE);
-/// What `begin_to_refuse` sets it to.
+/// The value that `begin_to_refuse` sets it to.
 static TO_BE_REFUSED: AtomicU64 = AtomicU64::new(NONE);
 
-/// From here on it is not this test that allocates.
+/// From here on, allocations are the library's and not those of this test.
 fn begin_to_refuse() {
     UNTIL_REFUSED.store(TO_BE_REFUSED.load(Ordering::SeqCst), Ordering::SeqCst);
 }
@@ -145,7 +145,7 @@ fn with_each_refused(what: &str, work: &dyn Fn() -> Result<(), Error>) {
 
 type Options = fn() -> SaveOptions;
 
-/// What the child process does; an allocation that is not made by way of an error ends it.
+/// Runs in a child process: a refused allocation that cannot fail with an error would end it.
 #[test]
 #[ignore = "begun by the next one"]
 fn in_a_process_of_its_own() {

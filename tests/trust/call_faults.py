@@ -65,7 +65,7 @@ SPARED = {
     "close": "has no way to be told",
     "tgkill": "of glibc's abort alone",
 }
-#: What fails for lack of memory, or of threads, and no other way.
+#: Calls that fail only for lack of memory, or of threads.
 MEMORY = {"mmap", "mremap", "mprotect", "madvise"}
 THREADS = {"clone", "clone3", "fork", "vfork"}
 ERRORS = {"EIO": 5, "EINTR": 4, "EAGAIN": 11, "ENOSPC": 28, "ENOMEM": 12, "EACCES": 13}
@@ -73,7 +73,7 @@ SHORT: dict[str, tracing.Action] = {"half": "half", "one byte": "one", "nothing"
 SOCKETS = {"ECONNRESET": 104, "EPIPE": 32, "EINTR": 4, "EAGAIN": 11, "ENOBUFS": 105}
 
 
-#: What fails in one way only, by the name of the call, or by what its descriptor is of.
+#: Faults of calls that fail in one way only, by the name of the call or the kind of descriptor.
 ONLY = {"epoll_wait": "EINTR", "anon_inode:[eventfd]": "EAGAIN"}
 
 
@@ -107,13 +107,13 @@ OS_ERRORS = {kind.__name__ for kind in (OSError, *OSError.__subclasses__())}
 #: Calls by which hidden files are removed, locked or looked at before: after these one may stay
 #: until the next save.
 TIDYING = {"unlink", "unlinkat", "flock", "ioctl", "newfstatat", "statx"}
-#: What Python's own file objects call, whose errors name no file.
+#: Calls of Python's own file objects, whose errors name no file.
 OF_PYTHON = {"lseek", "newfstatat", "ioctl", "read", "write"}
 
 
-#: Of calls that are alike so many stand for all, unless they are of files that are saved or loaded.
+#: The number of calls that stand for all that are alike, but for files that are saved or loaded.
 FEW = 6
-#: Which arguments tell calls of a name apart.
+#: The arguments by which calls of one name are told apart.
 TELLING = {"mmap": (2, 3), "mprotect": (2,), "madvise": (2,), "openat": (2,), "fcntl": (1,),
            "ioctl": (1,), "epoll_ctl": (1,), "setsockopt": (1, 2)}  # fmt: skip
 
@@ -317,7 +317,7 @@ def save_runs(campaign: Campaign, scene: Save, folder: Path) -> Iterator[Callabl
         if lacks := names_the_file(outcome, scene, place):
             return lacks
         if "complete and has its name" in said["text"]:
-            # That of a rank is no checkpoint yet, and a half of a pair is taken back.
+            # The file of a rank is no checkpoint yet, and one half of a pair is undone.
             there = {NEW, None} if scene.name == "checkpoint" else {NEW}
             there |= {OLD} if "f.tensors.tensors" in said["text"] else set()
             return None if found in there else f"says that the file is there, and {found} is"
@@ -330,7 +330,7 @@ def save_runs(campaign: Campaign, scene: Save, folder: Path) -> Iterator[Callabl
     def stays(extra: list[str], place: str, outcome: Outcome) -> str | None:
         """Return what is left although it could be removed, or by the next save too."""
         hidden = all("/." in f"/{name}" for name in extra) and unremoved(place, outcome)
-        # So do files of ranks that belong to no checkpoint.
+        # Files of ranks that belong to no checkpoint may stay too.
         if extra and not hidden and not all("/rank-" in name for name in extra):
             return f"leaves {extra}"
         if extra:
@@ -347,7 +347,7 @@ def load_runs(campaign: Campaign, scene: Load, folder: Path) -> Iterator[Callabl
     """Yield the runs of a kind of load."""
     folder.mkdir()
     scene.prepare(folder)
-    # What it imports late is imported before the forks.
+    # Modules that a load imports late are imported before the forks.
     with environment(scene.environment):
         scene.load(folder)
 
@@ -435,7 +435,7 @@ def main() -> None:
         if arguments.only in "load, http, cache fill":
             url = stack.enter_context(http_server(folder))
             runs["load, http, cache fill"] = server_runs(campaign, folder, url)
-        # They take their time to start.
+        # Their servers take long to start.
         if "upload" in arguments.only or (not arguments.only and parts.is_long(arguments)):
             runs |= {f"save, {scene.name}": upload_runs(campaign, folder, scene)
                      for scene in uploads(stack, folder)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Certificates that a client may believe, and those that it must not."""
+"""Certificates that a client may trust, and those that it must refuse."""
 
 import datetime
 import ipaddress
@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 NOW = datetime.datetime.now(datetime.timezone.utc)
 DAY = datetime.timedelta(days=1)
 HOST = "localhost"
-#: How certificates are that a client believes which trusts the authority.
+#: Certificates that a client accepts if it trusts the authority.
 SOUND = ("good", "by an intermediate")
 
 
@@ -48,10 +48,10 @@ def issue(
     """Make a certificate.
 
     Args:
-        subject: Whose it is.
-        by: Who signs it; None: itself.
-        authority: Whether it may sign others.
-        days: From when it is valid and until when, from now on.
+        subject: Its subject.
+        by: The holder that signs it; None for a certificate that signs itself.
+        authority: True if it may sign others.
+        days: First and last day of its validity, from now on.
         names: Hosts that it is for.
         more: Further extensions.
         key: Its key, or a new one.

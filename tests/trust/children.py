@@ -38,16 +38,16 @@ from tensorizer.safetensors import safe_open
 
 #: Seconds that a child may take, and the parent with it.
 LATE, ALL = 20.0, 60.0
-#: What an object of the parent may raise in a child.
+#: Errors that an object of the parent may raise in a child.
 TYPED = (OSError, ValueError, RuntimeError)
 
 
 @dataclass
 class Made:
-    """What the parent has begun.
+    """An object that the parent has begun to use.
 
     Attributes:
-        ask: What is done with it in a child, by name; each returns its value, or None.
+        ask: Calls on it in a child, by name; each returns its value, or None.
         end: Ends it in the parent, and returns the value that is right there.
 
     """
@@ -317,7 +317,7 @@ def main() -> None:
             number = sum(kinds.values())
             kind, seed = chosen[number % len(chosen)], f"{arguments.seed}/{part}/{number}"
             kinds[kind] += 1
-            # The parent is a child too: whatever it does, the campaign goes on.
+            # The parent is a child of the campaign, which goes on even if it crashes.
             status, said, output = parts.in_child(lambda k=kind, s=seed: guarded(k, url, s), ALL)
             wrong = said["findings"] if said else [f"the parent ends with {status}: {output}"]
             ended += Counter(said["ended"]) if said else Counter()

@@ -25,7 +25,7 @@ from tensors_bytes import read_index, tightened
 
 HERE = Path(__file__).resolve().parent
 OLD = Path(os.environ.get("TENSORIZER_OLD_PYTHON", HERE.parents[1] / ".venv-old/bin/python"))
-#: What the old package says of files that it refuses and we take, and why that is so.
+#: Errors of the old package for files that we accept, and the reasons.
 REFUSED = {
     "not understood": "empty and meta tensors of opaque dtypes make a file unreadable there",
     "unsupported tensor type": "numpy has strings for dtypes that its torch has not",

@@ -17,7 +17,7 @@ from tensorizer.distributed import Writer
 from tensorizer.torch_compat import tensorizer_saving
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-#: Of all encrypted files: that of the golden ones with a key.
+#: The key of all encrypted files: that of the golden files with a key.
 KEY = bytes(range(32))
 #: Larger ones would be hit where nothing is of interest.
 MOST = 4500
@@ -220,7 +220,7 @@ def mutated(base: Base, rng: random.Random) -> bytes:
     if base.kind == "ranks' index" and chance < 0.7:
         return bytes(of_json(rng, data))
     if base.kind in ("ranks' file", "pair's file", "sealed") and chance < 0.7:
-        # Of 256 KiB of index some hundred bytes are used.
+        # Only some hundred bytes of the index of 256 KiB are used.
         part = rng.choice((slice(0, 600), slice(262_144, None)))
         changed = of_bytes(rng, data[part])
         data[part] = changed

@@ -121,7 +121,7 @@ class Handler(socketserver.StreamRequestHandler):
 
 
 class Kept(dict[bytes, bytes]):
-    """As much of a client of Redis as a file is copied to Redis with."""
+    """Stands in for a client of Redis, with the calls by which a file is copied to it."""
 
     def pipeline(self, **_: Any) -> Any:
         return self

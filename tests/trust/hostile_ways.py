@@ -22,17 +22,17 @@ from tensorizer.distributed.whole import Whole
 from tensorizer.torch_compat import tensorizer_loading
 from tensorizer_cli.main import main as command
 
-#: What reading a file may raise, whatever is in it.
+#: Errors that reading a file may raise, whatever is in it.
 REFUSALS = (
     ValueError, OSError, NotImplementedError, MemoryError, KeyError, pickle.UnpicklingError,
     tensorizer.CryptographyError, tensorizer.HashMismatchError,
 )  # fmt: skip
 #: Words of an error that is one of the library.
 DEFECTS = ("defect", "panicked", "PanicException")
-#: What a terminal would obey.
+#: Characters that a terminal would act on.
 UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Tensors = dict[Any, torch.Tensor]
-#: How many files were loaded in which way.
+#: The number of loads by way.
 tried: Counter[str] = Counter()
 #: Bytes of no tensor that a file here has data for.
 LARGE = 1 << 20
@@ -55,7 +55,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 class Module(torch.nn.Module):
-    """With the names of a few of the files."""
+    """A module with tensor names that some of the files have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def into_module(path: Path, **options: Any) -> Tensors:
     module = Module()
     with tensorizer.TensorDeserializer(path, device="cpu", **options) as file:
         with contextlib.suppress(RuntimeError):
-            # That the module has other names.
+            # The module may have other names than the file.
             file.load_into_module(module)
     return dict(module.state_dict().items())
 
@@ -93,7 +93,7 @@ def by_operators(path: Path, encryption: Any = None) -> Tensors:
     try:
         return dict(torch.ops.tensorizer.load(str(path), key=key))
     except RuntimeError as error:
-        # Theirs are all of this class; those of the file say which.
+        # All errors of operators are of this class; an error about the file names it.
         known = (str(path.parent), "cannot allocate")
         if not any(text in str(error) for text in known):
             raise
@@ -113,7 +113,7 @@ def of_pair(path: Path) -> Tensors:
     except REFUSALS:
         raise
     except Exception as error:
-        # Of a pickle that is not one, torch says all kinds of things.
+        # torch raises errors of many classes for a damaged pickle.
         if path == pickled:
             raise pickle.UnpicklingError(str(error)) from None
         raise
@@ -142,7 +142,7 @@ def ways(base: Base) -> Iterator[tuple[str, Callable[[Path], Tensors]]]:
 
 
 def ours(error: BaseException) -> bool:
-    """Tell whether the text of an error is that of the library, and not of `torch.load`."""
+    """True if the text of an error is ours, and not that of `torch.load`."""
     theirs = str(error).startswith("Unknown endianness type")
     return not theirs and not isinstance(error, (pickle.UnpicklingError, UnicodeError))
 
@@ -224,7 +224,7 @@ def check_slices(base: Base, path: Path, whole: Tensors, rng: random.Random) -> 
     if wrong:
         return [f"sliced: {wrong}"]
     if isinstance(result, BaseException):
-        # Of tensors that are strided in their storage there are no slices.
+        # Slices of strided tensors are refused.
         return [] if base.kind == "torch" else [f"sliced: {str(result)[:300]}"]
     for name, (dim, start, end) in slices.items():
         expected = whole[name].narrow(dim, start, end - start)
@@ -234,7 +234,7 @@ def check_slices(base: Base, path: Path, whole: Tensors, rng: random.Random) -> 
 
 
 def check_verified(base: Base, path: Path, data: bytes, whole: Tensors) -> list[str]:
-    """Whether what passes its hashes has some that fit, by another reader's eyes."""
+    """Check with an independent reader that the hashes fit if a load with verification passes."""
     options = {"encryption": params()} if base.encrypted else {}
     verified = partial(tensorizer.load, path, "cpu", verify_hash=True, **options)
     result, wrong = attempt("verified", verified)

@@ -178,7 +178,7 @@ def cache_fills(campaign: Campaign, folder: Path, url: str) -> Iterator[None]:
         for place in places:
             shutil.rmtree(cache, ignore_errors=True)
             outcome = killed_before(load, place)
-            # Of polls and the like there are more at one time than at another.
+            # The number of some calls, such as polls, varies: this one may not have come.
             if outcome.status == -signal.SIGKILL:
                 campaign.check("cache fill", f"before {outcome.calls[-1]}", right)
             yield
@@ -220,7 +220,7 @@ def main() -> None:
         stack.enter_context(environment(quick))
         url = stack.enter_context(http_server(folder))
         kinds = [Kind(scene, folder / f"{n}") for n, scene in enumerate(SAVES)]
-        # They take their time to start.
+        # Their servers take long to start.
         if "upload" in arguments.only or (not arguments.only and parts.is_long(arguments)):
             kinds += [Kind(scene, folder / scene.name, hidden=False)
                       for scene in uploads(stack, folder)]  # fmt: skip

@@ -44,17 +44,17 @@ from scenes import (
 from scripted import FaultServer, reset
 from tensorizer.stream_io import CURLStreamFile
 
-#: What a server does instead of an answer.
+#: Faults of a server, in place of an answer.
 FAULTS = [None, ("status", 403), ("status", 404), ("status", 500), ("status", 400), ("status", 302),
           ("status", 503), ("reset", 100), ("cut", 1000), ("page",), ("etag", '"two"')]  # fmt: skip
-#: How a child sees the end of what goes wrong: quickly.
+#: Settings of a child: failures end quickly, and all logs are written.
 PATIENCE = {"TENSORIZER_ATTEMPTS": "2", "TENSORIZER_STALL_SECONDS": "1",
             "TENSORIZER_TOTAL_SECONDS": "3", "RUST_LOG": "trace", "RUST_BACKTRACE": "full",
             "AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": "us-east-1"}  # fmt: skip
 
 
 class Telling(FaultServer):
-    """Keeps what it was sent, and says it back: in pages of errors, addresses and cookies."""
+    """Keeps what it was sent, and repeats it in pages of errors, addresses and cookies."""
 
     def __init__(self, data: bytes, fault: tuple | None) -> None:
         self.seen: list[str] = []
@@ -74,7 +74,7 @@ class Telling(FaultServer):
             handler.send_response(self.fault[1])
             handler.send_header("Content-Length", str(len(body)))
             handler.send_header("Location", handler.path + "&again=1")
-            # What is hidden in it is not of the load's own making.
+            # A fixed id: a load could not know that a server had hidden a secret in it.
             handler.send_header("X-Amz-Request-Id", "request-id")
             handler.end_headers()
             handler.wfile.write(body)
@@ -301,7 +301,7 @@ class Campaign:
 
     def of_servers(self, data: bytes, folder: Path) -> Iterator[None]:
         """Try all ways with a server that answers in one way."""
-        # All is well at first.
+        # The first round is without faults.
         fault = self.random.choice(FAULTS) if self.meant else None
         for name in served("http://x/", "", self.random):
             secret = word(self.random)

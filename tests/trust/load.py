@@ -42,10 +42,10 @@ from scenes import (
     value_of,
 )
 
-#: What memory may differ by between the first rounds and the last, in MiB.
+#: Most MiB that memory may grow by from the first rounds to the last.
 MOST_MB = 64
 THREADS, PROCESSES = 64, 16
-#: In a short campaign there are as many times fewer of both, and fewer loads in one process.
+#: A short campaign divides both by this, and the loads in one process.
 FEWER = 8
 #: The shares of the time that a process has, after each of which its costs are looked at.
 PHASES = (0.25, 0.25, 0.5)
@@ -56,7 +56,7 @@ OTHERS, SHARE = 600.0, 0.6
 
 
 class Enough(Exception):
-    """What a progress callback raises to cancel."""
+    """Raised by a progress callback to cancel."""
 
 
 def cancelled_load(folder: Path) -> float:

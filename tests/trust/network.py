@@ -102,7 +102,7 @@ class Asked:
 
     @property
     def number(self) -> str:
-        """Of the case."""
+        """The number of the case."""
         return self.path.split("/")[1]
 
 
@@ -163,7 +163,7 @@ class Server:
         lines = [f"HTTP/1.1 {status} Said", *(f"{name}: {value}" for name, value in fields.items())]
         short = "\r\n".join([*lines, "", ""]).encode("latin-1")
         if length > len(short) + 10:
-            # What matters comes last.
+            # The padding comes first, and the fields that matter at the end of the head.
             lines.insert(1, "X-Pad: " + "p" * (length - len(short) - 9))
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
@@ -190,7 +190,7 @@ class Server:
             "drop": head[:at] + head[at + 1 :],
         }[how]
         asked.connection.sendall(changed + asked.body)
-        # Else a body that is too short for what the head says would be waited for.
+        # Other changes close the connection: a client would wait for a body that is too short.
         return how == "flip"
 
     def end(self, connection: socket.socket, how: str) -> bool:
@@ -234,7 +234,7 @@ class Server:
         if not asked.what["both"]:
             del asked.fields["Content-Length"]
         asked.fields["Transfer-Encoding"] = "chunked"
-        # What is said to be of the file is of it, or no client could tell.
+        # Chunks that a client may accept have the right bytes: it could not detect others.
         asked.connection.sendall(
             self.head(asked.status, asked.fields)
             + CHUNKS[asked.what["raw"]].replace(b"12345", asked.body[:5])
@@ -276,7 +276,7 @@ class Server:
         return True
 
     def do_after(self, asked: Asked) -> bool:
-        # An answer that nobody asked for, of another range, before the next one.
+        # One answer more, that was not requested: bytes of another range.
         asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body)
         asked.connection.sendall(self.head(asked.status, asked.fields) + asked.body[::-1])
         return True

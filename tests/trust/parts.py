@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-#: What is not added up, but is that of the process with the most of it.
+#: Figures of which the highest counts; all others are added up.
 HIGHEST = {"seconds", "slowest", "most_mb"}
 SET_DEATH_SIGNAL = 1
 #: Seconds from which on a campaign is a long one.
@@ -73,7 +73,7 @@ def divide(jobs: int) -> int:
     for number, file in enumerate(files):
         pid = os.fork()
         if pid == 0:
-            # Its servers end with it; who is told twice ends at once.
+            # SIGTERM raises, so that its servers end with it; a second one ends it at once.
             signal.signal(signal.SIGTERM, end)
             end_with(parent, signal.SIGTERM)
             os.dup2(file.fileno(), 1)

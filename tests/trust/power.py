@@ -167,7 +167,7 @@ class Recorder:
 
 
 class States:
-    """What a disk may hold when the power goes."""
+    """States that a disk may be in when the power goes."""
 
     def __init__(self, before: Disk, folders: dict[str, int], events: list[Event]) -> None:
         self.before, self.events = before, events
@@ -207,7 +207,7 @@ class States:
                     continue
                 data = event.data
                 if number in torn:
-                    # Its length is there, of its bytes the first pages.
+                    # A torn write has its length, and the bytes of its first pages.
                     kept = len(data) // 2 // 4096 * 4096
                     data = data[:kept] + bytes(len(data) - kept)
                 end = event.offset + len(data)
@@ -275,7 +275,7 @@ class Campaign:
             print(f"FINDING {text}", file=sys.stderr, flush=True)
 
     def run(self, scene: Save, folder: Path, each: int) -> Iterator[None]:
-        """Record a save, and replay it for as long as somebody asks."""
+        """Record a save, then replay it again and again; each step is one replay."""
         folder.mkdir()
         if scene.over:
             scene.save(folder, OLD)

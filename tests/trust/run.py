@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("campaigns.json")
-#: Where the table of long runs is.
+#: The page with the table of long runs.
 PAGE = "docs/explanation/trust.md"
 HEAD = ["| campaign | inputs | of these | findings | seconds | commit | date | machine |",
         "|---|---|---|---|---|---|---|---|"]  # fmt: skip
@@ -45,7 +45,7 @@ def run(row: dict, seconds: float, seed: int) -> dict:
         return {"skipped": f"{', '.join(missing)} not installed"}
     filled = {"seconds": f"{seconds:.0f}", "seed": str(seed), "python": sys.executable}
     command = shlex.split(row["command"].format(**filled))
-    # Other packages of this name are not to be met first.
+    # The package of this tree is found before others of its name.
     paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
@@ -128,7 +128,7 @@ def main() -> None:
         print(f"{row['name']}: {seconds:.0f} s", file=sys.stderr, flush=True)
         said = run(row, seconds, arguments.seed)
         results.append((row["name"], said))
-        # At once: a run that is ended loses nothing.
+        # Written after each campaign, so that a run that is ended loses nothing.
         if arguments.record:
             page = arguments.record.read_text() if arguments.record.exists() else ""
             new = {row["name"]: row_of(row["name"], said, run_of)}

@@ -68,7 +68,7 @@ def tested(command: list[str], environment: dict[str, str], bad: str) -> tuple[i
     return passed, findings
 
 
-#: What Miri can run: no system calls but a few, nothing of libsodium's, nothing that takes long.
+#: Tests that Miri can run: few system calls, nothing of libsodium's, nothing that takes long.
 INTERPRETED = ["api::tensor", "cancel::", "engine::plan::queue", "engine::target::gather",
                "engine::workers", "format::dtype", "format::name::", "mem::", "sys::buffers",
                "sys::process"]  # fmt: skip
@@ -135,7 +135,7 @@ def cpp() -> tuple[int, list[str]]:
             save_file({key: tensor}, folder / "shards" / f"{key}.safetensors")
         index = {"weight_map": {key: f"{key}.safetensors" for key in weights}}
         (folder / "shards/model.safetensors.index.json").write_text(json.dumps(index))
-        # What torch keeps until the process ends is no leak of ours.
+        # Memory that torch keeps until the process ends is no leak of ours.
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
         ran = subprocess.run([build / "deployment", folder, *CHECKS], env=environment,
                              capture_output=True, text=True, check=False)  # fmt: skip
@@ -180,7 +180,7 @@ def no_source() -> str | None:
     return no_nightly()
 
 
-#: For each what is missing here, and what is run.
+#: By kind: its name, the check for what is missing here, and the function that runs it.
 KINDS: dict[str, tuple[str, Callable[[], str | None], Callable[[], tuple[int, list[str]]] | None]]
 KINDS = {
     "address": ("AddressSanitizer", no_nightly, address),

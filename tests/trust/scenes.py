@@ -1,4 +1,4 @@
-"""What is disturbed: small saves and loads of each kind, and how to see what a save has left.
+"""Saves and loads that campaigns disturb, small ones of each kind, and checks of what is left.
 
 Each scene has a folder of its own. Before a save its file has the value 1, after it the value 2.
 """
@@ -69,7 +69,7 @@ class Save:
     save: Callable[[Path, float], None]
     #: Returns the value that is found there.
     load: Callable[[Path], float]
-    #: Whether something with the value 1 is there before.
+    #: True if a file with the value 1 is there before.
     over: bool = True
     #: Variables that the save sees.
     environment: tuple[tuple[str, str], ...] = ()
@@ -267,7 +267,7 @@ def upload(name: str, uri: str) -> Save:
         tensorizer.save(tensors(value) | {"more": more + value}, uri)
 
     def load(_: Path) -> float:
-        # Not many attempts are made here, and servers of tests close what was just idle.
+        # A load makes few attempts here, and test servers close idle connections.
         for pause in (0.1, 0.5, 2, 5, 10):
             try:
                 found = tensorizer.load(uri, "cpu", verify_hash=True)

@@ -45,7 +45,7 @@ LATE = 60.0
 MOST = 64 << 20
 #: Bytes that are given at least.
 LEAST = 1 << 10
-#: What errors say that are of memory, beside MemoryError and ENOMEM: torch's, and of threads.
+#: Texts of errors about memory that are neither MemoryError nor ENOMEM: torch's, and of threads.
 SAID = re.compile(r"alloc|memory|ENOMEM|can't start new thread|Resource temporarily unavailable")
 
 
@@ -77,7 +77,7 @@ def fill() -> None:
             pass
 
 
-#: Whether that is done before.
+#: True if `fill` is called before each try.
 filled = False
 
 
@@ -175,7 +175,7 @@ def places(folder: Path, url: str) -> list[tuple[str, Callable[[int], dict]]]:
                 return of_save(scene, mine, more)
 
         with scratch() as mine:
-            # What is imported late is there before.
+            # Modules that are imported late are imported here.
             scene.save(mine, OLD)
             scene.found(mine)
         found.append((f"save, {scene.name}", saved))

@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ops = torch.ops.tensorizer
 #: Seconds for a batch.
 LATE = 30.0
-#: How many state dicts a child tries.
+#: State dicts of each child.
 BATCH = 25
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64,
     torch.complex128, torch.uint16,
 ]  # fmt: skip
-#: What is raised for what cannot be saved or loaded.
+#: Errors for tensors that cannot be saved or loaded.
 REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError)
 State = dict[str, torch.Tensor]
 
@@ -63,7 +63,7 @@ def parameter(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
 
 
 def result(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
-    """One that is no leaf of a graph of gradients."""
+    """Return a tensor that is no leaf of its autograd graph."""
     if tensor.dtype not in (torch.float32, torch.float64):
         return tensor
     return tensor.requires_grad_() * 2
@@ -104,7 +104,7 @@ def made(chance: random.Random) -> tuple[State, State, str | None, Counter]:
         state[f"{kind}.{number}"], kinds[kind] = tensor, kinds[kind] + 1
         if chance.random() < 0.2 and tensor.dim():
             state[f"view.{number}"], kinds["view"] = tensor.detach()[:1], kinds["view"] + 1
-    # As torch.save has them.
+    # The expected tensors are those that torch.save and torch.load give.
     with io.BytesIO() as file:
         torch.save(state, file)
         file.seek(0)

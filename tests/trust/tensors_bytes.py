@@ -26,7 +26,7 @@ class Body:
     header_at: int = 0
     data_at: int = 0
     data_len: int = 0
-    #: Of its places in the index.
+    #: Offsets of the fields of the index that have its positions.
     places: list[int] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ def is_encrypted(data):
 
 @dataclass
 class Header:
-    """Where in a file a header has its fields, hash values and block of encryption."""
+    """The places in a file of a header's fields, hash values and block of encryption."""
 
     fields: list[Field]
     hashes: list[tuple[int, int, int]]

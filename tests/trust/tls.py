@@ -33,8 +33,8 @@ try:
 except ImportError as error:
     tls_server, missing = None, error.name
 
-#: What happens to a byte of a connection, and how many of the first bytes there are each way: what
-#: a client says has its end long before.
+#: Faults of one byte, and the number of first bytes that have them, by the side that receives. A
+#: client sends far fewer.
 HOW = ("close", "reset", "flip", "drop", "double")
 FIRST = {"client": 4096, "server": 1024}
 PLACES = [(how, to, at) for how in HOW for to, count in FIRST.items() for at in range(count)]
@@ -78,7 +78,7 @@ def case(number: int) -> dict:
     elif kind == "certificate":
         found |= {"of": chance.choice(CERTIFICATES), "times": 99,
                   "before": chance.random() < 0.3}  # fmt: skip
-        # That one nobody can talk to.
+        # No connection can be made with a short key, even if every certificate is trusted.
         found["before"] &= found["of"] != "of a short key"
     elif kind == "protocol":
         found |= {"of": chance.choice(["1.0", "1.1", "1.2", "other ciphers"]), "times": 99}
@@ -111,7 +111,7 @@ def load(port: int, authority: str, number: int) -> float:
     server = f"{what['scheme']}://{what['host']}:{port}"
     url = f"{server}/{number}/f.tensors"
     if what.get("before"):
-        # That one was believed on purpose must not have others believed.
+        # One stream trusts every server, on purpose; the load after it must not.
         with open_stream(url, certificate_handling=CAInfo(allow_untrusted=True)) as stream:
             if not stream.read(100):
                 raise AssertionError("nothing comes from whom everything is believed")

@@ -1,4 +1,4 @@
-"""Servers of one file over TLS, and somebody on the way to them, who do what a case says."""
+"""Servers of one file over TLS, and a man in the middle, which do what a case says."""
 
 import contextlib
 import mmap
@@ -22,12 +22,12 @@ from certificates import make
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 from servers import free_port
 
-#: How long anything that never ends goes on, in seconds.
+#: Seconds for which anything that never ends goes on.
 LONG = 12
 RECORD = 1 << 14
 VERSIONS = {"1.0": ssl.TLSVersion.TLSv1, "1.1": ssl.TLSVersion.TLSv1_1,
             "1.2": ssl.TLSVersion.TLSv1_2, "other ciphers": ssl.TLSVersion.TLSv1_2}  # fmt: skip
-#: What is said in place of a handshake.
+#: Bytes that a server sends in place of a handshake.
 SPOKEN = {
     "an answer in the open": b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\nETag: "one"\r\n\r\nhi',
     "an alert": b"\x15\x03\x03\x00\x02\x02\x28",
@@ -42,7 +42,7 @@ SPOKEN = {
     "data before keys": b"\x17\x03\x03\x00\x05hello",
     "nothing": b"",
 }
-#: What comes again and again in place of a handshake, after how it begins.
+#: Bytes in place of a handshake: their beginning, and a piece that is repeated.
 FLOODS = {
     "a message without end": (b"\x16\x03\x03\x40\x00\x02\xff\xff\xff" + bytes(RECORD - 4),
                               b"\x16\x03\x03\x40\x00" + bytes(RECORD)),
@@ -52,7 +52,7 @@ FLOODS = {
     "hello requests": (b"", b"\x16\x03\x03\x00\x04\x00\x00\x00\x00" * 1000),
     "data": (b"", b"\x17\x03\x03\x40\x00" + bytes(RECORD)),
 }  # fmt: skip
-#: What is put among encrypted data without a key.
+#: Bytes that are put among encrypted data, without the key.
 INJECTED = {
     "an alert": SPOKEN["an alert"],
     "a closing alert": b"\x15\x03\x03\x00\x02\x01\x00",
@@ -67,7 +67,7 @@ INJECTED = {
 PRESSED = {"renegotiates": b"R\n", "renegotiates alone": b"r\n", "a new key": b"K\n",
            "a new key of its own": b"k\n", "asks for a certificate": b"c\n",
            "the open": b"P\n"}  # fmt: skip
-#: How the body of an answer ends, other than by its length.
+#: Ends of the body of an answer, other than by its length.
 CUT = ("cut", "cut without a length", "whole without a length", "closed", "closed without a length",
        "reset", "reset without a length")  # fmt: skip
 
@@ -117,7 +117,7 @@ class Server:
                 threading.Thread(target=self.serve, args=given, daemon=True).start()
 
     def context(self, certificate: str = "good", protocol: str = "") -> ssl.SSLContext:
-        """Return how connections are encrypted, which sessions depend on."""
+        """Return the settings of TLS; they are shared, since sessions depend on them."""
         with self.lock:
             known = self.contexts.get((certificate, protocol))
             if known:
@@ -197,7 +197,7 @@ class Server:
             connection.sendall(piece)
 
     def do_plain(self, connection: socket.socket, what: dict) -> None:
-        """Speak without TLS to whoever speaks TLS, and the other way round."""
+        """Answer a TLS client without TLS, and a client without TLS with TLS."""
         if what["scheme"] == "http":
             self.answers(connection, self.context())
             return

@@ -29,16 +29,16 @@ TRACEME, PEEKUSER, POKEUSER, CONT, SYSCALL, SETOPTIONS, INFO = 0, 3, 6, 7, 24, 0
 #: Stops at calls are told from signals; threads are traced; filters stop; the child dies with its
 #: tracer.
 OPTIONS = 0x1 | 0x8 | 0x80 | 0x100000
-#: What a stop is for, as the kernel tells.
+#: Kinds of stops at system calls, as the kernel tells them.
 ENTRY, EXIT, FILTERED = 1, 2, 3
-#: Of `prctl`, and of the filters' little language: load a word, compare, end.
+#: Constants of `prctl`, and instructions of seccomp filters: load a word, compare, return.
 NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 STOPPED_BY_FILTER = 7
 STOP, PASS = 0x7FF00000, 0x7FFF0000
 WALL = 0x40000000
 RAX, RDX, ORIG_RAX = 10 * 8, 12 * 8, 15 * 8
-#: Closing these descriptors, which nobody has, begins and ends what is looked at.
+#: Closing one of these descriptors, which are never open, begins or ends the tracing of calls.
 BEGIN, END = 99991, 99992
 #: Seconds until what was opened is closed.
 PATIENCE = 10.0
@@ -47,7 +47,7 @@ NEWER = {451: "cachestat", 452: "fchmodat2"}
 #: Calls whose third argument is how many bytes they move at most, and how many buffers.
 PLAIN = {"read", "write", "pread64", "pwrite64", "recvfrom", "sendto"}
 VECTORED = {"readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2"}
-#: Those whose first argument is a descriptor, as far as these are told apart.
+#: Calls whose first argument is a descriptor, as far as these are told apart.
 OF_DESCRIPTORS = PLAIN | VECTORED | {
     "fsync", "fdatasync", "ftruncate", "fallocate", "fstat", "lseek", "ioctl", "fcntl", "flock",
     "recvmsg", "sendmsg", "getsockopt", "setsockopt", "shutdown", "epoll_wait", "epoll_ctl",
@@ -87,12 +87,12 @@ class Call:
     """A system call that has begun; ``result`` is known when it has ended."""
 
     name: str
-    #: How many of this name began before it.
+    #: The number of calls of this name before it.
     index: int
     args: tuple[int, ...]
     thread: int
     result: int | None = None
-    #: What a path among its arguments says.
+    #: The path among its arguments, if there is one.
     path: str = ""
     #: The file, socket or the like that its descriptor is of.
     file: str = ""
@@ -103,11 +103,11 @@ class Call:
 
 @dataclass
 class Outcome:
-    """How a child ended."""
+    """The end of a child: its status, its result and its calls."""
 
     #: Its exit status, or minus the signal that ended it; None if it took too long.
     status: int | None
-    #: What its function returned, or which error it raised.
+    #: The result of its function, or the error that it raised.
     said: dict | None
     calls: list[Call] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class Filter:
 
     def __init__(self, wanted: set[str]) -> None:
         numbers = {name: number for number, name in names().items()}
-        # Where the number of a call is, and its first argument.
+        # At offset 0 is the number of a call, at 16 its first argument.
         program = [(LOAD, 0, 0, 0)]
         for name in sorted(wanted):
             program += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, STOP)]
@@ -171,7 +171,7 @@ class Memory:
         return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-#: What is done to a call: nothing, an error number, a result without the call, "half" or "one"
+#: An action on a call: nothing, an error number, a result without the call, "half" or "one"
 #: of its bytes, or the death of the process before it.
 Action = int | str | None
 
@@ -310,7 +310,7 @@ def run(
     Args:
         decide: Gets each call as it begins, and the memory of the child; returns an `Action`.
         ended: Gets each call when it has ended.
-        seconds: How long it may take.
+        seconds: The time that it may take.
         wanted: Names of the calls that it is stopped at, without their ends; None: all.
 
     """
@@ -331,7 +331,7 @@ def run(
         sys.unraisablehook = lambda what: ignored.append(f"{what.exc_value!r} in {what.object!r}")
         before = descriptors()
         said = marked(body)
-        # A traceback has kept what was given up, perhaps in a cycle.
+        # A traceback keeps objects alive, perhaps in a cycle.
         gc.collect()
         # Threads that sync in the background, or are left behind by a call that ended, end soon.
         ends = time.monotonic() + PATIENCE
@@ -371,7 +371,7 @@ def descriptors() -> set[str]:
 
 
 def mark(descriptor: int) -> None:
-    """Begin or end what is looked at."""
+    """Begin or end the tracing of calls."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 

@@ -1,4 +1,4 @@
-// What is looked at before an operation runs.
+// Checks that run before an operation.
 #include <string.h>
 
 #include <algorithm>
@@ -12,7 +12,8 @@ bool is_pending(u64 begin, u64 end, bool host) {
       state().pending, [&](const auto& entry) { return uses(entry.second, begin, end, host); });
 }
 
-// Calls refuse what is not there; these are for operations that were begun while it was.
+// Finds memory that was freed or unpinned between the call and the operation; a call with memory
+// that is freed already fails by itself.
 void check_lifetimes(const Operation& operation) {
   for (const auto& [begin, end, write, host] : operation.accesses) {
     if (!host && !is_live(begin, end - begin)) {

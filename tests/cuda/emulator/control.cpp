@@ -1,4 +1,4 @@
-// What tests call, by ctypes, while a program runs.
+// Functions that tests call, by ctypes, while a program runs.
 #include <string.h>
 
 #include <algorithm>

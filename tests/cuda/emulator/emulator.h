@@ -1,4 +1,4 @@
-// What the files of the emulator share. All state is guarded by the one lock in it.
+// Declarations that the files of the emulator share. All state is guarded by the one lock in it.
 #pragma once
 
 #include <cuda.h>
@@ -64,7 +64,7 @@ struct Operation {
   double begun = 0;                          // time of the call; 0 if no bus is simulated
 };
 
-// What was captured.
+// A captured graph.
 struct Graph {
   std::vector<Operation> operations;
   u64 number = 0;
@@ -123,7 +123,7 @@ struct Extents {
   u64 begin[2] = {UINT64_MAX, UINT64_MAX}, end[2] = {0, 0};
 };
 
-// What the checks need to know of an operation that was begun.
+// The part of an operation under way that the checks need.
 struct Pending {
   u64 number;
   Stream* stream;
@@ -169,7 +169,7 @@ struct State {
 
 State& state();
 
-// Of each thread, as CUDA has it.
+// The stack of contexts of a thread, as in CUDA.
 struct Contexts {
   std::vector<Context*> stack;
   long pushed = 0;

@@ -63,7 +63,7 @@ int fault(const char* call) {
   return 0;
 }
 
-// Whether FAKE_CUDA_MUTATE has this call do nothing.
+// True if FAKE_CUDA_MUTATE has this call do nothing.
 bool dropped(const char* call, const char* where) {
   static Mutation mutation(getenv("FAKE_CUDA_MUTATE") ? getenv("FAKE_CUDA_MUTATE") : "");
   if (mutation.call != call || mutation.where != where) return false;

@@ -120,7 +120,7 @@ void store_float(char* to, int type, double value) {
   if (type == kBFloat16) store(to, 0, to_bfloat16(static_cast<float>(value)));
 }
 
-// What an elementwise kernel gets: the number of elements, a functor, pointers, and more.
+// Arguments of an elementwise kernel: the number of elements, a functor, pointers, and more.
 class Elementwise {
  public:
   Elementwise(void** args, Operation* operation) : args_(args), operation_(operation) {}

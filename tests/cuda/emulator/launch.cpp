@@ -1,4 +1,4 @@
-// Launches of kernels: what the code that nvcc makes calls.
+// Launches of kernels: the functions that code compiled by nvcc calls.
 #include <unordered_map>
 
 #include "emulator.h"

@@ -83,7 +83,7 @@ char* backing_of(u64 address) {
   return device ? device->backing + (address - device->base) : nullptr;
 }
 
-// Whether the range lies in one live allocation.
+// True if the range lies in one live allocation.
 bool is_live(u64 address, u64 len, u64* base, u64* size) {
   const Device* device = device_of(address);
   if (!device) return false;

@@ -1,6 +1,6 @@
-// What happens before what, by the order within streams, by events, and by what the host has waited
-// for. Two operations on the same memory, of which one writes, must be in some order: by chance is
-// not enough.
+// The order of operations, which comes from streams, from events, and from waits of the host. Two
+// operations on the same memory, of which one writes, must be ordered by these: if they are not,
+// that is a race, even if they happen to run in the right order.
 #include <algorithm>
 
 #include "emulator.h"

@@ -39,8 +39,8 @@ int pin(Lock& lock, u64 address, u64 len, bool allocated) {
   return 0;
 }
 
-// Waits for copies, as CUDA does for memory that it has allocated; for other memory, to let it go
-// under a copy is a mistake.
+// Waits for copies if CUDA has allocated the memory, as CUDA does; to unpin other memory during a
+// copy is an error of the program.
 int unpin(Lock& lock, u64 address, bool allocated) {
   State& s = state();
   const auto found = s.pinned.find(address);
@@ -72,7 +72,7 @@ int allocate_pinned(Lock& lock, void** address, u64 len) {
 
 using namespace emulator;
 
-// In place of the C library's.
+// Replaces the C library's function.
 API int munmap(void* address, size_t len) {
   State& s = state();
   if (s.owner.load(std::memory_order_relaxed) == getpid()) {

@@ -1,4 +1,4 @@
-// What is said: notes, problems of the program under test, and a report at the end.
+// Output: notes, problems of the program under test, and a report at the end.
 #include <execinfo.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -12,7 +12,7 @@ namespace emulator {
 
 namespace {
 
-// The standard error as it was when the process began, which nobody captures and discards.
+// Standard error as the process began with it: a test runner may capture or discard a later one.
 int standard_error = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 100);
 
 void say(const char* kind, const char* format, va_list args) {

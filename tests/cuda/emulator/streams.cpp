@@ -13,7 +13,7 @@ namespace emulator {
 
 namespace {
 
-// Half of the time none, else up to the delay, and now and then five times that.
+// Microseconds: none in half of the cases, else up to the delay, and now and then five times that.
 u64 random_pause(Stream& stream) {
   const u64 delay = state().settings.delay;
   if (delay == 0) return 0;
@@ -120,8 +120,8 @@ int destroy_stream(void* handle, int device) {
   return 0;
 }
 
-// Whether an operation at the head of a stream has been carried out without the stream's thread,
-// for which the host would have to make room. Only where copies cost nothing.
+// True if an operation at the head of a stream is done at once, on the caller's thread: to wake the
+// stream's thread would cost host time. Only where copies cost nothing.
 static bool ends_at_once(const Operation& operation) {
   if (!state().settings.free_copies) return false;
   if (bus_is_simulated() && operation.upload_bytes + operation.download_bytes > 0) return false;

@@ -1,4 +1,4 @@
-//! RetryBudget inputs without looking at what they reach, many times as fast as libFuzzer: those of a
+//! Tries inputs without looking at what they reach, many times as fast as libFuzzer: those of a
 //! corpus, changed and put together, and bytes by chance.
 
 use std::panic::catch_unwind;
@@ -71,7 +71,7 @@ fn input(corpus: &[Vec<u8>], chance: &mut Chance) -> Vec<u8> {
     bytes
 }
 
-/// RetryBudget inputs of a target until it is time, and prints how many; true if none panics.
+/// Tries inputs of a target until it is time, and prints how many; true if none panics.
 pub fn run(target: &Target, seconds: u64, seed: u64, folder: &Path) -> bool {
     let &(name, work) = target;
     let files = std::fs::read_dir(folder.join(name)).into_iter().flatten().flatten();

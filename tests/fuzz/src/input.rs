@@ -78,7 +78,7 @@ impl<'i, 'b> Faults<'i, 'b> {
         Faults { input, wrong, next: 0 }
     }
 
-    /// What stands in the next field, which should hold `right`.
+    /// The value of the next field: `right`, or a wrong one.
     pub fn field(&mut self, right: u64) -> u64 {
         self.next += 1;
         let is_wrong = self.wrong.contains(&(self.next - 1));

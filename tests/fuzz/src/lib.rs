@@ -1,6 +1,6 @@
-//! What the targets have in common: files made from the fuzzer's bytes, sound but for a few fields.
+//! Shared code of the targets: files made from the fuzzer's bytes, sound but for a few fields.
 //!
-//! Among the tests of the core this is one of them, which tries inputs for a moment.
+//! The tests of the core run this too, and try inputs for a moment.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss)]
 
@@ -23,8 +23,8 @@ pub fn open(bytes: &[u8]) -> Result<TensorFile> {
     opening.source(Arc::new(MemorySource::new(bytes.to_vec(), "fuzzed")), 0)
 }
 
-/// Bytes of memory that a target takes for tensors. What a file holds is never as much: this is for
-/// tensors of the meta device, which have any size.
+/// Most bytes of memory for the tensors of a target. Data in a file are never as large; tensors of
+/// the meta device may have any size.
 const MOST: u64 = 64 << 20;
 
 /// Loads all tensors by one reader; None where they are larger than any file of these targets.

@@ -1,4 +1,4 @@
-//! `.safetensors` files, and what the library of that name says of them.
+//! `.safetensors` files, and how the library of that name reads them.
 
 use std::collections::HashSet;
 use std::fmt::Formatter;
@@ -71,7 +71,7 @@ pub fn file(input: &mut Input<'_>) -> Vec<u8> {
     bytes
 }
 
-/// What only we refuse, by what is said, and why.
+/// Files that only we refuse: a part of our message, and the reason.
 const STRICTER: [(&str, &str); 9] = [
     ("comes twice", "a key of the metadata twice"),
     ("duplicate field", "the metadata twice"),
@@ -84,7 +84,7 @@ const STRICTER: [(&str, &str); 9] = [
     ("name is too long", "more than 65,535 bytes of name"),
 ];
 
-/// Reads a file both ways. What we take, the library takes, and has the same of it.
+/// Reads a file both ways. The library accepts each file that we accept, with the same content.
 pub fn compare(bytes: &[u8]) {
     let theirs = SafeTensors::deserialize(bytes);
     let file = match open(bytes) {
@@ -103,8 +103,8 @@ pub fn compare(bytes: &[u8]) {
     }
 }
 
-/// Whether a header has two tensors of one name, of which the library takes the last, and does not
-/// look at the other.
+/// True if a header has two tensors of one name. The library takes the last one, and does not check
+/// the other.
 fn has_a_name_twice(bytes: &[u8]) -> bool {
     let Some((head, rest)) = bytes.split_first_chunk() else { return false };
     let Some(text) = rest.get(..u64::from_le_bytes(*head) as usize) else { return false };

@@ -43,7 +43,7 @@ pub struct File {
     pub bytes: Vec<u8>,
     pub tensors: Vec<Made>,
     pub encrypted: bool,
-    /// Nothing is wrong with it on purpose.
+    /// True if no field has a wrong value on purpose.
     pub sound: bool,
 }
 
@@ -268,7 +268,7 @@ pub fn file(input: &mut Input<'_>) -> File {
     File { bytes, tensors, encrypted, sound }
 }
 
-/// What the header at a place says of hashes, read without the library: each must fit the data.
+/// Checks the hashes of a header, read without the library: each must fit the data.
 pub fn check_hashes(file: &[u8], header_at: usize, data_at: usize, encrypted: bool, data: &[u8]) {
     let header = &file[header_at..data_at];
     let int = |at: usize, size: usize| {

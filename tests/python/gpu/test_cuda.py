@@ -35,7 +35,7 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """What a test took of the device's memory is free again."""
+    """Memory of the device that a test took is free again."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -113,7 +113,7 @@ def test_lazy_tensors_go_to_the_device_that_is_current_when_they_are_loaded(path
             for name, device in zip(names, devices, strict=False):
                 with torch.cuda.device(device):
                     assert file[name].device == device
-            # A device of torch's own goes first; one that has no number says nothing.
+            # torch's default device decides if it has a number; otherwise the current device does.
             with torch.device(devices[0]), torch.cuda.device(devices[-1]):
                 assert file[names[-1]].device == devices[0]
             with torch.device("cpu"), torch.cuda.device(devices[-1]):
@@ -131,7 +131,7 @@ def test_small_tensors_share_blocks_unless_they_are_cloned(path):
     small = [tensor for tensor in shared.values() if 0 < tensor.nbytes < 1 << 20]
     storages = {tensor.untyped_storage().data_ptr() for tensor in small}
     assert len(storages) < len(small)
-    # Nothing large is kept by something small, nor by others that are large.
+    # Large tensors share memory with none: it is free as soon as the tensor is.
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     del shared["large"]
@@ -416,7 +416,7 @@ def test_checkpoints_of_torch_share_storages(tmp_path, options):
     assert loaded["transposed"].data_ptr() == loaded["weight"].data_ptr()
 
 
-# What goes wrong
+# Other programs and failures
 
 
 def test_weights_go_to_where_vllm_has_its_model(tmp_path, monkeypatch):

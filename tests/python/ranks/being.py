@@ -1,4 +1,4 @@
-"""What each rank does: it runs a function of this folder, and writes what becomes of it."""
+"""The main function of a rank: calls a function of this folder, and writes its result or error."""
 
 import importlib
 import json

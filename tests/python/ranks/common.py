@@ -1,4 +1,4 @@
-"""What the programs of ranks share: a process group, models on meshes, comparisons."""
+"""Shared code of the programs of ranks: a process group, models on meshes, comparisons."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-#: How the parameters of a model lie.
+#: Ways to distribute the parameters of a model.
 KINDS = ("plain", "fsdp", "hsdp", "tp", "both")
 #: Seconds that a rank waits for others, unless a program says otherwise.
 WAIT = 30
@@ -81,7 +81,7 @@ def whole_net(seed=1):
 
 
 def net_of(kind, *, meta=False, seed=2):
-    """Return a model that is cut in a way, with other values than :func:`whole_net` has."""
+    """Return a model that is distributed in one way; its values are not those of `whole_net`."""
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         net = Net().eval()

@@ -1,4 +1,4 @@
-"""What ranks save and load: a model on a mesh, with its optimizer."""
+"""A model on a mesh with its optimizer, which ranks save and load."""
 
 import contextlib
 import datetime
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 #: Seconds that a rank waits for another.
 GLOO_TIMEOUT = 15
-#: How the parameters lie.
+#: Ways to distribute the parameters.
 KINDS = ("plain", "fsdp", "tp", "both")
 
 

@@ -254,7 +254,7 @@ def what_to_be_like(folder):
         for name, tensor in found.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert_equal(whole, made[name], name)
-        # What is named and no tensor is loaded as without like=.
+        # A name for which like= has no tensor is loaded as without like=.
         assert_equal(tensorizer.load(uri, names=["t0"], like={"t0": 5})["t0"], made["t0"])
         with torch.device("meta"):  # torch's default device is not where they go
             kept = tensorizer.load(uri, "cpu", like={"t0": empty})["t0"]
@@ -262,7 +262,7 @@ def what_to_be_like(folder):
 
 
 def refused(folder):
-    """Say no with a sentence: placements, shapes, dtypes, memory, arguments."""
+    """Return the errors of refused loads: placements, shapes, dtypes, memory, arguments."""
     with group() as (rank, world):
         line, _ = meshes()
         made = tensors()

@@ -155,10 +155,10 @@ def errors_on_the_way(folder):
         works(uri)
 
     with group() as (rank, world):
-        # Of pairs, each of which exchanges by itself.
+        # Each pair of ranks exchanges by itself.
         pairs = {"shard": tensorizer.Shard(0, rank // 2, world // 2)}
         say("pair", "_fetch", 1, (0, fail), names=["rows", "words"], **pairs)
-        # Of parts that have a member together, which is told by one of them.
+        # Ranks with different parts, which share one member: it tells the others.
         names = [["rows", "cube"], ["rows"], ["cube"], []][rank]
         say("parts", "_fetch", 1, (0, fail), names=names)
         say("read", "_fetch", 1, (3, fail))
@@ -238,7 +238,7 @@ def interrupted(folder, turns):
                 outcome, took = "interrupted", time.monotonic() - begun
             found.append((outcome, took > 0.9 * WAIT))
             meeting.meet = meet
-            # All of them are here, whatever has become of them.
+            # Waits for all ranks, however their calls have ended.
             store.set(f"turn {turn} {rank}", "here")
             store.wait([f"turn {turn} {other}" for other in range(world)])
             works(uri)

@@ -198,7 +198,7 @@ def ties_that_differ(folder):
 
 
 def refused_and_warned(folder):
-    """What fits no module is refused before anything is changed."""
+    """Tensors that do not fit the module are refused before anything is changed."""
     with group():
         net = net_of("fsdp")
         before = {name: as_whole(tensor).clone() for name, tensor in net.named_parameters()}

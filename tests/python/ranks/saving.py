@@ -90,7 +90,7 @@ def shapes(folder):
         for ending in ("tensors", "safetensors"):
             tensorizer.save(state, f"{folder}/shapes.{ending}")
             same(f"{folder}/shapes.{ending}", whole)
-        # Where nobody says otherwise, tensors are on meta.
+        # The same with meta as torch's default device.
         with torch.device("meta"):
             tensorizer.save(state, f"{folder}/meta.tensors")
         same(f"{folder}/meta.tensors", whole)

@@ -2,7 +2,7 @@
 use tensorizer::codec::crypt::{Key, Pieces};
 use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo, encode};
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let Ok(info) = CryptInfo::parse(bytes, 0) else { return };
     let Some(cipher) = info.cipher else { return };

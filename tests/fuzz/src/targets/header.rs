@@ -8,7 +8,7 @@ use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Header;
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = input.once_in(2);

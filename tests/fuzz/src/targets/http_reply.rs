@@ -1,4 +1,4 @@
-//! What answers of HTTP servers say: a range that is taken for the one asked for is that one.
+//! Replies of HTTP servers: a reply that is accepted has exactly the range that was requested.
 use crate::input::Input;
 use reqwest::{Response, StatusCode};
 use tensorizer::fuzzing::is_taken;
@@ -36,7 +36,7 @@ const VALUES: [&str; 20] = [
     "Mon, 01 Jan 2024 00:00:00 GMT",
 ];
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let start = *input.one_of(&[0, 10, u64::MAX - 1]);
@@ -50,7 +50,7 @@ pub fn run(bytes: &[u8]) {
         let (from, last) = range.split_once('-').unwrap();
         let number = |text: &str| text.trim().parse::<u64>().unwrap();
         assert_eq!((number(from), number(last) + 1), (start, end));
-        // What the first answer does not tell, or not as text, is not known of others either.
+        // An etag that the first reply lacks, or that is no text, is not compared with later ones.
         let tag = first.headers().get("etag").filter(|tag| tag.to_str().is_ok());
         assert!(tag.is_none_or(|tag| second.headers().get("etag") == Some(tag)));
     }

@@ -1,10 +1,10 @@
-//! Prologue, index, and what lies behind its entries.
+//! Prologue, index, and the index trailer.
 use crate::input::Input;
 use crate::tensors;
 use tensorizer::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use tensorizer::format::tensors::{behind, index, metadata};
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = input.once_in(2);
@@ -30,7 +30,7 @@ pub fn run(bytes: &[u8]) {
     for (number, entry) in found.entries.iter().enumerate() {
         assert_eq!(found.names.find(entry.name.stored()), Some(number));
     }
-    // Written again, it says the same.
+    // An index that is encoded again has the same entries.
     let tagged = prologue.versioned_entries;
     let again = index::encode(&found.entries, tagged, prologue.index_len.max(1 << 16));
     let again = index::parse(&again.unwrap(), at, &Prologue { index_len: 0, ..prologue }, len, "");

@@ -1,4 +1,4 @@
-//! What each target does with an input.
+//! The code of each target, which tries one input.
 
 pub mod crypt_block;
 pub mod header;

@@ -3,7 +3,7 @@ use tensorizer::format::dtype::DType;
 use tensorizer::format::name::{Component, Name};
 use tensorizer::format::name_tree::NameTree;
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     if let Ok(dtype) = DType::parse(bytes) {
         assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));
@@ -14,7 +14,7 @@ pub fn run(bytes: &[u8]) {
         let Ok(name) = Name::parse(stored) else { continue };
         assert_eq!(name.stored().as_bytes(), stored);
         let path: Vec<Component> = name.components().collect();
-        // What is written again is the same path, and a name of it.
+        // A path that is encoded again is the same path, and its name is valid.
         match Name::from_path(path.clone()) {
             Ok(again) => {
                 assert!(again.same_path(&name) && again.components().eq(path.iter().cloned()));

@@ -1,4 +1,5 @@
-//! Plans of reads: every wanted byte once, in order, within limits; and the way through staging buffers.
+//! Plans of reads: every wanted byte once, in order, within limits; and the copies through staging
+//! buffers.
 use crate::input::Input;
 use tensorizer::engine::plan::{
     Batch, Extent, Large, Layout, Limits, Place, Runs, Segment, SegmentKind, partition, stage,
@@ -6,7 +7,7 @@ use tensorizer::engine::plan::{
 
 const LENS: [u64; 12] = [0, 1, 7, 63, 64, 65, 1000, 4096, 5000, 65536, 1 << 20, 5 << 20];
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let mut limits = Limits {
@@ -151,7 +152,8 @@ fn staged(extents: &[Extent], batches: &[Batch], layout: &Layout, buffer_len: us
     }
 }
 
-/// Runs of a slice: as many bytes as the slice has, rising, within the tensor; spans hold all of them.
+/// Contiguous ranges of a slice: as many bytes as the slice has, rising, within the tensor.
+/// Coalesced reads hold all of them.
 fn runs(input: &mut Input<'_>, gap: u64) {
     let size = *input.one_of(&[1, 2, 4, 8, 16]);
     let (mut shape, mut slice) = (Vec::new(), Vec::new());

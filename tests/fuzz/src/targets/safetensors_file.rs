@@ -2,7 +2,7 @@
 use crate::input::Input;
 use crate::safetensors::{compare, file};
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = !input.once_in(4);

@@ -3,7 +3,7 @@ use std::path::{Component, Path};
 
 use tensorizer::format::shards::parse;
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let Ok(index) = parse(bytes) else { return };
     assert!(!index.files.is_empty() && !index.tensors.is_empty());

@@ -8,7 +8,7 @@ use tensorizer::crypt::{DecryptionOptions, Key, Secret};
 use tensorizer::format::catalog::Format;
 use tensorizer::{Never, Tensor, Verify};
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let whole = input.once_in(4);

@@ -1,10 +1,11 @@
-//! Archives of `torch.save` with a few wrong fields: their records are bytes of the file, and share none.
+//! Archives of `torch.save` with a few wrong fields: their records are bytes of the file, and none
+//! overlap.
 use crate::input::Input;
 use crate::{load_all, open, zip};
 use tensorizer::Verify;
 use tensorizer::format::catalog::Format;
 
-/// RetryBudget an input.
+/// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let made = !input.once_in(4);
